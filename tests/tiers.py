@@ -1,7 +1,7 @@
 """Which cases of a matrix run by default; the others are `-m slow`.
 
 A case of the default suite must be able to find what no other case finds. Most faults show with one value of one
-parameter, nearly all others with two values together, so by default a matrix runs each value, or each pair, once.
+parameter, so by default a matrix runs each value once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,22 @@ import pytest
 
 def singles(ids: Callable[[Any], str] | None = None, /, **values: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrizes by the product of `values`; by default each value runs once."""
-    return _covering(1, values, ids)
-
-
-def pairs(ids: Callable[[Any], str] | None = None, /, **values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrizes by the product of `values`; by default each pair of values of two parameters runs once."""
-    return _covering(2, values, ids)
+    # Values need not be hashable, so positions stand for them.
+    rows = list(itertools.product(*(range(len(column)) for column in values.values())))
+    missing = {x for row in rows for x in enumerate(row)}
+    default: set[tuple[int, ...]] = set()
+    times: collections.Counter[tuple[int, int]] = collections.Counter()  # that a parameter had a value
+    while missing:
+        # Of the rows that cover most the one whose values ran least; of these the first, so the choice never changes.
+        best = max(rows, key=lambda row: (len({*enumerate(row)} & missing), -sum(times[x] for x in enumerate(row))))
+        default.add(best)
+        times.update(enumerate(best))
+        missing -= {*enumerate(best)}
+    cases = []
+    for row in rows:
+        case = [column[i] for column, i in zip(values.values(), row, strict=True)]
+        cases.append(pytest.param(*case) if row in default else slow(*case))
+    return pytest.mark.parametrize(list(values), cases, ids=ids)
 
 
 def stages(*default: int, of: Sequence[int] = (0, 1, 2, 3)) -> pytest.MarkDecorator:
@@ -38,24 +48,3 @@ def default_for(default: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
 def slow(*values: Any) -> Any:
     """A case that only `-m slow` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def _covering(together: int, values: dict[str, Sequence[Any]], ids: Any) -> pytest.MarkDecorator:
-    columns = list(itertools.combinations(range(len(values)), min(together, len(values))))
-    # Values need not be hashable, so positions stand for them.
-    rows = list(itertools.product(*(range(len(column)) for column in values.values())))
-    covers = {row: {(chosen, *(row[i] for i in chosen)) for chosen in columns} for row in rows}
-    missing = set().union(*covers.values())
-    default: set[tuple[int, ...]] = set()
-    times: collections.Counter[tuple[int, int]] = collections.Counter()  # that a parameter had a value
-    while missing:
-        # Of the rows that cover most the one whose values ran least; of these the first, so the choice never changes.
-        best = max(rows, key=lambda row: (len(covers[row] & missing), -sum(times[x] for x in enumerate(row))))
-        default.add(best)
-        times.update(enumerate(best))
-        missing -= covers[best]
-    cases = []
-    for row in rows:
-        case = [column[i] for column, i in zip(values.values(), row, strict=True)]
-        cases.append(pytest.param(*case) if row in default else slow(*case))
-    return pytest.mark.parametrize(list(values), cases, ids=ids)
