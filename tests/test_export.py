@@ -16,6 +16,7 @@ import jzero
 from jzero.checkpoint.parts import Part, read_parts
 from tests.checkpoint_states import linen_state, nnx_state, sharded
 from tests.export_states import ODD, numbers, odd_state
+from tests.tiers import stages
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -57,7 +58,7 @@ def params_of_every_dtype(value):
     return {**params, "w": jnp.ones(8), "empty": jnp.zeros((0, 5)), "scalar": jnp.int8(value)}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(3, of=[1, 3])
 def test_every_dtype_is_read_as_it_was_written(stage, tmp_path):
     make = lambda value: sharded(jzero.TrainState.create(params=params_of_every_dtype(value), tx=optax.sgd(0.1)), stage)
     jzero.export_params(make(1), tmp_path, max_file_bytes=100)

@@ -12,7 +12,7 @@ import jzero
 from jzero.layout.casts import apply_edits
 from tests import models
 from tests.precision_states import BF16, LOW, ROWS, assert_same, host, make_config, mlp_state, train
-from tests.tiers import singles, stages
+from tests.tiers import singles, slow, stages
 
 
 @singles(precision=["bf16", "fp16"], stage=[2, 3, 0])
@@ -75,7 +75,7 @@ def test_an_edit_is_seen_wherever_masters_are_read(stage):
         assert_same(jzero.gather_params(jzero.shard_train_state(state, config=config), masters=True), masters)
 
 
-@pytest.mark.parametrize("policy", [jzero.Precision(state_dtype="bfloat16"), "low"])
+@pytest.mark.parametrize("policy", [slow(jzero.Precision(state_dtype="bfloat16")), "low"])
 def test_laid_out_anew_low_precision_goes_on_to_the_bit(policy):
     """State dtypes, and the counter that drives stochastic rounding, survive another layout."""
     policy = LOW if policy == "low" else policy

@@ -108,7 +108,7 @@ def test_two_hops_train_like_one(loss, stage, sizes, options, fields):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), params, plain)
 
 
-@pytest.mark.parametrize("stage", default_for([1, 3], [1, 2, 3]))
+@pytest.mark.parametrize("stage", default_for([1], [1, 2, 3]))
 def test_only_the_parts_of_devices_cross_nodes(stage):
     """Between nodes a gather moves 1/D of what one ring over all devices does; each hop is a collective of its own."""
     model = models.GPT(d_model=40, heads=5, vocab=253, layers=LAYERS)
