@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import dataclasses
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -20,3 +21,29 @@ KeyPath: TypeAlias = tuple[Any, ...]
 
 AxisNames: TypeAlias = str | tuple[str, ...] | None
 """The mesh axes that cut one dimension: an entry of a `PartitionSpec`."""
+
+State: TypeAlias = Any
+"""A train state of the caller's own class: a dataclass, an NNX object, or a pair of them."""
+
+
+class TrainStateLike(Protocol):
+    """A train state as jzero works on it: a dataclass pytree, of Flax, of jzero or of the user."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def step(self) -> Any: ...
+    @property
+    def params(self) -> PyTree: ...
+    @property
+    def opt_state(self) -> PyTree: ...
+    @property
+    def tx(self) -> Any: ...
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some fields changed."""
+        ...
+
+    def apply_gradients(self, *, grads: PyTree) -> Any:
+        """Returns the state after one optimizer step."""
+        ...

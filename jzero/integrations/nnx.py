@@ -11,6 +11,7 @@ from flax import nnx
 from flax.nnx.training.optimizer import OptArray
 from jax import lax
 
+from jzero._types import PyTree
 from jzero.engine.trace import FROZEN
 from jzero.engine.written_variables import Changed, WrittenShape, by_path, unchanged_shape
 from jzero.integrations.nnx_changes import check_attributes, find_written, python_attributes
@@ -19,7 +20,6 @@ from jzero.state.adapter import Loss, StateAdapter, adapter_of, plan_if_sharded
 from jzero.state.model_size import Params, register_model_view, state_params
 from jzero.state.train_state import TrainState, write_fields
 
-PyTree = Any
 WRITABLE = ("params", FROZEN, "rest")
 
 

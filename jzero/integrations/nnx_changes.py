@@ -14,9 +14,8 @@ from flax import nnx
 from jax.tree_util import SequenceKey
 
 from jzero._text import path_str
+from jzero._types import PyTree
 from jzero.engine.written_variables import WrittenShape, WrittenVariable, by_path, pair_written
-
-PyTree = Any
 
 
 def python_attributes(model: nnx.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jzero._text import path_str
-from jzero._types import PyTree
+from jzero._types import PyTree, TrainStateLike
 
 NEEDED = ("params", "opt_state", "tx", "replace", "apply_gradients")
 
@@ -19,7 +19,7 @@ def missing_fields(x: Any) -> list[str]:
     return [name for name in NEEDED if not hasattr(x, name)]
 
 
-def other_fields(state: Any) -> dict[str, PyTree]:
+def other_fields(state: TrainStateLike) -> dict[str, PyTree]:
     """Returns the fields of a train state that hold arrays, other than params and opt_state, sorted by name."""
     return {
         f.name: getattr(state, f.name)
@@ -29,12 +29,12 @@ def other_fields(state: Any) -> dict[str, PyTree]:
     }
 
 
-def frozen_fields(state: Any) -> tuple[str, ...]:
+def frozen_fields(state: TrainStateLike) -> tuple[str, ...]:
     """Returns the names of the fields that hold parameters outside the optimizer, laid out like the others."""
     return tuple(f.name for f in dataclasses.fields(state) if f.metadata.get("holds_params", False))
 
 
-def check_arrays(state: Any) -> None:
+def check_arrays(state: TrainStateLike) -> None:
     """Raises a `TypeError` that lists every leaf of a train state that is neither an array nor a number."""
     bad = []
     trees = {"params": state.params, "opt_state": state.opt_state, **other_fields(state)}

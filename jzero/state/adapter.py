@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jzero._types import PyTree
 from jzero.engine.written_variables import Changed, WrittenShape, unchanged_shape
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import missing_fields
 from jzero.state.train_state import TrainState
 from jzero.update.transformation import ZeroTransformation
 
-PyTree = Any
 Loss = Callable[..., Any]
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jzero._types import State
 from jzero.arrays.disk_files import StateFiles, layout
 from jzero.arrays.disk_rows import StateRows, handle_shape
 from jzero.arrays.processes import succeed_together
@@ -24,7 +25,6 @@ from jzero.update.find_visits import check_adds_up
 from jzero.update.transformation import ZeroTransformation
 from jzero.update.whole import Grad
 
-State = Any
 T = TypeVar("T")
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from jzero._types import State, TrainStateLike
 from jzero.disk.stores import DiskStore
 from jzero.plan.table import format_bytes
 from jzero.state.adapter import adapt_sharded
 from jzero.state.disk import files_of
-
-State = Any
 
 
 class DiskStats(NamedTuple):
@@ -114,7 +113,7 @@ def release_disk(state: State) -> None:
     files.close()
 
 
-def _store_of(state: Any) -> DiskStore:
+def _store_of(state: TrainStateLike) -> DiskStore:
     """Returns the records of a state on disk."""
     plan = state.tx.plan
     store = files_of(state).pipeline.store if plan.has_files else None

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero._types import PyTree, State, TrainStateLike
 from jzero.arrays.fingerprints import describe_value
 from jzero.arrays.processes import agree
 from jzero.config.settings import FLAG, check
@@ -22,9 +23,6 @@ from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.layouts import FLOAT, find_shardings, lay_out
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import check_alive, edited_master, map_state, plain_state
-
-PyTree = Any
-State = Any
 
 
 def unshard_train_state(state: State) -> State:
@@ -169,7 +167,7 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
     return adapted.rebuild(write_params(train_state, dict(enumerate(new)), chosen))
 
 
-def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[bool]) -> Any:
+def write_params(train_state: TrainStateLike, values: Mapping[int, Any], chosen: Sequence[bool]) -> Any:
     """Returns the train state with whole values written to the chosen parameters and their masters."""
     plan = train_state.tx.plan
     params = plan.flat_params(train_state.params)

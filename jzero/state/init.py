@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import _compat
+from jzero._types import State, TrainStateLike
 from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program
 from jzero.arrays.processes import PROGRAM, agree, check_wait
@@ -36,8 +37,6 @@ from jzero.state.initializers import one_leaf_at_a_time
 from jzero.state.shard import check_has_devices, resolve_config, resolve_mesh, restrict
 from jzero.state.train_state import map_state, stored_state
 from jzero.update.transformation import ZeroTransformation
-
-State = Any
 
 
 @refers_to_config("init_train_state")
@@ -147,7 +146,7 @@ def lower_init(
     inner, consts = _compat.open_jaxpr(jaxpr)
     treedef = jax.tree.structure(shapes)
 
-    def stored(state: Any) -> Any:
+    def stored(state: TrainStateLike) -> Any:
         """Returns the state in the structure that the plan stores, with unchanged leaves."""
         if tx is not shapes.tx:
             state = state.replace(opt_state=restrict_opt_state(tx, shapes.params, state.opt_state))
@@ -231,7 +230,7 @@ def _to_disk(files: StateFiles, leaves: Mapping[int, StateLeaf], arrays: Mapping
     return {k: files.node(leaves[k]) for k in there.values()}
 
 
-def _values(plan: ZeroPlan, state: Any) -> list[Any]:
+def _values(plan: ZeroPlan, state: TrainStateLike) -> list[Any]:
     """Returns the leaves of a stored state in the order of `map_state`."""
     values: list[Any] = []
     map_state(lambda x, leaf: values.append(x), plan, state)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero._types import PyTree, State
 from jzero.config.precision import is_key, widen
 from jzero.layout.casts import apply_edits
 from jzero.layout.leaves import StateLeaf, gather_leaves
@@ -20,9 +21,6 @@ from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.gather import place_given, write_params
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import check_alive
-
-PyTree = Any
-State = Any
 
 DEEPSPEED_NAMES = {"exp_avg": "mu", "exp_avg_sq": "nu"}
 

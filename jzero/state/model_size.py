@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jzero._text import key_names
+from jzero._types import PyTree, TrainStateLike
 from jzero.config.zero import LeafRule
 from jzero.plan.choice import find_scan_dims
 from jzero.plan.state_fields import frozen_fields, missing_fields
@@ -18,7 +19,6 @@ from jzero.state.adapter import adapt, load_integrations
 from jzero.state.train_state import map_state
 from jzero.update.transformation import ZeroTransformation
 
-PyTree = Any
 Params = Mapping[tuple[str, ...], Any]
 """Parameters by key path; a shared one is the same object under each of its paths."""
 
@@ -36,7 +36,7 @@ def register_model_view(view: ModelView) -> None:
     _MODEL_VIEWS.append(view)
 
 
-def state_params(state: Any) -> Params:
+def state_params(state: TrainStateLike) -> Params:
     """Returns the parameters of a train state by key path, including frozen ones; as shapes if it is sharded."""
     if isinstance(state.tx, ZeroTransformation):
         state = map_state(

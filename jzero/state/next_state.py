@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jzero._types import TrainStateLike
 from jzero.config.precision import scale_by
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.placement import make_strongly_typed, memory_of
@@ -56,12 +57,12 @@ def scaled_grads(
 
 
 def next_state(
-    state: Any,
+    state: TrainStateLike,
     step_grads: StepGrads,
     changed: Mapping[str, Mapping[str, Any]],
     update: StepGrads | None,
     disk: FromDisk = NO_DISK,
-) -> Any:
+) -> TrainStateLike:
     """Returns the state after a step, as the plan stores it; call it inside `jit`.
 
     Gradients that are not applied change only the loss scale, and those of a batch without weight not even that.
@@ -90,13 +91,13 @@ def next_state(
     return _to_stored(new, plan)
 
 
-def settled_state(state: Any, update: StepGrads, disk: FromDisk) -> Any:
+def settled_state(state: TrainStateLike, update: StepGrads, disk: FromDisk) -> TrainStateLike:
     """Returns the state after the update that waits, as the plan stores it; call it inside `jit`."""
     new = _update(state, update.grads, update.applied, update.value, disk)
     return _to_stored(_with_waiting(new, jnp.zeros((), jnp.bool_)), state.tx.plan)
 
 
-def _with_waiting(state: Any, waiting: jax.Array) -> Any:
+def _with_waiting(state: TrainStateLike, waiting: jax.Array) -> TrainStateLike:
     """Returns a state that knows whether gradients wait for the next step."""
     disk = dataclasses.replace(state.opt_state.disk, waiting=waiting)
     return state.replace(opt_state=dataclasses.replace(state.opt_state, disk=disk))
@@ -107,7 +108,7 @@ def _keep_unless(applied: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda new, old: new if memory_of(new) == "host" else jnp.where(applied, new, old), new, old)
 
 
-def _to_stored(state: Any, plan: ZeroPlan) -> Any:
+def _to_stored(state: TrainStateLike, plan: ZeroPlan) -> TrainStateLike:
     def stored(x: Any, leaf: StateLeaf) -> jax.Array:
         dtype = leaf.stored_dtype if tuple(x.shape) == leaf.stored_shape else leaf.dtype
         return x if memory_of(x) == "host" else leaf.store(make_strongly_typed(x, dtype))
@@ -116,12 +117,12 @@ def _to_stored(state: Any, plan: ZeroPlan) -> Any:
 
 
 def _update(
-    state: Any,
+    state: TrainStateLike,
     grads: list[Grad[jax.Array]],
     applied: jax.Array | None,
     value: jax.Array | None,
     disk: FromDisk = NO_DISK,
-) -> Any:
+) -> TrainStateLike:
     """Returns the state after the optimizer's step; unchanged if `applied` is false."""
     if adapt(state).has_own_update:
         return _update_by_itself(state, grads, applied, value)
@@ -131,7 +132,7 @@ def _update(
     return state.replace(step=step, params=params, opt_state=opt_state)
 
 
-def check_can_compute(state: Any) -> None:
+def check_can_compute(state: TrainStateLike) -> None:
     """Raises if a state has an `apply_gradients` of its own, and something that it could read is not on the devices."""
     plan = state.tx.plan
     on_host = any(leaf.param.memory == "host" for leaf in plan.leaves)
@@ -147,8 +148,8 @@ def check_can_compute(state: Any) -> None:
 
 
 def _update_by_itself(
-    state: Any, grads: list[Grad[jax.Array]], applied: jax.Array | None, value: jax.Array | None
-) -> Any:
+    state: TrainStateLike, grads: list[Grad[jax.Array]], applied: jax.Array | None, value: jax.Array | None
+) -> TrainStateLike:
     """Calls the state's own `apply_gradients`, which relies only on optax's contract."""
     check_can_compute(state)
     tx, plan = state.tx, state.tx.plan

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jzero._types import State, TrainStateLike
 from jzero.config.settings import NAMES, check
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import HOST_MEMORY, check_host_memory
@@ -15,8 +16,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields, other_fields
 from jzero.state.adapter import adapt_sharded
 from jzero.state.train_state import check_alive, map_state
-
-State = Any
 
 
 def offload_train_state(state: State, *, include: Collection[str] = ("params", "opt_state")) -> State:
@@ -82,7 +81,7 @@ def reload_train_state(state: State) -> State:
     return adapted.rebuild(_move(adapted.state, plan, None, None))
 
 
-def _chosen_fields(train_state: Any, include: Collection[str]) -> frozenset[str]:
+def _chosen_fields(train_state: TrainStateLike, include: Collection[str]) -> frozenset[str]:
     names = check("include", include, NAMES)
     others = other_fields(train_state)
     fields = {"params", "opt_state", *others}
@@ -92,7 +91,9 @@ def _chosen_fields(train_state: Any, include: Collection[str]) -> frozenset[str]
     return frozenset({*names, *frozen})
 
 
-def _move(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind: str | None) -> Any:
+def _move(
+    train_state: TrainStateLike, plan: ZeroPlan, chosen: frozenset[str] | None, kind: str | None
+) -> TrainStateLike:
     """Moves the arrays of some fields (`None` for all) to a kind of memory (`None`: the plan's); consumes them."""
     counts = {"params": len(plan.leaves), "opt_state": len(plan.opt_leaves)}
     fields = [name for name, count in counts.items() for _ in range(count)]

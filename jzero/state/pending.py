@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jzero._types import State, TrainStateLike
 from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.processes import succeed_together
 from jzero.config.settings import FLAG, check
@@ -33,8 +34,6 @@ from jzero.state.record_update import Prepared, record_update
 from jzero.state.train_state import check_alive, map_state
 from jzero.state.zenflow import flow_of
 from jzero.update.visits import FromDisk
-
-State = Any
 
 
 class Waiting(NamedTuple):
@@ -101,7 +100,7 @@ def _to_planned_memory(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Arr
     return x if memory_of(x) == leaf.array_memory else jax.device_put(x, leaf.sharding)
 
 
-def _waits(state: Any) -> bool:
+def _waits(state: TrainStateLike) -> bool:
     """Whether gradients wait for the next step of a state; of a state of shapes, none do."""
     zero_state = state.opt_state if state.tx.plan.has_files else None
     waiting = None if zero_state is None else zero_state.disk.waiting
@@ -113,7 +112,7 @@ def _waits(state: Any) -> bool:
     return isinstance(waiting, jax.Array | np.ndarray) and bool(waiting)
 
 
-def _applied(state: Any, files: StateFiles, target: StateFiles) -> Any:
+def _applied(state: TrainStateLike, files: StateFiles, target: StateFiles) -> Any:
     """Returns the state after the update that waits, with its records in `target`; consumes one with these files."""
     plan, inside, waiting = state.tx.plan, detached(state), files.waiting
     update, keeps = record_update(plan), target is not files
@@ -135,7 +134,7 @@ def _applied(state: Any, files: StateFiles, target: StateFiles) -> Any:
     return attached(new, target)
 
 
-def settled_step(state: Any) -> int:
+def settled_step(state: TrainStateLike) -> int:
     """Returns the `step` of a sharded train state once its pending gradients are applied."""
     check_alive(state)
     return int(state.step) + (_waits(state) and bool(state.tx.plan.config.offload.delay))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _compat
+from jzero._types import State
 from jzero.arrays.disk_files import StateFiles
 from jzero.config.precision import wide_dtype
 from jzero.plan.plan import ZeroPlan
@@ -23,8 +24,6 @@ from jzero.update.find_visits import NextPass
 from jzero.update.records import GivenArrays, Programs, RecordRun
 from jzero.update.visits import FromDisk, Visit, VisitOperands
 from jzero.update.whole import Grad
-
-State = Any
 
 
 class Prepared(NamedTuple):

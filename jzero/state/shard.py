@@ -8,9 +8,11 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jzero._text import path_str
+from jzero._types import PyTree, State, TrainStateLike
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.processes import agree, check_wait
 from jzero.config.settings import FLAG, check
@@ -29,9 +31,6 @@ from jzero.state.gather import note_value
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import check_alive, map_state, plain_state, stored_state
 from jzero.update.transformation import ZeroTransformation
-
-PyTree = Any
-State = Any
 
 
 @refers_to_config("plan_train_state")
@@ -137,8 +136,14 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
 
 
 def _place(
-    train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any, *, donate: bool, values: list[str] | None
-) -> Any:
+    train_state: TrainStateLike,
+    old: ZeroPlan | None,
+    plan: ZeroPlan,
+    tx: Any,
+    *,
+    donate: bool,
+    values: list[str] | None,
+) -> TrainStateLike:
     """Moves a state from the layout `old` to `plan`; records the values that this process supplies in `values`."""
     plan.check_host_memory()
     files = checked_files(ZeroTransformation(tx, plan))
@@ -230,10 +235,10 @@ class _Request(NamedTuple):
       old: The plan of a state that was sharded before.
     """
 
-    natural: Any
-    tx: Any
+    natural: TrainStateLike
+    tx: optax.GradientTransformation
     config: ZeroConfig
-    mesh: Any
+    mesh: AnyMesh
     old: ZeroPlan | None
 
     def make_plan(self) -> ZeroPlan:
@@ -242,7 +247,7 @@ class _Request(NamedTuple):
 
 
 def _request(
-    train_state: Any, stage: int | None, config: ZeroConfig | None, mesh: Any, trainable: PyTree | str | None
+    train_state: TrainStateLike, stage: int | None, config: ZeroConfig | None, mesh: Any, trainable: PyTree | str | None
 ) -> _Request:
     """Returns what the arguments of a call ask for; what they leave open stays as it was before."""
     old = plan_if_sharded(train_state)
@@ -252,7 +257,7 @@ def _request(
     return _Request(*restrict(natural, natural.tx, trainable), config, mesh, old)
 
 
-def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, Any]:
+def restrict(state: TrainStateLike, tx: Any, trainable: PyTree | str | None) -> tuple[Any, Any]:
     """Returns a plain state and its optimizer, restricted to the trained parameters."""
     new_tx = restrict_optimizer(tx, trainable, state.params)
     if new_tx is tx:
@@ -260,7 +265,7 @@ def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, 
     return state.replace(opt_state=restrict_opt_state(new_tx, state.params, state.opt_state)), new_tx
 
 
-def _arrange(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> Any:
+def _arrange(train_state: TrainStateLike, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> TrainStateLike:
     """Returns the state in the structure that `plan` stores. Padded leaves are nodes, which know their own layout."""
     plain, old_tx, before = train_state, train_state.tx, None
     if old is not None:
@@ -323,7 +328,7 @@ def check_has_devices(mesh: Any) -> None:
         )
 
 
-def _check_concrete(train_state: Any) -> None:
+def _check_concrete(train_state: TrainStateLike) -> None:
     abstract = [
         path_str(path)
         for path, x in jax.tree_util.tree_leaves_with_path(train_state)
@@ -346,7 +351,7 @@ def _natural_shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _natural_state(train_state: Any, old: ZeroPlan | None) -> Any:
+def _natural_state(train_state: TrainStateLike, old: ZeroPlan | None) -> TrainStateLike:
     """Returns the state to plan for: abstract, in natural shapes, with its own optimizer, if it was sharded before."""
     if old is None:
         return jax.tree.map(_natural_shape, train_state, is_leaf=is_padded)

@@ -11,6 +11,7 @@ import jax
 import optax
 
 from jzero._text import path_str
+from jzero._types import PyTree, TrainStateLike
 from jzero.config.precision import is_key
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.on_disk import ChangedFiles, OnDisk
@@ -20,8 +21,6 @@ from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
 from jzero.plan.state_fields import other_fields
-
-PyTree = Any
 
 
 @jax.tree_util.register_dataclass
@@ -117,7 +116,7 @@ def check_alive(tree: Any) -> None:
         )
 
 
-def check_in_place(state: Any, plan: ZeroPlan, *, with_opt_state: bool = True) -> None:
+def check_in_place(state: TrainStateLike, plan: ZeroPlan, *, with_opt_state: bool = True) -> None:
     """Raises unless the arrays of a traced state are in the memory that the plan gives them.
 
     Args:
@@ -145,7 +144,7 @@ def check_in_place(state: Any, plan: ZeroPlan, *, with_opt_state: bool = True) -
         )
 
 
-def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
+def plain_state(state: TrainStateLike, plan: ZeroPlan, *, take_edits: bool = False) -> TrainStateLike:
     """Returns a stored state with masters instead of parameters and the user's own optimizer state: `plan.plain`.
 
     Args:
@@ -177,7 +176,7 @@ def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: Any, master: Any) -> An
     return master if master.files is None else dataclasses.replace(master, files=ChangedFiles(master.files, edit))
 
 
-def stored_state(state: Any, plan: ZeroPlan, before: Any = None) -> Any:
+def stored_state(state: TrainStateLike, plan: ZeroPlan, before: Any = None) -> TrainStateLike:
     """Returns a plain state with the state that the precision policy adds; its leaves do not change.
 
     Args:
@@ -197,7 +196,7 @@ def stored_state(state: Any, plan: ZeroPlan, before: Any = None) -> Any:
     return state.replace(opt_state=dataclasses.replace(zero_state, inner=state.opt_state))
 
 
-def write_fields(state: Any, changed: Mapping[str, Mapping[str, Any]]) -> Any:
+def write_fields(state: TrainStateLike, changed: Mapping[str, Mapping[str, Any]]) -> TrainStateLike:
     """Returns `state` with new arrays, given by field and by path in the field."""
 
     def new(field: str) -> PyTree:
@@ -211,12 +210,12 @@ def write_fields(state: Any, changed: Mapping[str, Mapping[str, Any]]) -> Any:
 def map_state(
     fn: Callable[..., Any],
     plan: ZeroPlan,
-    state: Any,
+    state: TrainStateLike,
     *,
     tx: Any = None,
     with_nodes: bool = False,
     with_disk: bool = False,
-) -> Any:
+) -> TrainStateLike:
     """Returns `state` with `fn(leaf, leaf_plan)` instead of every array, and with `tx` if given.
 
     Args:

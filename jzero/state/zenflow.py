@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jzero._types import State
 from jzero.arrays.disk_files import Record, StateFiles, first_holders
 from jzero.arrays.processes import succeed_together
 from jzero.config.offload import ZenFlow
@@ -41,7 +42,6 @@ from jzero.update.columns import choose_columns
 from jzero.update.records import RecordRun, host_cpu
 from jzero.update.visits import VisitOperands
 
-State = Any
 Parts = dict[tuple[int, Any], Any]
 
 

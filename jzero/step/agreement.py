@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
+from jzero._types import PyTree, TrainStateLike
 from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program, function_name
 from jzero.arrays.processes import PROGRAM, agree, are_several, check_wait
 from jzero.step.inputs import optional_rng
 
-PyTree = Any
 Placed = tuple[PyTree, Any, bool]
 
 
@@ -29,7 +29,9 @@ class StepAgreement:
         self._wait_s = check_wait(check_processes)
         self._agreed: set[Any] = set()
 
-    def place(self, place: Callable[[], Placed], jitted: Any, state: Any, batch: PyTree, rng: Any) -> Placed:
+    def place(
+        self, place: Callable[[], Placed], jitted: Any, state: TrainStateLike, batch: PyTree, rng: jax.Array | None
+    ) -> Placed:
         """Returns the result of `place`, once processes agree on the program that runs on it.
 
         Args:

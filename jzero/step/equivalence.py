@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jzero._text import Report, path_str
+from jzero._types import PyTree, State, TrainStateLike
 from jzero.config.zero import ZeroConfig
 from jzero.state.adapter import adapt, plan_if_sharded, plan_of
 from jzero.state.gather import unshard_train_state
@@ -21,8 +22,6 @@ from jzero.state.shard import shard_train_state
 from jzero.step.reference import Reference
 from jzero.step.train_step import make_train_step
 
-PyTree = Any
-State = Any
 Loss = Callable[..., Any]
 Row = Sequence[str]
 
@@ -292,7 +291,7 @@ def _check_batches(batches: Any) -> list[PyTree]:
     return batches
 
 
-def _values(state: Any, mutable: Sequence[str]) -> dict[str, np.ndarray]:
+def _values(state: TrainStateLike, mutable: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns the compared leaves of a plain state, by path."""
     trees = {"": state.params, **{name: getattr(state, name) for name in adapt(state).compared_fields(mutable)}}
     values = {}

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from jzero import _compat
 from jzero._text import path_str
+from jzero._types import PyTree, TrainStateLike
 from jzero.config.settings import ONE_KEY, check, optional
 from jzero.engine.outputs import Weighted, check_aux
 from jzero.engine.trace import TracedLoss
@@ -25,8 +26,6 @@ from jzero.layout.placement import place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state
 
-PyTree = Any
-
 SMALL = 4096
 """Elements of an array that nobody needs to know of, such as a mask, whatever the threshold for parameters is."""
 
@@ -34,7 +33,7 @@ InputKind: TypeAlias = tuple[Any, Any]
 """Type and sharding of an array. The shape is not needed: for another shape `jax.jit` traces again, which checks it."""
 
 
-def optional_rng(rng: Any) -> dict[str, Any]:
+def optional_rng(rng: jax.Array | None) -> dict[str, Any]:
     """Returns the keyword `rng` unless it is `None`, so that a compiled step is called as it was lowered."""
     return {} if rng is None else {"rng": rng}
 
@@ -44,7 +43,7 @@ def has_tracers(leaves: Sequence[Any]) -> bool:
     return any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
 
 
-def check_stored(state: Any, plan: ZeroPlan) -> None:
+def check_stored(state: TrainStateLike, plan: ZeroPlan) -> None:
     """Raises if the state's arrays do not have the shapes that the plan stores."""
     bad: list[str] = []
 
@@ -69,7 +68,7 @@ def check_stored(state: Any, plan: ZeroPlan) -> None:
         )
 
 
-def check_donated(state: Any, leaves: Sequence[Any], batch: PyTree, rng: Any) -> None:
+def check_donated(state: TrainStateLike, leaves: Sequence[Any], batch: PyTree, rng: jax.Array | None) -> None:
     """Raises if an array of a donated state is also another argument, or occurs twice: XLA may crash the process.
 
     Args:
@@ -111,7 +110,9 @@ def are_like(inputs: Sequence[Any], kinds: Sequence[InputKind]) -> bool:
     return True
 
 
-def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any, bool]:
+def place_inputs(
+    plan: ZeroPlan, batch: PyTree, rng: jax.Array | None, accumulate_steps: int
+) -> tuple[PyTree, Any, bool]:
     """Puts batch and rng on the mesh. Returns them, and whether all of them were already in place."""
     leaves = check_batch(batch, plan, accumulate_steps)
     split, replicated = plan.batch_sharding, plan.whole_sharding
@@ -124,7 +125,7 @@ def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int)
     return batch, key, in_place and key is rng
 
 
-def check_rng(rng: Any) -> None:
+def check_rng(rng: jax.Array | None) -> None:
     """Raises unless this is one PRNG key or `None`."""
     check("rng", rng, optional(ONE_KEY))
 
@@ -135,7 +136,9 @@ def _place(x: Any, sharding: NamedSharding) -> jax.Array:
     return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding)
 
 
-def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tuple[Any, PyTree, Any]:
+def abstract_inputs(
+    plan: ZeroPlan, state: TrainStateLike, batch: PyTree, rng: jax.Array | None
+) -> tuple[Any, PyTree, Any]:
     """Returns the arguments as shapes with the shardings that a call would give them."""
 
     def shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from jzero import _compat
+from jzero._types import PyTree, State, TrainStateLike
 from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, NAMES, Setting, check, one_of, whole
 from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
@@ -42,10 +43,6 @@ from jzero.step.inputs import (
 )
 from jzero.step.keeping import kept_by
 from jzero.step.loss import StepLoss, split_aux
-
-PyTree = Any
-State = Any
-
 
 _WORDS = one_of(None, True, False, "cheap", "offload", "as_written")
 REMAT = Setting(
@@ -157,11 +154,11 @@ class Step:
         """Returns a function that turns what the loss returns into `(loss, aux)`."""
         return functools.partial(split_aux, has_aux=has_aux)
 
-    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """The program of the step."""
         raise NotImplementedError
 
-    def _jit(self, plan: ZeroPlan, state: Any, structure: Any = None) -> Any:
+    def _jit(self, plan: ZeroPlan, state: TrainStateLike, structure: Any = None) -> Any:
         """Returns the jitted function for states of this plan and structure."""
         if plan.has_files:  # which the cache must not keep open
             structure = jax.tree.structure(detached(state))
@@ -170,7 +167,7 @@ class Step:
             self._jits[key] = self._make_jit(plan, state)
         return self._jits[key]
 
-    def _make_jit(self, plan: ZeroPlan, state: Any) -> Any:
+    def _make_jit(self, plan: ZeroPlan, state: TrainStateLike) -> Any:
         return jax.jit(
             self._compute,
             donate_argnums=self.donated,
@@ -178,10 +175,10 @@ class Step:
             compiler_options=make_compiler_options(plan, self.compiler_options),
         )
 
-    def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
+    def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> Any:
         return None
 
-    def _dispatch(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+    def _dispatch(self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> Any:
         """Runs `_compute` under `jit`; checks and places arguments unless they are of the kinds of the last call."""
         plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
         leaves: list[Any] = []
@@ -215,7 +212,7 @@ class Step:
         self._expected = _Expected(_reference(self._next_state(state, results)), jitted, kinds)
         return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results
 
-    def _run(self, jitted: Any, state: Any, batch: PyTree, rng: Mapping[str, Any]) -> Any:
+    def _run(self, jitted: Any, state: TrainStateLike, batch: PyTree, rng: Mapping[str, Any]) -> Any:
         """Calls the jitted function."""
         plan = state.tx.plan
         if self.donated or not plan.has_files:
@@ -228,7 +225,7 @@ class Step:
         """Returns the order in which a program takes rows of parameters on disk, see `RowReader.begin`."""
         return self.micro.steps * ([1, -1] if self.differentiates and plan.regathers else [1])
 
-    def _next_state(self, state: Any, results: Any) -> Any:
+    def _next_state(self, state: TrainStateLike, results: Any) -> Any:
         """Returns the likely state of the next call."""
         return state
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jzero._types import PyTree, TrainStateLike
 from jzero.engine.gradients import MicroBatches
 from jzero.engine.merge import Merge, choose_merges
 from jzero.engine.outputs import spread_marks
@@ -29,8 +30,6 @@ from jzero.state.train_state import check_in_place
 from jzero.step.inputs import check_batch, check_loss, check_rng, check_stored, warn_closed_over
 from jzero.step.keeping import check_keep
 from jzero.step.row_check import check_row_dims, results_of, warn_coupled
-
-PyTree = Any
 
 
 @dataclasses.dataclass
@@ -62,7 +61,9 @@ class StepLoss:
     def __post_init__(self) -> None:
         self._has_warned = False
 
-    def checked_trace(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
+    def checked_trace(
+        self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None
+    ) -> tuple[TracedLoss, LossInputs]:
         """Returns the traced loss and its inputs; raises unless the state and the results are as a step needs them."""
         plan = state.tx.plan
         _check_has_rows(state, plan)
@@ -79,7 +80,7 @@ class StepLoss:
             self._has_warned = self._has_warned or warn_coupled(results, plan, parts, self.maker)
         return traced, inputs
 
-    def trace(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
+    def trace(self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
         """Returns the traced loss and its inputs."""
         plan, steps = state.tx.plan, self.micro.steps
         check_keep(self.remat, plan)
@@ -105,7 +106,7 @@ class StepLoss:
         """Returns into how many parts a batch is split, each of which the loss sees alone."""
         return num_batch_shards(plan.mesh, plan.config) * self.micro.steps
 
-    def _bind(self, state: Any, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
+    def _bind(self, state: TrainStateLike, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))`, and the carried state."""
         axes, keeps, written_shape = batch_axes(state.tx.plan.config), self.differentiates, merge.written_shape
         bound = adapt(state).bind_loss(self.fn, self.mutable, axes=axes, keeps=keeps, written_shape=written_shape)
@@ -132,7 +133,7 @@ def split_aux(result: Any, *, has_aux: bool) -> tuple[Any, PyTree]:
     return result
 
 
-def _check_has_rows(state: Any, plan: ZeroPlan) -> None:
+def _check_has_rows(state: TrainStateLike, plan: ZeroPlan) -> None:
     """Raises if a program could not read parameters on disk."""
     on_disk = [x.path for x in plan.flat_params(state.params) if isinstance(x, OnDisk)]
     if on_disk:

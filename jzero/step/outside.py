@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jzero._types import PyTree, State
 from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import RunStats
@@ -31,8 +32,8 @@ from jzero.state.zenflow import flow_of
 from jzero.step.inputs import optional_rng
 from jzero.update.visits import NO_DISK, FromDisk
 
-PyTree = Any
-State = Any
+Rng = Mapping[str, jax.Array]
+"""The keyword `rng`, if there is a key."""
 
 
 class OutsideStep:
@@ -64,7 +65,7 @@ class OutsideStep:
         run = self._late if offload.delay else self._now if offload.zenflow is None else self._flow
         return run(files_of(state), state, batch, optional_rng(rng))
 
-    def _now(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
+    def _now(self, files: StateFiles, state: State, batch: PyTree, rng: Rng) -> tuple[State, dict[str, Any]]:
         """Runs a step that applies its own gradients."""
         if files.rows is None:
             step_grads, changed, metrics = self.gradients(detached(state), batch, **rng)
@@ -93,7 +94,7 @@ class OutsideStep:
         files.pipeline.store.commit()
         return attached(new, files), metrics | _rates(files, stats, stats.waited_seconds)
 
-    def _flow(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
+    def _flow(self, files: StateFiles, state: State, batch: PyTree, rng: Rng) -> tuple[State, dict[str, Any]]:
         """Runs a step that applies its gradients to some columns, see [Note: ZenFlow]."""
         state, flow, number = detached(state), flow_of(files), int(state.step)
         step_grads, changed, metrics = self.gradients(state, batch, **rng)
@@ -115,7 +116,7 @@ class OutsideStep:
         waited += time.perf_counter() - begun
         return attached(new, files, waits=True), metrics | _rates(files, stats or NOTHING, waited)
 
-    def _late(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
+    def _late(self, files: StateFiles, state: State, batch: PyTree, rng: Rng) -> tuple[State, dict[str, Any]]:
         """Runs a step beside the update with the gradients of the one before, see [Note: Delayed updates]."""
         state, ready, waited = detached(state), None, 0.0
         if bool(state.opt_state.disk.waiting):
@@ -162,11 +163,11 @@ class OutsideStep:
         self.update.wait(step_grads)
         return step_grads.applied is None or bool(step_grads.applied)
 
-    def trace(self, state: State, batch: PyTree, **rng: Any) -> Any:
+    def trace(self, state: State, batch: PyTree, **rng: jax.Array | None) -> Any:
         """Traces the first program, of loss and gradients."""
         return self.gradients.trace(for_loss(state), batch, **rng)
 
-    def eval_shape(self, state: State, batch: PyTree, **rng: Any) -> Any:
+    def eval_shape(self, state: State, batch: PyTree, **rng: jax.Array | None) -> Any:
         """Returns the shapes of the results."""
         _, _, metrics = self.gradients.eval_shape(for_loss(state), batch, **rng)
         return state, metrics

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero._types import TrainStateLike
 from jzero.config.precision import DynamicLossScale
 from jzero.plan.plan import ZeroPlan
 
@@ -38,7 +39,7 @@ class LossScaleError(FloatingPointError):
       ...         raise
     """
 
-    def __init__(self, message: str, *, state: Any, step: int, leaves: list[str]) -> None:
+    def __init__(self, message: str, *, state: TrainStateLike, step: int, leaves: list[str]) -> None:
         super().__init__(message)
         self.state = state
         self.step = step
@@ -80,7 +81,7 @@ class OverflowWatch:
         return bool(new.opt_state.loss_scale.exhausted)
 
 
-def loss_scale_error(plan: ZeroPlan, new: Any, state: Any) -> LossScaleError:
+def loss_scale_error(plan: ZeroPlan, new: Any, state: TrainStateLike) -> LossScaleError:
     """Returns the error for a step that overflowed at the minimum scale; `state` is the one for the caller."""
     rules = plan.config.policy.loss_scale
     assert isinstance(rules, DynamicLossScale)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero._types import PyTree, TrainStateLike
 from jzero.config.precision import is_key, scale_by, widen
 from jzero.engine.meshes import MeshFacts
 from jzero.engine.outputs import Weighted
@@ -26,8 +27,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, adapt
 from jzero.state.train_state import map_state, write_fields
 from jzero.update.extra_args import extra_args
-
-PyTree = Any
 
 
 class Reference:
@@ -50,7 +49,7 @@ class Reference:
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self._steps: dict[Any, Callable[..., Any]] = {}
 
-    def start(self, state: Any) -> Any:
+    def start(self, state: TrainStateLike) -> Any:
         """Returns a plain state on one device: the values that jzero stores, in optax's compute dtypes."""
         plan = self.plan
 
@@ -62,7 +61,9 @@ class Reference:
         in_update_dtype = [_cast(x, leaf.update_dtype) for x, leaf in zip(params, plan.leaves, strict=True)]
         return state.replace(params=plan.params_treedef.unflatten(in_update_dtype))
 
-    def __call__(self, state: Any, batch: PyTree, *, scale: float, applied: bool) -> tuple[Any, float, float]:
+    def __call__(
+        self, state: TrainStateLike, batch: PyTree, *, scale: float, applied: bool
+    ) -> tuple[Any, float, float]:
         """Returns the state after one step, its loss, and the norm of its gradient.
 
         Args:
@@ -91,7 +92,7 @@ class Reference:
         return place_array(x, x.dtype, self.replicated)
 
     def _step(
-        self, traced: Loss | None, state: Any, batch: PyTree, scale: jax.Array
+        self, traced: Loss | None, state: TrainStateLike, batch: PyTree, scale: jax.Array
     ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
         treedef, leaves = self.plan.params_treedef, self.plan.leaves
         params = treedef.flatten_up_to(state.params)
@@ -119,7 +120,7 @@ class Reference:
         written = _overwrite_fields(state, changed).replace(tx=optax.GradientTransformation(tx.init, update))
         return written.apply_gradients(grads=for_optax).replace(tx=tx), loss, norm, weight
 
-    def _loss_and_grads(self, state: Any) -> Loss:
+    def _loss_and_grads(self, state: TrainStateLike) -> Loss:
         """Returns `fn(trained, seen, batch, carried, scale) -> ((_, (sum, weight, changed)), grads)`."""
         call, _ = self._bind(state)
         treedef = self.plan.params_treedef
@@ -135,7 +136,7 @@ class Reference:
 
         return jax.value_and_grad(scaled_loss, has_aux=True)
 
-    def _trace_on_mesh(self, state: Any, batch: PyTree) -> Loss | None:
+    def _trace_on_mesh(self, state: TrainStateLike, batch: PyTree) -> Loss | None:
         """Returns a function like `_loss_and_grads`, on the reference's mesh; `None` unless the loss names a mesh."""
         _, carried = self._bind(state)
         rounded = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
@@ -168,7 +169,7 @@ class Reference:
         """The manual axes: those of size one, and those of copies."""
         return {name for name in self.mesh.axis_names if name in self.axes or name not in self.plan.mesh.axis_names}
 
-    def _bind(self, state: Any) -> tuple[Loss, dict[str, PyTree]]:
+    def _bind(self, state: TrainStateLike) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, **carried) -> (result, changed)`, and the carried state."""
         bound, carried = adapt(state).bind_loss(self.loss_fn, self.mutable, axes=self.axes)
         values, treedef = jax.tree.flatten(carried)
@@ -189,7 +190,7 @@ class Reference:
         return call, carried
 
 
-def _overwrite_fields(state: Any, changed: Changed) -> Any:
+def _overwrite_fields(state: TrainStateLike, changed: Changed) -> TrainStateLike:
     """Returns a plain state with the values that the loss wrote."""
     old = {field: by_path(getattr(state, field)) for field in changed}
     new = {

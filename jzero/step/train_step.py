@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jzero._types import PyTree, State, TrainStateLike
 from jzero.config.settings import check, number, one_of, optional
 from jzero.config.zero import refers_to_config
 from jzero.engine.gradients import LossResult, MicroBatches, evaluate, loss_and_grads
@@ -23,9 +24,6 @@ from jzero.step.compiler_options import compiler_options as make_compiler_option
 from jzero.step.jitted import Step
 from jzero.step.outside import OutsideStep
 from jzero.step.overflow import OverflowWatch, loss_scale_error
-
-PyTree = Any
-State = Any
 
 
 class ValueAndGrad(Step):
@@ -43,7 +41,7 @@ class ValueAndGrad(Step):
             adapted.update_model(changed)
         return ((value, aux) if self.has_aux else value), adapted.wrap_grads(grads)
 
-    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         plan = state.tx.plan
         traced, inputs = self.loss.checked_trace(state, batch, rng)
         inputs = inputs._replace(loss_scale=state.tx.loss_scale(state.opt_state))
@@ -80,14 +78,16 @@ class TrainStep(Step):
             raise loss_scale_error(new.tx.plan, new, rebuilt)
         return rebuilt, metrics
 
-    def _next_state(self, state: Any, results: Any) -> Any:
+    def _next_state(self, state: TrainStateLike, results: Any) -> Any:
         return results[0]
 
-    def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
+    def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> Any:
         # Exactly those of the input, so that the next call has the same types and compiles nothing.
         return map_state(lambda x, leaf: leaf.sharding, plan, state), None
 
-    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, dict[str, Any]]:
+    def _compute(
+        self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         if state.tx.plan.has_files:
             option = "delay=1" if state.tx.plan.config.offload.delay else "optimizer='disk'"
             raise ValueError(
@@ -98,7 +98,7 @@ class TrainStep(Step):
         with jax.named_scope("zero_update"):
             return next_state(state, step_grads, changed, step_grads), metrics
 
-    def _make_jit(self, plan: ZeroPlan, state: Any) -> Any:
+    def _make_jit(self, plan: ZeroPlan, state: TrainStateLike) -> Any:
         if plan.has_files:
             check_can_compute(state)
             options = make_compiler_options(plan, self.compiler_options)
@@ -106,7 +106,7 @@ class TrainStep(Step):
         return super()._make_jit(plan, state)
 
     def _gradients(
-        self, state: Any, batch: PyTree, *, rng: jax.Array | None = None
+        self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None
     ) -> tuple[StepGrads, Changed, dict[str, Any]]:
         """Returns the gradients of a step, what the loss wrote, and the metrics."""
         tx = state.tx
@@ -148,7 +148,7 @@ class EvalStep(Step):
     def _splitter(self, has_aux: bool) -> Callable[[Any], tuple[Any, PyTree]]:
         return lambda metrics: (jnp.ones((), jnp.float32), jax.tree.map(_as_sums, metrics, is_leaf=_is_marked))
 
-    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         traced, inputs = self.loss.checked_trace(state, batch, rng)
         metrics = evaluate(traced, state.tx.plan, inputs).aux
         return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
