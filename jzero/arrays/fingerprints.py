@@ -72,9 +72,9 @@ def _checksum(value: np.ndarray) -> str:
     """See [Note: Fingerprints]."""
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     row = COLUMNS * 8
-    whole = len(data) // row * row
-    sums = data[:whole].view(np.uint64).reshape(-1, COLUMNS).sum(axis=0, dtype=np.uint64)
-    return hashlib.sha256(sums.tobytes() + data[whole:].tobytes()).hexdigest()[:16]
+    of_rows = len(data) // row * row
+    sums = data[:of_rows].view(np.uint64).reshape(-1, COLUMNS).sum(axis=0, dtype=np.uint64)
+    return hashlib.sha256(sums.tobytes() + data[of_rows:].tobytes()).hexdigest()[:16]
 
 
 def describe_program(lowered: Any) -> str:

@@ -218,15 +218,15 @@ def _find_state(directory: epath.Path) -> epath.Path | None:
     """Returns the directory with the tree of arrays of a checkpoint; `None` if there is none."""
     if is_there(directory / METADATA_FILE):
         return directory
-    found = [child for child in _children(directory) if is_there(child / METADATA_FILE)]
-    named = [child for child in found if child.name in (STATE, "state", "train_state", "pytree")]
-    found = named or found
-    if len(found) > 1:
+    states = [child for child in _children(directory) if is_there(child / METADATA_FILE)]
+    named = [child for child in states if child.name in (STATE, "state", "train_state", "pytree")]
+    states = named or states
+    if len(states) > 1:
         raise ValueError(
-            f"The checkpoint at {directory} holds several trees of arrays: {[child.name for child in found]}. Name the "
+            f"The checkpoint at {directory} holds several trees of arrays: {[x.name for x in states]}. Name the "
             "directory of one of them."
         )
-    return found[0] if found else None
+    return states[0] if states else None
 
 
 def _read_notes(directory: epath.Path) -> dict[str, Any]:

@@ -101,8 +101,8 @@ def is_passing(error: BaseException) -> bool:
     """Whether an error is one of the file system, the network or a cancelled task, and says nothing about bytes."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return False
-    if found := re.search(r"os_error_code='(\d+)'", str(error)):
-        return int(found[1]) not in ABSENT
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return int(code[1]) not in ABSENT
     passing = (OSError, concurrent.futures.CancelledError, asyncio.CancelledError)
     return isinstance(error, passing) or str(error).startswith(PASSING)
 
@@ -149,19 +149,19 @@ def files_of(directory: epath.Path, prefix: str) -> list[str]:
         base = ts.KvStore.open(f"file://{directory}/").result()
         manifest = ts.ocdbt.dump(base).result()
         root = manifest["versions"][-1]["root"]["location"]
-        found = dict.fromkeys(_value_files(base, root, prefix.encode(), b""))
-        return [str(directory / name) for name in found]
+        files = dict.fromkeys(_value_files(base, root, prefix.encode(), b""))
+        return [str(directory / name) for name in files]
     except Exception:  # the database itself is damaged; the original error says more
         return []
 
 
-def _value_files(base: Any, location: str, wanted: bytes, prefix: bytes) -> Iterator[str]:
+def _value_files(base: Any, location: str, key_prefix: bytes, prefix: bytes) -> Iterator[str]:
     for entry in ts.ocdbt.dump(base, location).result()["entries"]:
         key = prefix + entry["key"]
-        if "indirect_value" in entry and key.startswith(wanted):
+        if "indirect_value" in entry and key.startswith(key_prefix):
             yield _file_name(entry["indirect_value"])
         elif "location" in entry:  # a node below, whose keys share a prefix
-            yield from _value_files(base, entry["location"], wanted, key[: entry["subtree_common_prefix_length"]])
+            yield from _value_files(base, entry["location"], key_prefix, key[: entry["subtree_common_prefix_length"]])
 
 
 def _file_name(location: str) -> str:
@@ -171,10 +171,10 @@ def _file_name(location: str) -> str:
 
 def causes_of(error: BaseException | None, handled: BaseException | None = None) -> Iterator[BaseException]:
     """Yields an error and what caused it, up to an error that was there before."""
-    seen = {id(handled)}  # an error that is raised again may be its own context
-    while error is not None and id(error) not in seen:
+    visited = {id(handled)}  # an error that is raised again may be its own context
+    while error is not None and id(error) not in visited:
         yield error
-        seen.add(id(error))
+        visited.add(id(error))
         error = error.__cause__ or error.__context__
 
 

@@ -82,13 +82,13 @@ def in_natural(place: Rectangle, leaf: StateLeaf) -> list[Piece]:
     inner = leaf.shape[cut.dim :] if cut.flat else (cut.natural_size,)
     tail = slice(cut.dim + 1, None)
     pieces, done = [], 0
-    for found in _ranges(first, stop, inner):
-        start = (*place.start[: cut.dim], *found.start, *place.start[tail])
-        shape = (*place.shape[: cut.dim], *found.shape, *place.shape[tail])
+    for rectangle in _ranges(first, stop, inner):
+        start = (*place.start[: cut.dim], *rectangle.start, *place.start[tail])
+        shape = (*place.shape[: cut.dim], *rectangle.shape, *place.shape[tail])
         inside = [slice(0, n) for n in place.shape]
-        inside[cut.dim] = slice(done, done + found.size)
+        inside[cut.dim] = slice(done, done + rectangle.size)
         pieces.append(Piece(Rectangle(start, shape), tuple(inside)))
-        done += found.size
+        done += rectangle.size
     return pieces
 
 
@@ -107,8 +107,8 @@ def _ranges(first: int, stop: int, shape: Sequence[int]) -> list[Rectangle]:
     if row == last:
         return in_row(row, begin, end)
     head = in_row(row, begin, per_row) if begin else []
-    whole = row + bool(begin)
-    rows = [Rectangle((whole, *(0 for _ in shape[1:])), (last - whole, *shape[1:]))] if whole < last else []
+    next_row = row + bool(begin)
+    rows = [Rectangle((next_row, *(0 for _ in shape[1:])), (last - next_row, *shape[1:]))] if next_row < last else []
     return [*head, *rows, *in_row(last, 0, end)]
 
 
@@ -116,8 +116,8 @@ def overlap(a: Rectangle, b: Rectangle) -> tuple[tuple[slice, ...], tuple[slice,
     """Returns where two rectangles overlap, as they do, seen from the first and from the second."""
     starts = [max(x, y) for x, y in zip(a.start, b.start, strict=True)]
     stops = [min(x + m, y + n) for x, m, y, n in zip(a.start, a.shape, b.start, b.shape, strict=True)]
-    seen = [
+    slices = [
         tuple(slice(p - origin, q - origin) for p, q, origin in zip(starts, stops, x.start, strict=True))
         for x in (a, b)
     ]
-    return seen[0], seen[1]
+    return slices[0], slices[1]

@@ -46,14 +46,14 @@ class RestoredFiles(NamedTuple):
 
 
 def restore_files(
-    contents: Contents, plan: ZeroPlan, found: Mapping[str, StoredLeaf], old: StateFiles | None
+    contents: Contents, plan: ZeroPlan, leaves: Mapping[str, StoredLeaf], old: StateFiles | None
 ) -> RestoredFiles:
     """Returns new files with the leaves of a checkpoint. Each process must call it.
 
     Args:
       contents: The checkpoint.
       plan: The plan of the state.
-      found: What to restore of the leaves on disk, by path.
+      leaves: What to restore of the leaves on disk, by path.
       old: Files of the same plan, for the other leaves.
 
     Raises:
@@ -63,10 +63,10 @@ def restore_files(
     """
     files = everywhere(lambda: open_files(plan))
     try:
-        run = everywhere(lambda: _run(contents, files, found, old))
+        run = everywhere(lambda: _run(contents, files, leaves, old))
         paths = list(run.sums)
         sums = over_processes(np.array([run.sums[path] for path in paths], np.uint32).reshape(-1))
-        wrong = [found[path].path for path, value in zip(paths, sums, strict=True) if value != found[path].checksum]
+        wrong = [leaves[path].path for path, value in zip(paths, sums, strict=True) if value != leaves[path].checksum]
         if wrong:
             raise wrong_checksums(contents.state_directory, wrong)
         files.pipeline.store.commit()
@@ -76,8 +76,8 @@ def restore_files(
     return RestoredFiles(files, run.rounded)
 
 
-def _run(contents: Contents, files: StateFiles, found: Mapping[str, StoredLeaf], old: StateFiles | None) -> _Run:
-    run = _Run(contents, files, found, old)
+def _run(contents: Contents, files: StateFiles, leaves: Mapping[str, StoredLeaf], old: StateFiles | None) -> _Run:
+    run = _Run(contents, files, leaves, old)
     for i in files.plan.disk_fields:
         run.restore(i)
     return run
@@ -92,19 +92,19 @@ class _Run:
     """
 
     def __init__(
-        self, contents: Contents, files: StateFiles, found: Mapping[str, StoredLeaf], old: StateFiles | None
+        self, contents: Contents, files: StateFiles, matched: Mapping[str, StoredLeaf], old: StateFiles | None
     ) -> None:
-        self.files, self.plan, self.found, self.old = files, files.plan, found, old
+        self.files, self.plan, self.matched, self.old = files, files.plan, matched, old
         self.contents = contents
         self.owned = {n for numbers in owned_records(files).values() for n in numbers}
         self.masters = masters_on_disk(files.plan)
-        self.sums = {path: np.zeros(1, np.uint32) for path, leaf in found.items() if _is_comparable(leaf)}
+        self.sums = {path: np.zeros(1, np.uint32) for path, leaf in matched.items() if _is_comparable(leaf)}
         self.rounded: dict[int, jax.Array] = {}
         pieces = {
-            found[x.path].keys: self._piece(i)
+            matched[x.path].keys: self._piece(i)
             for i, fields in self.plan.disk_fields.items()
             for x in fields
-            if x.path in found
+            if x.path in matched
         }
         self._opened = contents.open(pieces)
 
@@ -112,8 +112,8 @@ class _Run:
         """Writes the records of a parameter."""
         fields, leaf = self.plan.disk_fields[i], self.plan.leaves[i]
         numbers = sorted(self.files.of_param[i], key=lambda n: self.files.records[n].stored.start)
-        wanted = {k: self.found[x.path].keys for k, x in enumerate(fields) if x.path in self.found}
-        arrays = {k: self._opened.pop(keys) for k, keys in wanted.items()}  # with the chunks that they keep
+        keys_of = {k: self.matched[x.path].keys for k, x in enumerate(fields) if x.path in self.matched}
+        arrays = {k: self._opened.pop(keys) for k, keys in keys_of.items()}  # with the chunks that they keep
         rounds = self.masters.get(i) in arrays  # into a field of the record, or into an array
         to_record = rounds and leaf.param.in_records
         devices = dict.fromkeys(self.files.records[n].device for n in numbers)
@@ -164,12 +164,12 @@ class _Run:
         if why := describe_misfit(x, leaf.dtype):
             raise ValueError(
                 "These leaves cannot be read into the state, which does not hold their numbers:\n"
-                f"  {self.found[leaf.path].path}: {why}\nRead them into a state of a wider dtype."
+                f"  {self.matched[leaf.path].path}: {why}\nRead them into a state of a wider dtype."
             )
-        near = jax.device_put(x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False), one_device(self.plan))
+        on_device = jax.device_put(x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False), one_device(self.plan))
         start = np.array(record.stored.start, np.int32)
         natural = grad.unpadded_shape
-        total, cast = _cast_and_sum(near, start, natural=natural, dtypes=dtypes)
+        total, cast = _cast_and_sum(on_device, start, natural=natural, dtypes=dtypes)
         if leaf.path in self.sums and number in self.owned:
             self.sums[leaf.path] = self.sums[leaf.path] + np.asarray(total)
         return [np.asarray(y) for y in cast]

@@ -35,11 +35,11 @@ KEPT_RECORDS = 3
 
 def owned_records(files: StateFiles) -> dict[int, list[int]]:
     """Returns, by parameter, the records whose part no earlier device has: no two processes own one."""
-    found = {}
+    records = {}
     for i, numbers in files.of_param.items():
         holders = first_holders(files.plan, files.plan.leaves[i].grad, everywhere=True)
-        found[i] = [n for n in numbers if holders[files.records[n].device] == files.records[n].device]
-    return found
+        records[i] = [n for n in numbers if holders[files.records[n].device] == files.records[n].device]
+    return records
 
 
 def masters_on_disk(plan: ZeroPlan) -> dict[int, int]:
@@ -85,35 +85,35 @@ class Snapshot:
           params: The parameters as stored; those in memory with a master on disk count.
         """
         plan = self.files.plan
-        found: dict[str, np.ndarray] = {}
+        shares: dict[str, np.ndarray] = {}
         for i, fields in plan.disk_fields.items():
             if is_streamed(plan.leaves[i].grad):
-                found.update(zip([leaf.path for leaf in fields], self._sums(i, params[i]), strict=True))
-        return found
+                shares.update(zip([leaf.path for leaf in fields], self._sums(i, params[i]), strict=True))
+        return shares
 
     def _sums(self, i: int, param: jax.Array) -> np.ndarray:
         """Returns the shares of a parameter's fields."""
         leaf, master = self.files.plan.leaves[i], self.masters.get(i)
-        near = {} if master is None or leaf.param.in_records else _host_parts(leaf.param_as_gradient(param))
+        param_parts = {} if master is None or leaf.param.in_records else _host_parts(leaf.param_as_gradient(param))
         natural = leaf.grad.unpadded_shape
         device = one_device(self.files.plan)
-        found: list[tuple[jax.Array, jax.Array]] = []
+        sums: list[tuple[jax.Array, jax.Array]] = []
 
         def visit(number: int, buffer: np.ndarray) -> Callable[[np.ndarray], None]:
             record = self.files.records[number]
             fields = jax.device_put(self.files.views(number, buffer), device)
-            piece = near[record.device][record.place.slices] if near else None
+            piece = param_parts[record.device][record.place.slices] if param_parts else None
             start = np.array(record.stored.start, np.int32)
             results = _examine(fields, piece, start, natural=natural, master=master)
-            found.append(results)
+            sums.append(results)
             # The record's bytes may be the operands themselves.
             return lambda buffer: jax.block_until_ready(results) and None
 
         self.files.pipeline.run(visit, self.owned[i], writes=False)
-        if any(bool(edited) for _, edited in found):
-            self.edited[i] = {device: x.copy() for device, x in near.items()}
+        if any(bool(edited) for _, edited in sums):
+            self.edited[i] = {device: x.copy() for device, x in param_parts.items()}
         zeros = np.zeros(len(self.files.plan.disk_fields[i]), np.uint32)
-        return sum((np.asarray(x) for x, _ in found), zeros)
+        return sum((np.asarray(x) for x, _ in sums), zeros)
 
     def read(self, number: int, buffer: np.ndarray) -> None:
         """Reads a record, with the edits of its parameter."""
@@ -160,19 +160,19 @@ class _Records:
     def read(self, place: Rectangle) -> list[np.ndarray]:
         """Returns a rectangle of each field, in new memory."""
         files = self._snapshot.files
-        made = [np.empty(place.shape, leaf.dtype) for leaf in files.plan.disk_fields[self._i]]
+        fields = [np.empty(place.shape, leaf.dtype) for leaf in files.plan.disk_fields[self._i]]
         for number in self.at(place):
             there, here = overlap(place, files.records[number].stored)
-            for x, view in zip(made, files.views(number, self._bytes(number)), strict=True):
+            for x, view in zip(fields, files.views(number, self._bytes(number)), strict=True):
                 x[there] = view[here]
-        return made
+        return fields
 
     def _bytes(self, number: int) -> np.ndarray:
         """Returns a record's bytes, which are valid until the next call."""
         if number not in self._kept:
-            whole = self._free.pop() if self._free else self._kept.popitem(last=False)[1]
-            self._kept[number] = whole
-            self._snapshot.read(number, whole[: self._snapshot.files.pipeline.store.sizes[number]])
+            buffer = self._free.pop() if self._free else self._kept.popitem(last=False)[1]
+            self._kept[number] = buffer
+            self._snapshot.read(number, buffer[: self._snapshot.files.pipeline.store.sizes[number]])
         self._kept.move_to_end(number)
         return self._kept[number][: self._snapshot.files.pipeline.store.sizes[number]]
 

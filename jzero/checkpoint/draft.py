@@ -82,8 +82,8 @@ class Draft:
     @property
     def num_stacked(self) -> dict[str, int]:
         """The number of leading dimensions of each parameter that are taken one index at a time."""
-        found = {part.path: len(part.at) for outline in self.outlines for part in outline.parts}
-        return found | {x: found[path] for path, others in self.beside.items() for x in others}
+        num_stacked = {part.path: len(part.at) for outline in self.outlines for part in outline.parts}
+        return num_stacked | {x: num_stacked[path] for path, others in self.beside.items() for x in others}
 
     def tensors(self, layers: Layers) -> Iterator[list[np.ndarray]]:
         """Yields each tensor, made of layers of parameters."""
@@ -94,16 +94,16 @@ class Draft:
             yield [outline.fill([fitted(x, spec) for x in held])]
 
     def _decoded(self, layers: Layers, path: str, at: tuple[int, ...]) -> np.ndarray:
-        found = layers.get(path, at)
+        layer = layers.get(path, at)
         if self.decode is None:
-            return found
+            return layer
         beside = {other.rsplit("/", 1)[-1]: layers.get(other, at) for other in self.beside.get(path, ())}
-        made = np.asarray(self.decode(path, {**beside, path.rsplit("/", 1)[-1]: found}))
-        if made.shape != found.shape:
+        decoded = np.asarray(self.decode(path, {**beside, path.rsplit("/", 1)[-1]: layer}))
+        if decoded.shape != layer.shape:
             raise ValueError(
-                f"`decode` must keep the shape of {path}, {list(found.shape)}: it made {list(made.shape)}."
+                f"`decode` must keep the shape of {path}, {list(layer.shape)}: it made {list(decoded.shape)}."
             )
-        return made
+        return decoded
 
     def write(
         self, path: epath.Path, tensors: Iterable[Iterable[np.ndarray]] | None, max_file_bytes: int
@@ -133,19 +133,19 @@ def fitted(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
     return x.astype(spec.dtype, copy=False)
 
 
-def draft_export(found: Mapping[Keys, tuple[tuple[int, ...], Any]], form: Form, ties: Mapping[str, str]) -> Draft:
+def draft_export(described: Mapping[Keys, tuple[tuple[int, ...], Any]], form: Form, ties: Mapping[str, str]) -> Draft:
     """Returns what an export will write; raises if it cannot.
 
     Args:
-      found: The shapes and dtypes of the parameters, by their keys.
+      described: The shapes and dtypes of the parameters, by their keys.
       form: What is asked for.
       ties: Other names of tied parameters, with the name of each.
     """
-    if not found:
+    if not described:
         what = f"`paths` {form.paths!r} matches no parameter"
         raise ValueError(f"{'There are no parameters to export' if form.paths is None else what}.")
     dtype = None if form.dtype is None else as_dtype(form.dtype)
-    leaves = {path_of(keys): TensorSpec(name_of(keys), shape, x) for keys, (shape, x) in found.items()}
+    leaves = {path_of(keys): TensorSpec(name_of(keys), shape, x) for keys, (shape, x) in described.items()}
     mapping = resolve_mapping(form.mapping, form.like)
     if mapping is None:
         specs, renamed = _specs(as_they_are(leaves), dtype)
@@ -163,9 +163,9 @@ def _mapped(
     mapping: NameMapping, leaves: Mapping[str, TensorSpec], ties: Mapping[str, str], form: Form
 ) -> tuple[list[Outline], dict[str, list[str]]]:
     """Returns the tensors of an export by a mapping, and the parameters beside those that make them."""
-    known = None if form.like is None else shapes_there(form.like)
+    shapes = None if form.like is None else shapes_there(form.like)
     names = {path: [path, *(x.replace(".", "/") for x, y in ties.items() if y == leaves[path].name)] for path in leaves}
-    outlines, problems = outline_tensors(mapping, leaves, names, known)
+    outlines, problems = outline_tensors(mapping, leaves, names, shapes)
     stacks = {part.path: leaves[part.path].shape[: len(part.at)] for outline in outlines for part in outline.parts}
     beside: dict[str, list[str]] = {}
     for path, spec in leaves.items():
@@ -201,21 +201,21 @@ def _specs(outlines: Sequence[Outline], dtype: np.dtype[Any] | None) -> tuple[li
     names = {outline.name for outline in outlines}
     renamed: dict[str, str] = {}
     for outline in outlines:
-        name, shape, given = outline.name, outline.shape, outline.dtype
-        is_float = jax.numpy.issubdtype(given, np.floating)
-        wanted = dtype if dtype is not None and is_float else given
+        name, shape, own_dtype = outline.name, outline.shape, outline.dtype
+        is_float = jax.numpy.issubdtype(own_dtype, np.floating)
+        target_dtype = dtype if dtype is not None and is_float else own_dtype
         if name == METADATA:
             renamed[name] = name = next(x for i in itertools.count(1) if (x := METADATA + "_" * i) not in names)
-        if is_known(wanted) and np.dtype(wanted) == FOUR_BITS and math.prod(shape) % 2:
+        if is_known(target_dtype) and np.dtype(target_dtype) == FOUR_BITS and math.prod(shape) % 2:
             bad.append(
-                f"  {name}: shape {tuple(shape)}, an odd number of {wanted}, of which safetensors packs two in a byte"
+                f"  {name}: shape {tuple(shape)}, an odd number of {target_dtype}, and safetensors packs two in a byte"
             )
-        elif not is_known(wanted):
-            bad.append(f"  {name}: {wanted}, which safetensors does not have")
+        elif not is_known(target_dtype):
+            bad.append(f"  {name}: {target_dtype}, which safetensors does not have")
         elif not _is_text(name):
             bad.append(f"  {name!r}: a name that is no valid Unicode")
         else:
-            specs.append(TensorSpec(name, tuple(shape), np.dtype(wanted)))
+            specs.append(TensorSpec(name, tuple(shape), np.dtype(target_dtype)))
     if bad:
         raise ValueError(
             "These parameters cannot be exported:\n"

@@ -84,9 +84,9 @@ def export_params(
     fields = (PARAMS, *frozen_fields(adapted.state))
     _, leaves, arrays = natural_state(adapted.state, plan)
     chosen = [i for i, leaf in enumerate(leaves) if leaf.keys[0] in fields and is_chosen(leaf.keys, paths)]
-    found = {leaves[i].keys: (leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in chosen}
+    described = {leaves[i].keys: (leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in chosen}
     ties = {other: name for name, others in adapted.ties().items() for other in others}
-    draft = everywhere(lambda: draft_export(found, Form(dtype, paths, mapping, like, decode), ties))
+    draft = everywhere(lambda: draft_export(described, Form(dtype, paths, mapping, like, decode), ties))
     layers = StateLayers({path_of(leaves[i].keys): (arrays[i], leaves[i]) for i in chosen})
     tensors = draft.tensors(layers)
     first = jax.process_index() == 0
@@ -146,8 +146,8 @@ def export_checkpoint(
     contents = read_contents(checkpoint)
     fields = contents.notes.get("param_fields", [PARAMS])
     chosen = [leaf for leaf in contents.leaves.values() if leaf.keys[0] in fields and is_chosen(leaf.keys, paths)]
-    found = {leaf.keys: (leaf.shape, leaf.dtype) for leaf in chosen}
-    draft = draft_export(found, Form(dtype, paths, mapping, like, decode), contents.notes.get("ties", {}))
+    described = {leaf.keys: (leaf.shape, leaf.dtype) for leaf in chosen}
+    draft = draft_export(described, Form(dtype, paths, mapping, like, decode), contents.notes.get("ties", {}))
     tensors: Iterable[Iterable[np.ndarray]]
     if mapping is None:
         read = zip(checked_leaves(contents, chosen), draft.specs, strict=True)

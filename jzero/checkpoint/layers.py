@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero.checkpoint.checksum import host_checksum
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import wrong_checksums
-from jzero.checkpoint.leaves import WantedLeaf
+from jzero.checkpoint.leaves import TargetLeaf
 from jzero.layout.placement import on_device
 
 At = tuple[int, ...]
@@ -34,7 +34,7 @@ class Layers(Protocol):
 class StateLayers:
     """The parameters of a state. With several processes, each must ask for the same, and gets it."""
 
-    def __init__(self, arrays: Mapping[str, tuple[Any, WantedLeaf]]) -> None:
+    def __init__(self, arrays: Mapping[str, tuple[Any, TargetLeaf]]) -> None:
         """`arrays` are stored arrays, with how they are stored."""
         self._arrays = arrays
         self._near: dict[str, jax.Array] = {}
@@ -47,14 +47,14 @@ class StateLayers:
 
     def get(self, path: str, at: At) -> np.ndarray:
         """Returns a layer; caches nothing."""
-        x, wanted = self._near[path], self._arrays[path][1]
-        natural = wanted.leaf.shape[len(at) :]
-        spec = PartitionSpec(*wanted.sharding.spec[len(at) :])
+        x, target_leaf = self._near[path], self._arrays[path][1]
+        natural = target_leaf.leaf.shape[len(at) :]
+        spec = PartitionSpec(*target_leaf.sharding.spec[len(at) :])
         if not x.is_fully_addressable:
-            whole = _layer(x, at, NamedSharding(wanted.sharding.mesh, PartitionSpec()))
-            host = np.asarray(whole.addressable_data(0))
+            replicated = _layer(x, at, NamedSharding(target_leaf.sharding.mesh, PartitionSpec()))
+            host = np.asarray(replicated.addressable_data(0))
         else:
-            layer = _layer(x, at, NamedSharding(wanted.sharding.mesh, spec))
+            layer = _layer(x, at, NamedSharding(target_leaf.sharding.mesh, spec))
             host = np.empty(layer.shape, layer.dtype)
             for shard in layer.addressable_shards:
                 if shard.replica_id == 0:
@@ -89,11 +89,11 @@ class CheckpointLayers:
         """Returns a layer."""
         leaf, sums = self._leaves[path], self._sums[path]
         with self._contents.errors():
-            found = np.asarray(self._opened[leaf.keys][at].read().result())
+            layer = np.asarray(self._opened[leaf.keys][at].read().result())
         if leaf.checksum is not None and at not in sums:
             stack = leaf.shape[: len(at)]
-            first = int(np.ravel_multi_index(at, stack)) * found.size if at else 0
-            sums[at] = host_checksum(found, first=first)
+            first = int(np.ravel_multi_index(at, stack)) * layer.size if at else 0
+            sums[at] = host_checksum(layer, first=first)
             if len(sums) == math.prod(stack) and sum(sums.values()) % 2**32 != leaf.checksum:
                 raise wrong_checksums(self._contents.state_directory, [leaf.path])
-        return found
+        return layer

@@ -35,7 +35,7 @@ Keys = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class WantedLeaf:
+class TargetLeaf:
     """One leaf of a state on disk.
 
     Attributes:
@@ -69,7 +69,7 @@ class WantedLeaf:
         return self.form.sharding
 
 
-def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[WantedLeaf]:
+def target_leaves(plain: Any, plan: ZeroPlan) -> list[TargetLeaf]:
     """Returns the leaves of a plain state, concrete or abstract, in the order of `map_state`.
 
     Args:
@@ -77,12 +77,12 @@ def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[WantedLeaf]:
       plan: The plan of the state.
     """
     layout = plan.plain
-    found: list[StateLeaf] = []
-    map_state(lambda x, leaf: found.append(leaf), layout, plain, with_disk=True)
+    layouts: list[StateLeaf] = []
+    map_state(lambda x, leaf: layouts.append(leaf), layout, plain, with_disk=True)
     keys: dict[int, Keys] = {}
     for path, number in jax.tree_util.tree_leaves_with_path(number_leaves(plain, plan)):
         keys[number.index] = key_names(path)
-    leaves = [WantedLeaf(keys[i], leaf, form_of(leaf)) for i, leaf in enumerate(found)]
+    leaves = [TargetLeaf(keys[i], leaf, form_of(leaf)) for i, leaf in enumerate(layouts)]
     _check_paths(leaves)
     return leaves
 
@@ -100,7 +100,7 @@ def number_leaves(plain: Any, plan: ZeroPlan) -> Any:
     return map_state(lambda x, leaf: Number(next(numbers)), plan.plain, plain, with_disk=True)
 
 
-def _check_paths(leaves: Sequence[WantedLeaf]) -> None:
+def _check_paths(leaves: Sequence[TargetLeaf]) -> None:
     """Raises if two leaves would have one name on disk, or could not be told apart by their paths."""
     for separator in ("/", "."):
         names = collections.Counter(separator.join(leaf.keys) for leaf in leaves)
@@ -125,7 +125,7 @@ def along_one_dim(leaf: StateLeaf, cut: Cut) -> Cut:
     return min((Cut(d, cut.shape, cut.num_shards) for d in free), key=lambda c: c.padding)
 
 
-def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], list[Any]]:
+def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[TargetLeaf], list[Any]]:
     """Returns the plain state, a description of its leaves, and the arrays to write.
 
     Copies edits of 16-bit parameters to the masters, as the optimizer would. What is on disk stays there until it is
@@ -137,7 +137,7 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], li
     """
     state = map_state(functools.partial(_move_to_plan, plan=plan), plan, state)
     plain, layout = plain_state(state, plan), plan.plain
-    leaves = wanted_leaves(plain, plan)
+    leaves = target_leaves(plain, plan)
     arrays: list[Any] = []
     map_state(lambda x, leaf: arrays.append(x), layout, plain, with_disk=True)
     params = plan.flat_params(state.params)
@@ -147,10 +147,10 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], li
         if isinstance(arrays[i], OnDisk):
             arrays[i] = _changed(arrays[i], functools.partial(plan.leaves[i].edit_master, params[i]))
             continue
-        near = on_device(arrays[i]), on_device(params[i])
-        if bool(_is_edited(*near, plan.leaves[i])):
+        on_devices = on_device(arrays[i]), on_device(params[i])
+        if bool(_is_edited(*on_devices, plan.leaves[i])):
             arrays[i] = plan.leaves[i].edit_master(params[i], arrays[i])
-    arrays = [_in_form(x, wanted) for x, wanted in zip(arrays, leaves, strict=True)]
+    arrays = [_in_form(x, target_leaf) for x, target_leaf in zip(arrays, leaves, strict=True)]
     return plain, leaves, arrays
 
 
@@ -172,13 +172,13 @@ def _changed(x: OnDisk, change: Callable[[jax.Array], Any]) -> OnDisk:
     return dataclasses.replace(x, files=ChangedFiles(x.files, change))
 
 
-def _in_form(x: Any, wanted: WantedLeaf) -> Any:
+def _in_form(x: Any, target_leaf: TargetLeaf) -> Any:
     """Returns a stored array as it is written; itself if it is stored so."""
-    if wanted.leaf.padded_cut == wanted.cut:
+    if target_leaf.leaf.padded_cut == target_leaf.cut:
         return x
     if isinstance(x, OnDisk):
-        return _changed(x, lambda x: wanted.leaf.convert(x, wanted.form))
-    return wanted.leaf.convert(x, wanted.form)
+        return _changed(x, lambda x: target_leaf.leaf.convert(x, target_leaf.form))
+    return target_leaf.leaf.convert(x, target_leaf.form)
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -13,7 +13,7 @@ from etils import epath
 
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.extras import everywhere
-from jzero.checkpoint.leaves import Keys, WantedLeaf
+from jzero.checkpoint.leaves import Keys, TargetLeaf
 from jzero.checkpoint.mapped import MappedTensor, Problems, map_tensors
 from jzero.checkpoint.matching import renamed_paths
 from jzero.checkpoint.restoring import PARAMS, Choice, Target, check_fit, warn_unless_complete
@@ -82,20 +82,22 @@ def load_params(
     names = _names(target, choice)
     if paths is not None:
         choice = dataclasses.replace(choice, paths=_over_whole_paths(paths, names))
-    found = everywhere(lambda: _find(path, names, adapted.ties(), rename, mapping))
-    everywhere(lambda: found.check(path, [x.keys for x in names.values() if is_chosen(x.keys, paths)], strict))
-    matched, report = everywhere(lambda: target.match(found.contents(path), dataclasses.replace(choice, strict=False)))
+    tensors = everywhere(lambda: _find(path, names, adapted.ties(), rename, mapping))
+    everywhere(lambda: tensors.check(path, [x.keys for x in names.values() if is_chosen(x.keys, paths)], strict))
+    matched, report = everywhere(
+        lambda: target.match(tensors.contents(path), dataclasses.replace(choice, strict=False))
+    )
     target.check_kept(matched)
     target = Target(adapt_sharded(apply_pending(state, donate=donate)))  # a later step would change what was loaded
     if jax.process_count() > 1:
         for i, leaf in matched.items():
-            target.wanted[i] = _in_long_runs(found.sources[leaf.keys][0], target.wanted[i], target.plan)
+            target.leaves[i] = _in_long_runs(tensors.sources[leaf.keys][0], target.leaves[i], target.plan)
     if donate:
         target.free(matched)
 
     def read(i: int) -> jax.Array:
-        x = everywhere(lambda: _place(found.sources[matched[i].keys], target.wanted[i]))
-        check_fit({i: x}, target.wanted)
+        x = everywhere(lambda: _place(tensors.sources[matched[i].keys], target.leaves[i]))
+        check_fit({i: x}, target.leaves)
         return x
 
     keep = dataclasses.replace(choice, donate=True)  # shares the other arrays
@@ -132,13 +134,13 @@ def is_chosen(keys: Keys, paths: str | None) -> bool:
     return paths is None or re.fullmatch(paths, path_of(keys)) is not None
 
 
-def _names(target: Target, choice: Choice) -> dict[str, WantedLeaf]:
+def _names(target: Target, choice: Choice) -> dict[str, TargetLeaf]:
     """Returns each parameter by its name."""
     chosen = choice.selector(target.adapted.state)
-    return {name_of(leaf.keys): leaf for leaf in target.wanted if chosen(leaf)}
+    return {name_of(leaf.keys): leaf for leaf in target.leaves if chosen(leaf)}
 
 
-def _over_whole_paths(paths: str, names: Mapping[str, WantedLeaf]) -> str:
+def _over_whole_paths(paths: str, names: Mapping[str, TargetLeaf]) -> str:
     """Turns an expression over key paths into one over paths of leaves, which begin with a field of the state."""
     try:
         re.compile(paths)
@@ -191,7 +193,7 @@ class _Found:
 
     def contents(self, path: epath.PathLike) -> Contents:
         """Returns the tensors as the contents of a checkpoint."""
-        leaves = {keys: StoredLeaf(keys, found[0].shape, found[0].dtype) for keys, found in self.sources.items()}
+        leaves = {keys: StoredLeaf(keys, sources[0].shape, sources[0].dtype) for keys, sources in self.sources.items()}
         others = [(PARAMS, *name.split(".")) for name in self.problems.unexpected]
         leaves |= {keys: StoredLeaf(keys, (), np.dtype(np.int8)) for keys in others}
         return Contents(epath.Path(path), epath.Path(path), leaves, None, {})
@@ -199,7 +201,7 @@ class _Found:
 
 def _find(
     path: epath.PathLike,
-    names: Mapping[str, WantedLeaf],
+    names: Mapping[str, TargetLeaf],
     ties: Mapping[str, Sequence[str]],
     rename: Mapping[str, str] | None,
     mapping: NameMapping | str | None,
@@ -209,27 +211,27 @@ def _find(
         raise ValueError(
             f"`mapping` names every tensor, so `rename={dict(rename)!r}` contradicts it: drop one of them."
         )
-    given = epath.Path(path).expanduser()
-    resolved = resolve_mapping(mapping, given if given.is_dir() else given.parent)
+    source = epath.Path(path).expanduser()
+    resolved = resolve_mapping(mapping, source if source.is_dir() else source.parent)
     tensors, notes = find_tensors(path)
     if resolved is not None:
         keys = {path_of(leaf.keys): leaf.keys for leaf in names.values()}
         shapes = {path_of(leaf.keys): leaf.leaf.shape for leaf in names.values()}
         slashed = {name.replace(".", "/"): [x.replace(".", "/") for x in others] for name, others in ties.items()}
         mapped, problems = map_tensors(resolved, shapes, slashed, tensors)
-        return _Found({keys[name]: [*found] for name, found in mapped.items()}, problems, True)
+        return _Found({keys[name]: [*tensors] for name, tensors in mapped.items()}, problems, True)
     named = {new: tensors[old] for new, old in renamed_paths(tensors, rename or {}).items()}
     same = _same_names(ties, notes)
     sources: dict[Keys, list[TensorFile | MappedTensor]] = {}
     problems = Problems()
     for name, tensor in named.items():
-        known = name if name in names else same.get(name, name)
-        if known not in names:
+        main_name = name if name in names else same.get(name, name)
+        if main_name not in names:
             problems.unexpected[name] = f"{tensor.dtype}{list(tensor.shape)}"
             continue
-        sources.setdefault(names[known].keys, []).append(tensor)
-        if tensor.shape != (shape := names[known].leaf.shape):
-            problems.shapes[known] = f"{list(shape)} in the state, {list(tensor.shape)} in the file"
+        sources.setdefault(names[main_name].keys, []).append(tensor)
+        if tensor.shape != (shape := names[main_name].leaf.shape):
+            problems.shapes[main_name] = f"{list(shape)} in the state, {list(tensor.shape)} in the file"
     problems.missing = {name: "" for name, leaf in names.items() if leaf.keys not in sources}
     return _Found(sources, problems, False)
 
@@ -241,43 +243,43 @@ def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> 
     return {**there, **{other: here.get(name, name) for name, other in there.items()}, **here}
 
 
-def _in_long_runs(tensor: TensorFile | MappedTensor, wanted: WantedLeaf, plan: ZeroPlan) -> WantedLeaf:
+def _in_long_runs(tensor: TensorFile | MappedTensor, target_leaf: TargetLeaf, plan: ZeroPlan) -> TargetLeaf:
     """Returns how to cut a leaf while it is read, so that each process reads its own part of the file's pages.
 
     If the parts of a process were columns of the tensor, it would touch every page, and so would all others. So each
     takes rows; devices exchange them for what they keep when the state is filled (`stored_from`).
     """
-    leaf = wanted.leaf
+    leaf = target_leaf.leaf
     dim = tensor.slowest if isinstance(tensor, MappedTensor) else None
-    if dim is None or leaf.cut is None or (wanted.cut or leaf.cut).dim == dim:
-        return wanted
+    if dim is None or leaf.cut is None or (target_leaf.cut or leaf.cut).dim == dim:
+        return target_leaf
     if dim < len(leaf.base) and leaf.base[dim] is not None:
-        return wanted
-    form = dataclasses.replace(wanted.form, cut=Cut(dim, leaf.shape, leaf.cut.num_shards))
-    return WantedLeaf(wanted.keys, leaf, form)
+        return target_leaf
+    form = dataclasses.replace(target_leaf.form, cut=Cut(dim, leaf.shape, leaf.cut.num_shards))
+    return TargetLeaf(target_leaf.keys, leaf, form)
 
 
-def _place(tensors: Sequence[TensorFile | MappedTensor], wanted: WantedLeaf) -> jax.Array:
+def _place(tensors: Sequence[TensorFile | MappedTensor], target_leaf: TargetLeaf) -> jax.Array:
     """Reads a tensor into this process's shards. Tied tensors must be equal."""
     tensor = tensors[0]
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(tensor.dtype))
 
     def part(index: Index) -> np.ndarray:
-        found = _read_part(tensor, wanted.cut, index)
+        values = _read_part(tensor, target_leaf.cut, index)
         for other in tensors[1:]:
-            if other.shape != tensor.shape or _read_part(other, wanted.cut, index).tobytes() != found.tobytes():
+            if other.shape != tensor.shape or _read_part(other, target_leaf.cut, index).tobytes() != values.tobytes():
                 raise ValueError(
-                    f"{tensor.name!r} and {other.name!r} are one parameter of the state, {wanted.path}, but not the "
-                    f"same in {tensor.path}: take one of them out of the file, or untie the parameter."
+                    f"{tensor.name!r} and {other.name!r} are one parameter of the state, {target_leaf.path}, but not "
+                    f"the same in {tensor.path}: take one of them out of the file, or untie the parameter."
                 )
-        if why := describe_misfit(found, dtype):
+        if why := describe_misfit(values, dtype):
             raise ValueError(
-                f"{tensor.name!r} in {tensor.path}, read into {wanted.path}, holds {why}: enable wider numbers, "
+                f"{tensor.name!r} in {tensor.path}, read into {target_leaf.path}, holds {why}: enable wider numbers, "
                 "`jax.config.update('jax_enable_x64', True)`."
             )
-        return found.astype(dtype, copy=False)
+        return values.astype(dtype, copy=False)
 
-    return placed(wanted.shape, wanted.sharding, part)
+    return placed(target_leaf.shape, target_leaf.sharding, part)
 
 
 def _read_part(tensor: TensorFile | MappedTensor, cut: Cut | None, index: Index) -> np.ndarray:

@@ -38,12 +38,12 @@ class Problems:
             "tensors without parameters": self.unexpected,
         }
         lines: list[str] = []
-        for title, found in titles.items():
-            lines += [f"  {title} ({len(found)}):"] if found else []
+        for title, names in titles.items():
+            lines += [f"  {title} ({len(names)}):"] if names else []
             lines += [
-                f"    {name}: {text}" if text else f"    {name}" for name, text in list(found.items())[:MAX_LINES]
+                f"    {name}: {text}" if text else f"    {name}" for name, text in list(names.items())[:MAX_LINES]
             ]
-            lines += [f"    ... {len(found) - MAX_LINES} more"] if len(found) > MAX_LINES else []
+            lines += [f"    ... {len(names) - MAX_LINES} more"] if len(names) > MAX_LINES else []
         return "\n".join(lines)
 
 
@@ -101,7 +101,7 @@ class _Part:
 
 def map_tensors(
     mapping: NameMapping,
-    wanted: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     ties: Mapping[str, Sequence[str]],
     tensors: Mapping[str, TensorFile],
 ) -> tuple[dict[str, list[MappedTensor]], Problems]:
@@ -109,28 +109,28 @@ def map_tensors(
 
     Args:
       mapping: The mapping.
-      wanted: The shapes of the parameters, by path.
+      shapes: The shapes of the parameters, by path.
       ties: The other paths of tied parameters.
       tensors: The tensors of the files.
     """
     problems = Problems()
-    found: dict[str, list[MappedTensor]] = {}
-    chosen, used = _choose(mapping, wanted, ties, tensors, problems)
+    sources_of: dict[str, list[MappedTensor]] = {}
+    chosen, used = _choose(mapping, shapes, ties, tensors, problems)
     for path, sources in chosen.items():
         for x in sources:
-            if why := misfit(x, wanted[path], tensors):
-                problems.shapes[path] = f"{list(wanted[path])} in the state, but {why}"
+            if why := misfit(x, shapes[path], tensors):
+                problems.shapes[path] = f"{list(shapes[path])} in the state, but {why}"
             else:
-                found.setdefault(path, []).append(_mapped(x, wanted[path], tensors))
+                sources_of.setdefault(path, []).append(_mapped(x, shapes[path], tensors))
     for name, tensor in tensors.items():
         if name not in used and not mapping.ignores(name):
             problems.unexpected[name] = f"{tensor.dtype}{list(tensor.shape)}"
-    return found, problems
+    return sources_of, problems
 
 
 def _choose(
     mapping: NameMapping,
-    wanted: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     ties: Mapping[str, Sequence[str]],
     tensors: Mapping[str, TensorFile],
     problems: Problems,
@@ -138,7 +138,7 @@ def _choose(
     """Returns the sources of each parameter that the files have, and the names of tensors that any parameter has."""
     chosen: dict[str, list[Sources]] = {}
     used: set[str] = set()
-    for path, shape in wanted.items():
+    for path, shape in shapes.items():
         sources = [x for name in (path, *ties.get(path, ())) if (x := mapping.of(name))]
         named = [[name for source in x for name in _names(source, shape)] for x in sources]
         used.update(*named)
@@ -182,8 +182,8 @@ def misfit(sources: Sources, shape: tuple[int, ...], tensors: Mapping[str, Tenso
         shapes = [Piece(source, tensor.shape).shape for source, tensor in layer]
         beside = {(*x[:axis], *x[axis + 1 :]) for x in shapes}
         total = sum(x[axis] for x in shapes if axis < len(x))
-        made = shapes[0] if len(shapes) == 1 else (*shapes[0][:axis], total, *shapes[0][axis + 1 :])
-        if len(beside) > 1 or made != shape[num:]:
+        joined = shapes[0] if len(shapes) == 1 else (*shapes[0][:axis], total, *shapes[0][axis + 1 :])
+        if len(beside) > 1 or joined != shape[num:]:
             there = ", ".join(f"{tensor.name}: {list(tensor.shape)}" for _, tensor in layer)
             return f"{' and '.join(str([*shape[:num], *x]) for x in shapes)} from {there}"
     return ""

@@ -12,7 +12,7 @@ import numpy as np
 from jzero._text import Report
 from jzero._types import DType
 from jzero.checkpoint.contents import Contents, StoredLeaf
-from jzero.checkpoint.leaves import WantedLeaf
+from jzero.checkpoint.leaves import TargetLeaf
 from jzero.checkpoint.orbax_io import dtype_on_disk
 from jzero.layout.leaves import StateLeaf
 
@@ -66,17 +66,17 @@ def _format_list(title: str, entries: Sequence[str], max_lines: int = 20) -> lis
 
 
 def match(
-    wanted: Sequence[WantedLeaf],
+    target_leaves: Sequence[TargetLeaf],
     contents: Contents,
     *,
-    chosen: Callable[[WantedLeaf], bool],
+    chosen: Callable[[TargetLeaf], bool],
     rename: Rename,
     strict: bool,
 ) -> tuple[dict[int, StoredLeaf], RestoreReport]:
-    """Returns the stored leaf for each wanted leaf, by its number, and a report.
+    """Returns the stored leaf for each leaf of the state, by its number, and a report.
 
     Args:
-      wanted: The leaves of the state.
+      target_leaves: The leaves of the state.
       contents: The contents of the checkpoint.
       chosen: Whether the user asked for a leaf of the state.
       rename: Patterns of paths in the checkpoint, and their replacements.
@@ -87,25 +87,25 @@ def match(
     """
     by_path = {leaf.path: leaf for leaf in contents.leaves.values()}
     stored = {new: by_path[old] for new, old in renamed_paths(by_path, rename).items()}
-    asked = [i for i, leaf in enumerate(wanted) if chosen(leaf)]
+    asked = [i for i, leaf in enumerate(target_leaves) if chosen(leaf)]
     if not asked:
-        some = ", ".join(repr(leaf.path) for leaf in wanted[:5])
+        some = ", ".join(repr(leaf.path) for leaf in target_leaves[:5])
         raise ValueError(
             f"`paths` matches no leaf of the state: it must match a whole path. The first paths are {some}."
         )
-    found = {i: stored[wanted[i].path] for i in asked if wanted[i].path in stored}
-    paths = {leaf.path for leaf in wanted}
-    missing = tuple(wanted[i].path for i in asked if i not in found)
+    matched = {i: stored[target_leaves[i].path] for i in asked if target_leaves[i].path in stored}
+    paths = {leaf.path for leaf in target_leaves}
+    missing = tuple(target_leaves[i].path for i in asked if i not in matched)
     unexpected = tuple(path for path in stored if path not in paths)
     keys = contents.notes.get("keys")
-    bad = [line for i, leaf in found.items() if (line := _misfit(wanted[i], leaf, keys))]
+    bad = [line for i, leaf in matched.items() if (line := _misfit(target_leaves[i], leaf, keys))]
     if bad:
         raise ValueError(
             f"The checkpoint at {contents.directory} is of another model or optimizer: these leaves do not fit.\n"
             + "\n".join(bad[:40] + ([f"  ... {len(bad) - 40} more"] if len(bad) > 40 else []))
             + "\nRestore into a state of the model that wrote it, or leave these out with `paths`."
         )
-    everything = len(asked) == len(wanted)
+    everything = len(asked) == len(target_leaves)
     if strict and (missing or (unexpected and everything)):
         lines = _format_list("missing in the checkpoint", missing)
         lines += _format_list("only in the checkpoint", unexpected)  # a missing leaf may have another name there
@@ -117,19 +117,19 @@ def match(
         )
     report = RestoreReport(
         directory=str(contents.directory),
-        restored=tuple(wanted[i].path for i in found),
+        restored=tuple(target_leaves[i].path for i in matched),
         missing=missing,
         unexpected=unexpected,
-        skipped=tuple(leaf.path for leaf in wanted if not chosen(leaf)),
+        skipped=tuple(leaf.path for leaf in target_leaves if not chosen(leaf)),
         renamed=tuple((leaf.path, path) for path, leaf in stored.items() if leaf.path != path),
         cast=tuple(
-            (wanted[i].path, str(leaf.dtype), str(wanted[i].leaf.dtype))
-            for i, leaf in found.items()
-            if not _is_key(wanted[i].leaf)
-            and leaf.dtype not in (wanted[i].leaf.dtype, dtype_on_disk(wanted[i].leaf.dtype))
+            (target_leaves[i].path, str(leaf.dtype), str(target_leaves[i].leaf.dtype))
+            for i, leaf in matched.items()
+            if not _is_key(target_leaves[i].leaf)
+            and leaf.dtype not in (target_leaves[i].leaf.dtype, dtype_on_disk(target_leaves[i].leaf.dtype))
         ),
     )
-    return found, report
+    return matched, report
 
 
 def renamed_paths(paths: Iterable[str], rename: Rename) -> dict[str, str]:
@@ -166,15 +166,15 @@ def renamed_paths(paths: Iterable[str], rename: Rename) -> dict[str, str]:
     return old_of
 
 
-def _misfit(wanted: WantedLeaf, stored: StoredLeaf, keys: Sequence[str] | None) -> str:
+def _misfit(target_leaf: TargetLeaf, stored: StoredLeaf, keys: Sequence[str] | None) -> str:
     """Returns why a stored leaf does not fit; an empty string if it does.
 
     Args:
-      wanted: The leaf of the state.
+      target_leaf: The leaf of the state.
       stored: The leaf in the checkpoint.
       keys: Paths of the stored leaves that are PRNG keys; `None` if unknown.
     """
-    leaf = wanted.leaf
+    leaf = target_leaf.leaf
     shape, kind = leaf.shape, _kind(leaf.dtype)
     if _is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype))
@@ -182,9 +182,9 @@ def _misfit(wanted: WantedLeaf, stored: StoredLeaf, keys: Sequence[str] | None) 
     is_key = _is_key(leaf) if keys is None else stored.path in keys
     if stored.shape == shape and _kind(stored.dtype) == kind and is_key == _is_key(leaf):
         return ""
-    was = "" if wanted.path == stored.path else f" (there {stored.path})"
+    was = "" if target_leaf.path == stored.path else f" (there {stored.path})"
     there = f"{stored.dtype}{list(stored.shape)}" + (" of PRNG keys" if is_key else "")
-    return f"  {wanted.path}{was}: {there} in the checkpoint, {leaf.dtype}{list(shape)} in the state"
+    return f"  {target_leaf.path}{was}: {there} in the checkpoint, {leaf.dtype}{list(shape)} in the state"
 
 
 def _is_key(leaf: StateLeaf) -> bool:

@@ -218,8 +218,8 @@ async def _open_to_read(info: Any, piece: Sequence[int]) -> Any:
         return array
     chunk: Any = array.chunk_layout.read_chunk.shape
     counts = [min(-(-(n + c - 1) // c), -(-size // c)) for n, c, size in zip(piece, chunk, array.shape, strict=True)]
-    kept = math.prod(counts) * math.prod(chunk) * array.dtype.numpy_dtype.itemsize
-    context = ts.Context({"cache_pool": {"total_bytes_limit": kept}}, info.ts_context)
+    cache_bytes = math.prod(counts) * math.prod(chunk) * array.dtype.numpy_dtype.itemsize
+    context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, info.ts_context)
     return await ts.open(spec, open=True, context=context)
 
 
@@ -248,9 +248,9 @@ class _PatientHandler(ocp.type_handlers.TypeHandler):
     async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         opening = [_open_to_read(x, arg.piece) for x, arg in zip(infos, args, strict=True) if _opens(arg)]
         rest = [(x, arg) for x, arg in zip(infos, args, strict=True) if not _opens(arg)]
-        found = iter(await asyncio.gather(*opening))
+        opened = iter(await asyncio.gather(*opening))
         read = iter(await self._handler.deserialize(*map(list, zip(*rest, strict=True))) if rest else ())
-        return [next(found if _opens(arg) else read) for arg in args]
+        return [next(opened if _opens(arg) else read) for arg in args]
 
 
 def _opens(arg: Any) -> bool:

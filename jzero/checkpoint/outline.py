@@ -70,7 +70,7 @@ def outline_tensors(
     mapping: NameMapping,
     leaves: Mapping[str, TensorSpec],
     names: Mapping[str, Sequence[str]],
-    known: Mapping[str, tuple[int, ...]] | None,
+    published: Mapping[str, tuple[int, ...]] | None,
 ) -> tuple[list[Outline], Problems]:
     """Returns the tensors that parameters make by a mapping, and what does not fit. Ignores parameters without a key.
 
@@ -78,20 +78,20 @@ def outline_tensors(
       mapping: The mapping.
       leaves: The parameters, by path.
       names: The path of each, and its other ones if it is tied.
-      known: The shapes of all tensors that there should be, by name; `None` if that is not known.
+      published: The shapes of all tensors that there should be, by name; `None` if that is not known.
     """
     problems = Problems()
     chosen = {path: x for path in leaves if (x := next(filter(None, map(mapping.of, names[path])), ()))}
-    there = _derived(chosen, leaves) if known is None else known
+    there = _derived(chosen, leaves) if published is None else published
     tensors = {name: TensorSpec(name, shape, None) for name, shape in there.items()}
     claimed: set[str] = set()
     parts: dict[str, list[Part]] = {}
     for path, sources in chosen.items():
         shape = leaves[path].shape
-        made = [source.at(at) for source in sources for at in np.ndindex(*shape[: source.num_stacked])]
-        claimed.update(made)
-        if absent := [name for name in made if name not in tensors]:
-            what = "its shape in the file is not known: pass `like`" if known is None else "that model has none"
+        needed = [source.at(at) for source in sources for at in np.ndindex(*shape[: source.num_stacked])]
+        claimed.update(needed)
+        if absent := [name for name in needed if name not in tensors]:
+            what = "its shape in the file is not known: pass `like`" if published is None else "that model has none"
             problems.shapes[path] = f"makes {absent[0]}, but {what}"
         elif why := misfit(sources, shape, tensors):
             problems.shapes[path] = f"{list(shape)} in the state, but {why}"
@@ -103,7 +103,7 @@ def outline_tensors(
             problems.shapes[held[0].path] = f"makes {name} of {list(tensors[name].shape)}, but {why}"
         dtype = functools.reduce(jnp.promote_types, [leaves[part.path].dtype for part in held])
         outlines.append(Outline(name, tensors[name].shape, dtype, tuple(held)))
-    for name, shape in (known or {}).items():
+    for name, shape in (published or {}).items():
         if name not in claimed and name not in mapping.same and not mapping.ignores(name):
             problems.unexpected[name] = str(list(shape))
     return outlines, problems
@@ -111,7 +111,7 @@ def outline_tensors(
 
 def _derived(chosen: Mapping[str, Sources], leaves: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of tensors that follow from the parameters alone: of those that are not reshaped or joined."""
-    found: dict[str, list[int]] = {}
+    indices: dict[str, list[int]] = {}
     for path, sources in chosen.items():
         (source, *others), shape = sources, leaves[path].shape
         inner = shape[source.num_stacked :]
@@ -122,10 +122,10 @@ def _derived(chosen: Mapping[str, Sources], leaves: Mapping[str, TensorSpec]) ->
         if source.section is not None and source.section[0] < len(sizes):
             sizes[source.section[0]] = sum(source.section[1:])
         for at in np.ndindex(*shape[: source.num_stacked]):
-            before = found.setdefault(source.at(at), sizes)
+            before = indices.setdefault(source.at(at), sizes)
             if source.section is not None and len(before) == len(sizes):  # as far as the last of its sections
-                found[source.at(at)] = [max(*pair) for pair in zip(before, sizes, strict=True)]
-    return {name: tuple(sizes) for name, sizes in found.items()}
+                indices[source.at(at)] = [max(*pair) for pair in zip(before, sizes, strict=True)]
+    return {name: tuple(sizes) for name, sizes in indices.items()}
 
 
 def _add_parts(
@@ -146,15 +146,15 @@ def _add_parts(
 def _not_whole(parts: Sequence[Part], shape: Sequence[int]) -> str:
     """Returns why parts do not make a tensor, each element once; an empty string if they do."""
     sections = [part.piece.source.section for part in parts if part.piece is not None]
-    known = sorted(section for section in sections if section is not None)
-    if len(parts) == 1 and not known:
+    numbered = sorted(section for section in sections if section is not None)
+    if len(parts) == 1 and not numbered:
         return ""
     others = sorted({part.path for part in parts[1:]})
-    if len(known) < len(parts) or len({dim for dim, _, _ in known}) > 1:
+    if len(numbered) < len(parts) or len({dim for dim, _, _ in numbered}) > 1:
         return f"{' and '.join(others) or 'nothing'} makes it, too"
     end = 0
-    for _, start, size in known:
+    for _, start, size in numbered:
         if start != end:
-            return f"sections {known} overlap or leave a gap"
+            return f"sections {numbered} overlap or leave a gap"
         end = start + size
-    return "" if end == shape[known[0][0]] else f"sections {known} are not all of it"
+    return "" if end == shape[numbered[0][0]] else f"sections {numbered} are not all of it"

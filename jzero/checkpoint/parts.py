@@ -58,8 +58,8 @@ def read_parts(contents: Contents, parts: Iterable[Part], limit: int) -> Iterato
     def first() -> Iterator[np.ndarray]:
         future, _ = under_way[0]
         with contents.errors():
-            found = np.asarray(future.result())
-        yield found
+            values = np.asarray(future.result())
+        yield values
 
     for part in itertools.chain(parts, [None]):  # after the last one, whatever is left
         while under_way and (part is None or held + part.num_bytes > limit):

@@ -106,12 +106,12 @@ def _write_config(folder: epath.Path, config: dict[str, Any]) -> None:
 def _modules(kernels: Mapping, leaves: dict[str, tuple[int, ...]], like: Any) -> list[str]:
     """Returns the modules with adapters as PEFT names them; raises if adapters are not those of the model."""
     there = shapes_there(like) or {}
-    found: set[str] = set()
+    modules: set[str] = set()
     for path, shape in leaves.items():
         home, _, last = path.rpartition("/")
         for source in kernels.of(f"{home}/kernel"):
             names = [source.at((i,) * source.num_stacked) for i in range(shape[0] if source.num_stacked else 1)]
-            found.update(name.removesuffix(".weight") for name in names)
+            modules.update(name.removesuffix(".weight") for name in names)
             size, dim = (shape[-2], 1) if last == "lora_a" else (shape[-1], 0)
             bad = [name for name in names if name not in there or there[name][dim] != size]
             if there and bad:
@@ -119,6 +119,6 @@ def _modules(kernels: Mapping, leaves: dict[str, tuple[int, ...]], like: Any) ->
                     f"{path}, of shape {list(shape)}, is no adapter of {bad[0]} in {like}, "
                     f"{list(there.get(bad[0], []))}: pass the model's own folder as `like`."
                 )
-    short = {name.rpartition(".")[2] for name in found}
-    others = {name.removesuffix(".weight") for name in there} - found
-    return sorted(found if any(name.rpartition(".")[2] in short for name in others) else short)
+    short = {name.rpartition(".")[2] for name in modules}
+    others = {name.removesuffix(".weight") for name in there} - modules
+    return sorted(modules if any(name.rpartition(".")[2] in short for name in others) else short)

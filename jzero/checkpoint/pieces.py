@@ -55,8 +55,8 @@ class Piece:
         for s, dim in zip(box, self._permute, strict=True):
             start = self._section[dim].start
             there[dim] = slice(start + s.start, start + s.stop)
-        found = tensor.view(tuple(there)).transpose(self._permute)
-        return found if self.shape == self.ordered else found.reshape(shape)[inside]
+        view = tensor.view(tuple(there)).transpose(self._permute)
+        return view if self.shape == self.ordered else view.reshape(shape)[inside]
 
     def _box(self, index: Index) -> tuple[list[slice], list[int], Index]:
         """Returns the smallest box in `ordered` around an index, the shape in which it is cut, and the cut."""
@@ -105,7 +105,7 @@ def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[in
     if 0 in a:
         return []
     left = [d for d, n in enumerate(a) if n > 1]
-    found: list[tuple[list[int], list[int]]] = []
+    groups: list[tuple[list[int], list[int]]] = []
     dims: list[int] = []
     new: list[int] = []
     for d in range(len(b)):
@@ -113,9 +113,9 @@ def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[in
         while math.prod(a[x] for x in dims) < math.prod(b[x] for x in new):
             dims.append(left.pop(0))
         if math.prod(a[x] for x in dims) == math.prod(b[x] for x in new):
-            found.append((dims, new))
+            groups.append((dims, new))
             dims, new = [], []
-    return found
+    return groups
 
 
 def copy_into(out: np.ndarray, x: np.ndarray) -> None:

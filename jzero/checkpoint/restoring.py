@@ -28,7 +28,7 @@ from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_content
 from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wrong_checksums
 from jzero.checkpoint.disk_restoring import RestoredFiles, restore_files
 from jzero.checkpoint.extras import decode, everywhere, iterator_mover
-from jzero.checkpoint.leaves import Number, WantedLeaf, number_leaves, wanted_leaves
+from jzero.checkpoint.leaves import Number, TargetLeaf, number_leaves, target_leaves
 from jzero.checkpoint.matching import RestoreReport, match
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
 from jzero.checkpoint.shards import read_shards
@@ -65,7 +65,7 @@ class Choice:
         """Whether the user chose only a part of the state."""
         return self.paths is not None or self.params_only
 
-    def selector(self, state: Any) -> Callable[[WantedLeaf], bool]:
+    def selector(self, state: Any) -> Callable[[TargetLeaf], bool]:
         """Returns a function that says whether the user asked for a leaf."""
         fields = {PARAMS, *frozen_fields(state)}
         pattern = None
@@ -75,7 +75,7 @@ class Choice:
             except re.error as error:
                 raise ValueError(f"`paths` {self.paths!r} is not a regular expression: {error}.") from error
 
-        def chosen(leaf: WantedLeaf) -> bool:
+        def chosen(leaf: TargetLeaf) -> bool:
             if self.params_only and leaf.keys[0] not in fields:
                 return False
             return pattern is None or pattern.fullmatch(leaf.path) is not None
@@ -150,20 +150,20 @@ def restore_from(
 ) -> tuple[Any, RestoreReport]:
     """Returns the state from a checkpoint, laid out like another one, and a report of what was restored."""
     target = Target(adapted)
-    found, report = everywhere(lambda: target.match(contents, choice))
+    matched, report = everywhere(lambda: target.match(contents, choice))
     same = {"the training state": describe_plan(target.plan), "the checkpoint": f"checkpoint: {digest(contents.notes)}"}
     agree("restore_checkpoint", target.plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)
     move = None if data_iterator is None else everywhere(lambda: _mover(contents, data_iterator))
-    everywhere(lambda: target.check_kept(found))
+    everywhere(lambda: target.check_kept(matched))
     if choice.donate:
-        target.free(found)
-    wanted = target.wanted
-    near = {i: leaf for i, leaf in found.items() if i not in target.on_disk}
-    read = everywhere(lambda: _read(contents, {i: (wanted[i], leaf) for i, leaf in near.items()}))
-    _verify(contents, read, wanted, near)
-    disk = target.restore_files(contents, found) if target.on_disk else None
+        target.free(matched)
+    target_leaves = target.leaves
+    in_memory = {i: leaf for i, leaf in matched.items() if i not in target.on_disk}
+    read = everywhere(lambda: _read(contents, {i: (target_leaves[i], leaf) for i, leaf in in_memory.items()}))
+    _verify(contents, read, target_leaves, in_memory)
+    disk = target.restore_files(contents, matched) if target.on_disk else None
     own = _own_state(contents, target) if target.takes_opt_state(choice) else None
-    check_fit(read, wanted)
+    check_fit(read, target_leaves)
     state = target.fill(read, own, choice, disk)
     if disk is not None and choice.donate:
         target.close_files()
@@ -184,7 +184,7 @@ class Target:
     """A state to restore into: its leaves in a checkpoint, and their way to the stored arrays.
 
     Attributes:
-      wanted: The leaves in a checkpoint.
+      leaves: Its leaves in a checkpoint.
       on_disk: Of those that the state has on disk, the path in its optimizer state, by number.
     """
 
@@ -192,7 +192,7 @@ class Target:
         self.adapted = adapted
         self.plan: ZeroPlan = adapted.state.tx.plan
         self._plain = plain_state(adapted.state, self.plan)
-        self.wanted = wanted_leaves(self._plain, self.plan)
+        self.leaves = target_leaves(self._plain, self.plan)
         plain: list[Any] = []
         map_state(lambda x, leaf: plain.append(x), self.plan.plain, self._plain, with_disk=True)
         self.on_disk = {i: x.path for i, x in enumerate(plain) if isinstance(x, OnDisk)}
@@ -200,9 +200,9 @@ class Target:
         map_state(lambda x, leaf: self._values.append(x), self.plan, adapted.state, with_disk=True)
 
     def match(self, contents: Contents, choice: Choice) -> tuple[dict[int, StoredLeaf], RestoreReport]:
-        """Returns the stored leaf for each leaf, by its index in `wanted`, and a report."""
+        """Returns the stored leaf for each leaf, by its index in `leaves`, and a report."""
         chosen = choice.selector(self.adapted.state)
-        return match(self.wanted, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
+        return match(self.leaves, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
 
     def _sources(self, own: ZeroOptState | None) -> tuple[Any, list[tuple[Any, StateLeaf]]]:
         """Returns the stored state with sources as leaves, and each source with its layout, in `map_state`'s order."""
@@ -214,14 +214,14 @@ class Target:
     def takes_opt_state(self, choice: Choice) -> bool:
         """Whether all optimizer leaves are restored; if so, its loss scale and counter are, too."""
         chosen = choice.selector(self.adapted.state)
-        return not choice.params_only and all(chosen(leaf) for leaf in self.wanted if leaf.keys[0] == OPT_STATE)
+        return not choice.params_only and all(chosen(leaf) for leaf in self.leaves if leaf.keys[0] == OPT_STATE)
 
-    def check_kept(self, found: Mapping[int, Any]) -> None:
+    def check_kept(self, matched: Mapping[int, Any]) -> None:
         """Raises unless the state has values for all leaves that are not restored."""
         left = [
-            (self.wanted[source.index].path, x)
+            (self.leaves[source.index].path, x)
             for x, (source, _) in zip(self._values, self._sources(None)[1], strict=True)
-            if isinstance(source, Number) and source.index not in found
+            if isinstance(source, Number) and source.index not in matched
         ]
         abstract = list(dict.fromkeys(path for path, x in left if not _has_values(x)))
         if abstract:
@@ -234,10 +234,10 @@ class Target:
         if any(isinstance(x, OnDisk) for _, x in left):
             check_newest(self.adapted.state)
 
-    def restore_files(self, contents: Contents, found: Mapping[int, StoredLeaf]) -> RestoredFiles:
+    def restore_files(self, contents: Contents, matched: Mapping[int, StoredLeaf]) -> RestoredFiles:
         """Returns new files with the leaves on disk: those that were found, and the others as they are."""
-        keeps = any(i not in found for i in self.on_disk)
-        there = {path: found[i] for i, path in self.on_disk.items() if i in found}
+        keeps = any(i not in matched for i in self.on_disk)
+        there = {path: matched[i] for i, path in self.on_disk.items() if i in matched}
         return restore_files(contents, self.plan, there, files_of(self.adapted.state) if keeps else None)
 
     def close_files(self) -> None:
@@ -245,15 +245,15 @@ class Target:
         if any(_has_values(x) for x in self._values if isinstance(x, OnDisk)):
             files_of(self.adapted.state).close()
 
-    def free(self, found: Mapping[int, Any]) -> None:
+    def free(self, matched: Mapping[int, Any]) -> None:
         """Frees the arrays whose values will be replaced."""
         sources = [source for source, _ in self._sources(None)[1]]
-        goes = [isinstance(source, Number) and source.index in found for source in sources]
-        kept = {id(x) for x, go in zip(self._values, goes, strict=True) if not go}
+        goes = [isinstance(source, Number) and source.index in matched for source in sources]
+        reused = {id(x) for x, go in zip(self._values, goes, strict=True) if not go}
         for x, go in zip(self._values, goes, strict=True):
-            if go and isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
+            if go and isinstance(x, jax.Array) and id(x) not in reused and not x.is_deleted():
                 x.delete()
-        if self.on_disk and all(i in found for i in self.on_disk):
+        if self.on_disk and all(i in matched for i in self.on_disk):
             self.close_files()
 
     def fill(
@@ -262,7 +262,7 @@ class Target:
         """Returns the state with the leaves that were read; removes them from `read`, one by one.
 
         Args:
-          read: Leaves by number, as `wanted` describes them, of numbers that fit (`check_fit`).
+          read: Leaves by number, as `leaves` describes them, of numbers that fit (`check_fit`).
           own: The loss scale and counter to continue with; `None` to keep those of the state, or to start over. Pending
             gradients belong to other parameters, and are dropped.
           choice: The user's choice.
@@ -277,7 +277,7 @@ class Target:
             if disk is not None and isinstance(source, Number) and source.index in self.on_disk:
                 values.append(self._from_disk(x, source.index, leaf, disk, choice))
             elif isinstance(source, Number) and source.index in read:
-                values.append(_finish(read[source.index], self.wanted[source.index], leaf))
+                values.append(_finish(read[source.index], self.leaves[source.index], leaf))
                 if last_use[source.index] == i:  # so that at most one leaf exists twice
                     jax.block_until_ready(values[-1])
                     del read[source.index]
@@ -306,9 +306,9 @@ def _has_values(x: Any) -> bool:
     return isinstance(x, jax.Array) or (isinstance(x, OnDisk) and x.files is not None)
 
 
-def check_fit(read: Mapping[int, jax.Array], wanted: Sequence[WantedLeaf]) -> None:
+def check_fit(read: Mapping[int, jax.Array], target_leaves: Sequence[TargetLeaf]) -> None:
     """Raises if a cast to the state's dtypes would change numbers by more than rounding."""
-    cast = [(wanted[i], x) for i, x in read.items() if x.dtype != wanted[i].leaf.dtype]
+    cast = [(target_leaves[i], x) for i, x in read.items() if x.dtype != target_leaves[i].leaf.dtype]
     bad = [f"  {leaf.path}: {why}" for leaf, x in cast if (why := describe_misfit(on_device(x), leaf.leaf.dtype))]
     if bad:
         raise ValueError(
@@ -347,8 +347,8 @@ def _own_state(contents: Contents, target: Target) -> ZeroOptState | None:
     loss_scale = None
     if scale is not None:
         count_leaves = len(target.plan.leaves)
-        known = len(scale["overflowed"]) == count_leaves
-        overflowed = scale["overflowed"] if known else [False] * count_leaves
+        is_noted = len(scale["overflowed"]) == count_leaves
+        overflowed = scale["overflowed"] if is_noted else [False] * count_leaves
         loss_scale = LossScaleState(
             scale=host_array(scale["scale"], np.float32),
             good_steps=host_array(scale["good_steps"], np.int32),
@@ -360,36 +360,39 @@ def _own_state(contents: Contents, target: Target) -> ZeroOptState | None:
     return ZeroOptState(inner=None, masters=None, loss_scale=loss_scale, num_updates=count)
 
 
-def _read(contents: Contents, leaves: Mapping[int, tuple[WantedLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
+def _read(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
     """Reads leaves from disk into the stored shapes of a plan, in buffers of their own."""
     keys = {i: x for i, x in leaves.items() if jax.dtypes.issubdtype(x[0].leaf.dtype, jax.dtypes.prng_key)}
     how = {
         stored.keys: ocp.ArrayRestoreArgs(
-            restore_type=jax.Array, sharding=wanted.sharding, global_shape=None, dtype=wanted.leaf.dtype
+            restore_type=jax.Array, sharding=target_leaf.sharding, global_shape=None, dtype=target_leaf.leaf.dtype
         )
-        for wanted, stored in keys.values()
+        for target_leaf, stored in keys.values()
     }
-    found = contents.read(how) if how else {}
-    read = {i: found[stored.keys].copy() for i, (_, stored) in keys.items()}
+    values = contents.read(how) if how else {}
+    read = {i: values[stored.keys].copy() for i, (_, stored) in keys.items()}
     return read | read_shards(contents, {i: x for i, x in leaves.items() if i not in keys})
 
 
 def _verify(
-    contents: Contents, read: Mapping[int, jax.Array], wanted: Sequence[WantedLeaf], found: Mapping[int, StoredLeaf]
+    contents: Contents,
+    read: Mapping[int, jax.Array],
+    target_leaves: Sequence[TargetLeaf],
+    matched: Mapping[int, StoredLeaf],
 ) -> None:
     """Raises if checksums differ; leaves without a checksum pass."""
-    known = [
+    checked = [
         i
-        for i, leaf in found.items()
+        for i, leaf in matched.items()
         if leaf.checksum is not None and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
     ]
-    sums = checksums([read[i] for i in known], [wanted[i].cut for i in known])
-    wrong = [found[i].path for i, value in zip(known, sums, strict=True) if value != found[i].checksum]
+    sums = checksums([read[i] for i in checked], [target_leaves[i].cut for i in checked])
+    wrong = [matched[i].path for i, value in zip(checked, sums, strict=True) if value != matched[i].checksum]
     if wrong:
         raise wrong_checksums(contents.state_directory, wrong)
 
 
-def _finish(x: jax.Array, wanted: WantedLeaf, leaf: StateLeaf) -> jax.Array:
+def _finish(x: jax.Array, target_leaf: TargetLeaf, leaf: StateLeaf) -> jax.Array:
     """Returns an array from disk as a leaf of the state, in its own buffer."""
-    is_finished = x.dtype == leaf.dtype and wanted.cut == leaf.padded_cut and x.sharding == leaf.sharding
-    return x if is_finished else wanted.form.convert(x, leaf)
+    is_finished = x.dtype == leaf.dtype and target_leaf.cut == leaf.padded_cut and x.sharding == leaf.sharding
+    return x if is_finished else target_leaf.form.convert(x, leaf)

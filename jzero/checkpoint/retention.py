@@ -28,12 +28,12 @@ class Retention:
         policies = ocp.checkpoint_managers
         if self.max_to_keep is None:
             return policies.LatestN(None)
-        kept: list[Any] = [policies.LatestN(self.max_to_keep if self.best_metric is None else 1)]
+        rules: list[Any] = [policies.LatestN(self.max_to_keep if self.best_metric is None else 1)]
         if self.best_metric is not None:
-            kept.append(_Best(self, self.max_to_keep))
+            rules.append(_Best(self, self.max_to_keep))
         if self.keep_every_steps is not None:
-            kept.append(policies.EveryNSteps(self.keep_every_steps))
-        return policies.AnyPreservationPolicy(kept)
+            rules.append(policies.EveryNSteps(self.keep_every_steps))
+        return policies.AnyPreservationPolicy(rules)
 
     def has_metric(self, metrics: Mapping[str, Any] | None) -> bool:
         """Whether a checkpoint was saved with the metric that ranks checkpoints."""
@@ -64,8 +64,8 @@ class Retention:
             with reading(file):
                 if is_there(file):
                     scores[step] = self.score(json.loads(file.read_text()))
-        known = [step for step, score in scores.items() if score > -math.inf]
-        return max(known, key=lambda step: (scores[step], step), default=None)
+        ranked = [step for step, score in scores.items() if score > -math.inf]
+        return max(ranked, key=lambda step: (scores[step], step), default=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,15 +107,16 @@ def as_dtype(dtype: DTypeLike) -> DType:
     try:
         if not isinstance(dtype, str | np.dtype | type):  # an array would count as its own dtype
             raise TypeError
-        found = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else dtype)
+        parsed = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else dtype)
     except TypeError as error:
         raise ValueError(f"`dtype` must be a dtype such as 'bfloat16': got {dtype!r}.") from error
-    known = [x for x in CODES if jax.numpy.issubdtype(x, np.floating)]
-    if found not in known:
+    supported = [x for x in CODES if jax.numpy.issubdtype(x, np.floating)]
+    if parsed not in supported:
         raise ValueError(
-            f"`dtype` must be a floating-point one that safetensors knows ({', '.join(map(str, known))}): got {found}."
+            f"`dtype` must be a floating-point one that safetensors knows ({', '.join(map(str, supported))}): "
+            f"got {parsed}."
         )
-    return found
+    return parsed
 
 
 def is_known(dtype: DType) -> bool:
@@ -156,7 +157,7 @@ def write_tensors(
         directory.mkdir(parents=True, exist_ok=True)
         with only_writer(directory / (stem + SUFFIX)), _named_last(targets) as unfinished:
             patterns = (stem + SUFFIX, f"{stem}-*-of-*{SUFFIX}", stem + INDEX_SUFFIX)
-            taken = [str(found) for pattern in patterns for found in directory.glob(pattern)]
+            taken = [str(file) for pattern in patterns for file in directory.glob(pattern)]
             if taken:
                 raise ValueError(
                     f"An export never replaces files, and these are there: {taken}. Export to another path."
@@ -175,14 +176,14 @@ def write_tensors(
 @contextlib.contextmanager
 def _named_last(targets: Sequence[epath.Path]) -> Iterator[list[epath.Path]]:
     """Gives paths to write to, and the files there their final names at the end; removes all after an error."""
-    made = [path.with_name(f"{path.name}.incomplete") for path in targets]
+    temporary = [path.with_name(f"{path.name}.incomplete") for path in targets]
     try:
-        yield list(made)
+        yield list(temporary)
         for i, path in enumerate(targets):
-            made[i] = made[i].rename(path)
-        made.clear()
+            temporary[i] = temporary[i].rename(path)
+        temporary.clear()
     finally:
-        for path in made:
+        for path in temporary:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
@@ -258,10 +259,10 @@ def find_tensors(path: epath.PathLike) -> tuple[dict[str, TensorFile], Mapping[s
     Raises:
       CheckpointError: There is no such file, it is damaged, or it lacks tensors that the index lists.
     """
-    given = epath.Path(path).expanduser()
+    source = epath.Path(path).expanduser()
     tensors: dict[str, TensorFile] = {}
     notes: dict[str, str] = {}
-    for file, names in _files(given).items():
+    for file, names in _files(source).items():
         try:
             header, data = _open(file)
         except (SafetensorError, OSError) as error:
@@ -304,18 +305,18 @@ def _files(path: epath.Path) -> dict[epath.Path, list[str] | None]:
     """Returns the files to read, and for each the tensors to read; `None` for all."""
     if path.is_dir():
         indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
-        found = indices or sorted(path.glob(f"*{SUFFIX}"))
+        files = indices or sorted(path.glob(f"*{SUFFIX}"))
         pickles = sorted(x.name for pattern in PICKLES for x in path.glob(pattern))
-        if not found and pickles:
+        if not files and pickles:
             raise CheckpointError(
                 f"{path} holds only pickles: {pickles}. Reading one runs the code in it, so jzero never does: fetch "
                 "the model's safetensors files, or make some by `save_pretrained` of `transformers`."
             )
-        if len(found) != 1:
+        if len(files) != 1:
             raise CheckpointError(
-                f"{path} must hold one safetensors file, or several with one index: it has {[x.name for x in found]}."
+                f"{path} must hold one safetensors file, or several with one index: it has {[x.name for x in files]}."
             )
-        path = found[0]
+        path = files[0]
         single = path.with_name(path.name.removesuffix(INDEX_SUFFIX) + SUFFIX)
         if indices and single.exists() and single not in _files(path):
             raise CheckpointError(

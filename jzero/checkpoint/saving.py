@@ -22,7 +22,7 @@ from jzero.checkpoint.damage import CheckpointError, causes_of, is_passing, is_t
 from jzero.checkpoint.disk_places import is_streamed
 from jzero.checkpoint.disk_saving import DiskArray, Snapshot
 from jzero.checkpoint.extras import encode, everywhere, iterator_position
-from jzero.checkpoint.leaves import WantedLeaf, natural_state
+from jzero.checkpoint.leaves import TargetLeaf, natural_state
 from jzero.checkpoint.orbax_io import (
     EXTRA,
     EXTRA_ARRAYS,
@@ -239,14 +239,14 @@ def _make_items(
     )
 
 
-def _checksums(arrays: Sequence[Any], leaves: Sequence[WantedLeaf]) -> list[int]:
+def _checksums(arrays: Sequence[Any], leaves: Sequence[TargetLeaf]) -> list[int]:
     """Returns the checksum of each array in memory, and 0 for what is on disk."""
-    near = [(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True) if not isinstance(x, OnDisk)]
-    sums = iter(checksums([x for x, _ in near], [cut for _, cut in near]))
+    in_memory = [(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True) if not isinstance(x, OnDisk)]
+    sums = iter(checksums([x for x, _ in in_memory], [cut for _, cut in in_memory]))
     return [0 if isinstance(x, OnDisk) else next(sums) for x in arrays]
 
 
-def _near_unless_streamed(x: Any, leaf: WantedLeaf) -> Any:
+def _near_unless_streamed(x: Any, leaf: TargetLeaf) -> Any:
     """Returns an array; what is on disk stays there if its records can be written, else it is brought to memory."""
     if not isinstance(x, OnDisk) or is_streamed(leaf.leaf):
         return x
@@ -254,11 +254,13 @@ def _near_unless_streamed(x: Any, leaf: WantedLeaf) -> Any:
     files: Any = x.files
     while isinstance(files, ChangedFiles):
         changes, files = [files.change, *changes], files.files
-    near = everywhere(lambda: files.read_leaf(x.path))  # what follows are collectives, which must find all processes
-    return functools.reduce(lambda y, change: change(y), changes, near)
+    on_devices = everywhere(
+        lambda: files.read_leaf(x.path)
+    )  # what follows are collectives, which must find all processes
+    return functools.reduce(lambda y, change: change(y), changes, on_devices)
 
 
-def _to_write(x: Any, leaf: WantedLeaf, snapshot: Snapshot | None) -> Any:
+def _to_write(x: Any, leaf: TargetLeaf, snapshot: Snapshot | None) -> Any:
     """Returns an array as a leaf of the tree for Orbax."""
     if isinstance(x, OnDisk):
         assert snapshot is not None
@@ -267,7 +269,7 @@ def _to_write(x: Any, leaf: WantedLeaf, snapshot: Snapshot | None) -> Any:
     return x if is_plain else CutArray(x, leaf.cut)
 
 
-def _check_storable(leaves: Sequence[WantedLeaf]) -> None:
+def _check_storable(leaves: Sequence[TargetLeaf]) -> None:
     """Raises if Orbax cannot write some leaves."""
     empty = [leaf.path for leaf in leaves if not leaf.leaf.size]
     if empty:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jzero._types import DType
 from jzero.checkpoint.contents import Contents, StoredLeaf
-from jzero.checkpoint.leaves import WantedLeaf
+from jzero.checkpoint.leaves import TargetLeaf
 from jzero.checkpoint.parts import Part, read_parts
 from jzero.layout.cut import Index
 
@@ -19,17 +19,19 @@ AHEAD_BYTES = 1 << 28
 """Most bytes of shards that are in host memory at once, beside those that stay there."""
 
 
-def read_shards(contents: Contents, leaves: Mapping[int, tuple[WantedLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
-    """Returns arrays of a checkpoint as `wanted` describes them, zero beyond the natural array; none has key dtypes.
+def read_shards(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
+    """Returns arrays of a checkpoint in the forms of the state's leaves, zero beyond the natural array; no random keys.
 
     Raises:
       CheckpointError: An array cannot be read.
       ValueError: It holds integers that jax, in its current configuration, would truncate.
     """
     opened = contents.open({stored.keys: () for _, stored in leaves.values()})
-    parts = (Part(opened[stored.keys], inside) for wanted, stored in leaves.values() for inside in _parts(wanted))
+    parts = (
+        Part(opened[stored.keys], inside) for target_leaf, stored in leaves.values() for inside in _parts(target_leaf)
+    )
     values = read_parts(contents, parts, AHEAD_BYTES)
-    return {i: _from_parts(wanted, stored, values) for i, (wanted, stored) in leaves.items()}
+    return {i: _from_parts(target_leaf, stored, values) for i, (target_leaf, stored) in leaves.items()}
 
 
 def placed(shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Index], np.ndarray]) -> jax.Array:
@@ -50,43 +52,43 @@ def placed(shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Inde
 
 def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple[Index, list[Any]]]:
     """Returns each different part of an array on this process's devices, with bounds, and the devices that hold it."""
-    found: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    devices_at: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
-        found.setdefault(bounds, []).append(device)
-    return [(tuple(slice(*x) for x in bounds), devices) for bounds, devices in found.items()]
+        devices_at.setdefault(bounds, []).append(device)
+    return [(tuple(slice(*x) for x in bounds), devices) for bounds, devices in devices_at.items()]
 
 
-def _inside(index: Index, wanted: WantedLeaf) -> Index | None:
+def _inside(index: Index, target_leaf: TargetLeaf) -> Index | None:
     """Returns what of a part is in the natural array; `None` if nothing is."""
-    inside = index if wanted.cut is None else wanted.cut.inside(index)
+    inside = index if target_leaf.cut is None else target_leaf.cut.inside(index)
     return inside if inside is not None and all(s.start < s.stop for s in inside) else None
 
 
-def _parts(wanted: WantedLeaf) -> Iterator[Index]:
-    indices = (_inside(index, wanted) for index, _ in _indices(wanted.shape, wanted.sharding))
+def _parts(target_leaf: TargetLeaf) -> Iterator[Index]:
+    indices = (_inside(index, target_leaf) for index, _ in _indices(target_leaf.shape, target_leaf.sharding))
     return (x for x in indices if x is not None)
 
 
-def _from_parts(wanted: WantedLeaf, stored: StoredLeaf, values: Iterator[np.ndarray]) -> jax.Array:
+def _from_parts(target_leaf: TargetLeaf, stored: StoredLeaf, values: Iterator[np.ndarray]) -> jax.Array:
     dtype = jax.dtypes.canonicalize_dtype(stored.dtype)
 
     def part(index: Index) -> np.ndarray:
         shape = tuple(s.stop - s.start for s in index)
-        if _inside(index, wanted) is None:
+        if _inside(index, target_leaf) is None:
             return np.zeros(shape, dtype)
-        found = _narrowed(next(values), dtype, wanted)
-        padding = [(0, n - m) for n, m in zip(shape, found.shape, strict=True)]
-        return found if found.shape == shape else np.pad(found, padding)
+        values_here = _narrowed(next(values), dtype, target_leaf)
+        padding = [(0, n - m) for n, m in zip(shape, values_here.shape, strict=True)]
+        return values_here if values_here.shape == shape else np.pad(values_here, padding)
 
-    return placed(wanted.shape, wanted.sharding, part)
+    return placed(target_leaf.shape, target_leaf.sharding, part)
 
 
-def _narrowed(x: np.ndarray, dtype: DType, wanted: WantedLeaf) -> np.ndarray:
+def _narrowed(x: np.ndarray, dtype: DType, target_leaf: TargetLeaf) -> np.ndarray:
     narrow = x.astype(dtype, copy=False)
     if narrow is not x and jax.numpy.issubdtype(dtype, np.integer) and (narrow != x).any():
         raise ValueError(
-            f"{wanted.path} holds {x.dtype} numbers that need more than 32 bits: enable them, "
+            f"{target_leaf.path} holds {x.dtype} numbers that need more than 32 bits: enable them, "
             "`jax.config.update('jax_enable_x64', True)`."
         )
     return narrow

@@ -138,7 +138,7 @@ class _Visited(NamedTuple):
     """A record on its way to a writer, in its buffer."""
 
     record: int
-    whole: np.ndarray
+    buffer: np.ndarray
     finish: Finish | None
     writes: bool
 
@@ -196,9 +196,9 @@ class _Pass:
             while position not in early:
                 early.update([self._next_arrived()])
             waited += time.perf_counter() - started
-            whole = early.pop(position)
-            finish = visit(record, whole[: self._store.sizes[record]])
-            self._visited.put(_Visited(record, whole, finish, writes))
+            buffer = early.pop(position)
+            finish = visit(record, buffer[: self._store.sizes[record]])
+            self._visited.put(_Visited(record, buffer, finish, writes))
         started = time.perf_counter()
         for _ in self._threads:
             self._visited.put(None)
@@ -236,11 +236,11 @@ class _Pass:
 
     def _read_records(self) -> None:
         while (taken := self._take()) is not None:
-            position, whole = taken
+            position, buffer = taken
             record = self._order[position]
             try:
                 if self._reads:
-                    self._store.read(record, whole[: self._store.sizes[record]])
+                    self._store.read(record, buffer[: self._store.sizes[record]])
             except BaseException as error:
                 self._fail(error)
                 break
@@ -250,8 +250,8 @@ class _Pass:
         """Returns the next position and a buffer for it, together, so that no later record takes the last buffer."""
         with self._taking:
             position = next(self._positions, None)
-            whole = None if position is None else self._free.get()
-        return None if position is None or whole is None or self._stopped else (position, whole)
+            buffer = None if position is None else self._free.get()
+        return None if position is None or buffer is None or self._stopped else (position, buffer)
 
     def _write_records(self) -> None:
         while (visited := self._visited.get()) is not None and not self._stopped:
@@ -263,12 +263,12 @@ class _Pass:
 
     def _finish(self, visited: _Visited) -> None:
         """Does what remains to be done for a record, and frees its buffer."""
-        buffer = visited.whole[: self._store.sizes[visited.record]]
+        used = visited.buffer[: self._store.sizes[visited.record]]
         if visited.finish is not None:
-            visited.finish(buffer)
+            visited.finish(used)
         if visited.writes:
-            self._store.write(visited.record, buffer)
-        self._free.put(visited.whole)
+            self._store.write(visited.record, used)
+        self._free.put(visited.buffer)
 
     def _fail(self, error: BaseException) -> None:
         self._errors.append(error)

@@ -172,10 +172,10 @@ class Cut:
         other_axes = [
             self.other_axes[d] if self.other_axes and shape[i] == self.shape[d] else None for i, d in enumerate(dims)
         ]
-        kept = tuple(other_axes) if any(other_axes) else ()
+        axes = tuple(other_axes) if any(other_axes) else ()
         stacked = len(list(itertools.takewhile(lambda d: d < self.num_stacked, dims)))
         dim = list(dims).index(self.dim)
-        return dataclasses.replace(self, dim=dim, shape=tuple(shape), other_axes=kept, num_stacked=stacked)
+        return dataclasses.replace(self, dim=dim, shape=tuple(shape), other_axes=axes, num_stacked=stacked)
 
     def for_shard(self, values: Sequence[Any], of_cut: Any) -> list[Any]:
         """Returns values per dimension of a shard, given those per natural dimension: `of_cut` for the cut one."""

@@ -7,7 +7,7 @@ MUTANTS = [
     Mutant(
         "edits_not_saved",
         "checkpoint/leaves.py",
-        "if bool(_is_edited(*near, plan.leaves[i])):",
+        "if bool(_is_edited(*on_devices, plan.leaves[i])):",
         "if False:",
         "test_checkpoint.py::test_edited_parameters_are_saved_as_the_optimizer_would_take_them",
     ),
@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "half_an_export_stays",
         "checkpoint/safetensors_files.py",
-        "made[i] = made[i].rename(path)",
-        "made[i].rename(path)",
+        "temporary[i] = temporary[i].rename(path)",
+        "temporary[i].rename(path)",
         "test_export_writers.py::test_an_export_that_fails_leaves_nothing",
     ),
     Mutant(
