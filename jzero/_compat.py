@@ -121,7 +121,7 @@ def contained_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def shape_of(kind: core.AbstractValue) -> jax.ShapeDtypeStruct:
-    """Returns a type without its mesh; what varies over that is known where there is one."""
+    """Returns a type without its mesh; varying axes need the current one."""
     assert isinstance(kind, core.ShapedArray)
     of_mesh: dict[str, Any] = {}
     if kind.manual_axis_type.varying:
@@ -263,7 +263,7 @@ def is_placeholder(x: object) -> bool:
 
 
 def when_added(x: jax.Array, then: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Returns a traced value of which `y + x` is `then` of the sum; else it is as any other.
+    """Returns a copy of a traced value for which `y + x` returns `then(y + x)`.
 
     The sum happens in code of the user or of Flax (`params + updates`), where jzero has no other say: an object that is
     no tracer would be converted to an array before the addition, and a constraint on `x` does not bind the sum. Python
