@@ -17,6 +17,10 @@ from jzero.state.train_state import TrainState
 from jzero.update.transformation import ZeroTransformation
 
 Loss = Callable[..., Any]
+"""A function of parameters or a model, a batch, perhaps a key, and fields by name."""
+
+Metrics = dict[str, Any]
+"""What a step reports, by name; numbers as 0-d arrays."""
 
 
 class StateAdapter:

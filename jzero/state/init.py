@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import _compat
-from jzero._types import State, TrainStateLike
+from jzero._types import PyTree, State, TrainStateLike
 from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program
 from jzero.arrays.processes import PROGRAM, agree, check_wait
@@ -47,7 +47,7 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
     stage: int | None = None,
     config: ZeroConfig | None = None,
     mesh: Mesh | None = None,
-    trainable: Any = None,
+    trainable: PyTree | str | None = None,
     zeros: str | None = None,
     check_processes: bool | float = True,
 ) -> State:
@@ -122,7 +122,7 @@ def lower_init(
     config: ZeroConfig,
     mesh: Mesh,
     *,
-    trainable: Any = None,
+    trainable: PyTree | str | None = None,
     zeros: str | None = None,
 ) -> tuple[list[Any], Callable[[Iterable[list[jax.Array]]], State], ZeroPlan]:
     """Lowers the programs of `init_train_state`.

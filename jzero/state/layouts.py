@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero._types import DType
 from jzero.config.precision import cast_dtype
 from jzero.config.settings import Setting, optional
 from jzero.layout.casts import round_without_derivative
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import AnyMesh
 from jzero.layout.placement import on_device
 from jzero.plan.plan import ZeroPlan
 
@@ -52,7 +54,7 @@ def find_shardings(shardings: Any, plan: ZeroPlan, chosen: Sequence[bool]) -> li
     return checked
 
 
-def lay_out(x: Any, leaf: StateLeaf, dtype: Any, sharding: NamedSharding) -> jax.Array:
+def lay_out(x: Any, leaf: StateLeaf, dtype: DType | None, sharding: NamedSharding) -> jax.Array:
     """Returns a stored leaf in natural shape, cast and laid out; nothing else of it is on the devices afterwards."""
     on_devices = on_device(x)
     natural = _natural(on_devices, leaf.cut, cast_dtype(leaf.dtype, dtype), on_devices.sharding)
@@ -85,7 +87,7 @@ def _by_tree(tree: Any, plan: ZeroPlan) -> list[tuple[Any, None]]:
         raise ValueError(f"`shardings` must be {KINDS} with the structure of the parameters: {error}") from error
 
 
-def _checked(x: Any, leaf: StateLeaf, mesh: Any, plan: ZeroPlan) -> NamedSharding:
+def _checked(x: Any, leaf: StateLeaf, mesh: AnyMesh, plan: ZeroPlan) -> NamedSharding:
     """Returns the sharding of one parameter; raises if it does not fit."""
     if not isinstance(x, PartitionSpec | NamedSharding):
         raise TypeError(f"not a `PartitionSpec` or a `NamedSharding`: a {type(x).__name__}")
@@ -97,7 +99,7 @@ def _checked(x: Any, leaf: StateLeaf, mesh: Any, plan: ZeroPlan) -> NamedShardin
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _natural(x: jax.Array, cut: Cut | None, dtype: Any, sharding: NamedSharding) -> jax.Array:
+def _natural(x: jax.Array, cut: Cut | None, dtype: DType, sharding: NamedSharding) -> jax.Array:
     """Returns a stored leaf in its natural shape, cast, cut as it is stored where that cuts natural shapes."""
     in_blocks = cut is not None and cut.blocks is not None  # integers, which are not the values
     x = x if in_blocks else round_without_derivative(x, dtype)

@@ -16,6 +16,7 @@ from jzero import _compat
 from jzero._types import State
 from jzero.arrays.disk_files import StateFiles
 from jzero.config.precision import wide_dtype
+from jzero.engine.written_variables import Changed
 from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import StepGrads, next_state, settled_state
 from jzero.state.train_state import map_state
@@ -149,7 +150,7 @@ class RecordUpdate:
 
     @jax.named_scope("zero_update")
     def _rest(
-        self, state: State, step_grads: StepGrads, changed: Any, update: StepGrads | None, disk: FromDisk
+        self, state: State, step_grads: StepGrads, changed: Changed, update: StepGrads | None, disk: FromDisk
     ) -> State:
         return self._laid_out(next_state(state, step_grads, changed, update and self._with_zeros(update), disk))
 
@@ -166,7 +167,7 @@ class RecordUpdate:
         self,
         state: State,
         step_grads: StepGrads,
-        changed: Any,
+        changed: Changed,
         sums: dict[int, jax.Array],
         chosen: dict[int, jax.Array],
         light: StepGrads,

@@ -317,7 +317,7 @@ def flow_of(files: StateFiles) -> Flow:
     return flow
 
 
-def _part(x: jax.Array, device: Any) -> np.ndarray:
+def _part(x: jax.Array, device: jax.Device) -> np.ndarray:
     return np.asarray(next(s.data for s in x.addressable_shards if s.device == device))
 
 

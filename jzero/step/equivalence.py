@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +16,12 @@ from jax.sharding import Mesh
 from jzero._text import Report, path_str
 from jzero._types import PyTree, State, TrainStateLike
 from jzero.config.zero import ZeroConfig
-from jzero.state.adapter import adapt, plan_if_sharded, plan_of
+from jzero.state.adapter import Loss, adapt, plan_if_sharded, plan_of
 from jzero.state.gather import unshard_train_state
 from jzero.state.shard import shard_train_state
 from jzero.step.reference import Reference
 from jzero.step.train_step import make_train_step
 
-Loss = Callable[..., Any]
 Row = Sequence[str]
 
 MAX_ROWS = 20

@@ -22,7 +22,9 @@ from jzero._types import PyTree, State
 from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import RunStats
+from jzero.engine.written_variables import Changed
 from jzero.plan.plan import ZeroPlan
+from jzero.state.adapter import Metrics
 from jzero.state.disk import attached, check_newest, detached, files_of, for_loss, run_on_rows
 from jzero.state.next_state import StepGrads
 from jzero.state.pending import Waiting
@@ -58,14 +60,14 @@ class OutsideStep:
         self.passes = passes
         self.update = record_update(plan)
 
-    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
         """Returns the state after a step, and metrics; consumes `state`."""
         check_newest(state)
         offload = state.tx.plan.config.offload
         run = self._late if offload.delay else self._now if offload.zenflow is None else self._flow
         return run(files_of(state), state, batch, optional_rng(rng))
 
-    def _now(self, files: StateFiles, state: State, batch: PyTree, rng: Rng) -> tuple[State, dict[str, Any]]:
+    def _now(self, files: StateFiles, state: State, batch: PyTree, rng: Rng) -> tuple[State, Metrics]:
         """Runs a step that applies its own gradients."""
         if files.rows is None:
             step_grads, changed, metrics = self.gradients(detached(state), batch, **rng)
@@ -80,8 +82,8 @@ class OutsideStep:
         return self._applied(files, state, step_grads, changed, metrics)
 
     def _applied(
-        self, files: StateFiles, state: State, step_grads: StepGrads, changed: Any, metrics: dict[str, Any]
-    ) -> tuple[State, dict[str, Any]]:
+        self, files: StateFiles, state: State, step_grads: StepGrads, changed: Changed, metrics: Metrics
+    ) -> tuple[State, Metrics]:
         """Applies the gradients of a step at once."""
 
         def passes() -> tuple[Prepared, RunStats]:
@@ -94,7 +96,7 @@ class OutsideStep:
         files.pipeline.store.commit()
         return attached(new, files), metrics | _rates(files, stats, stats.waited_seconds)
 
-    def _flow(self, files: StateFiles, state: State, batch: PyTree, rng: Rng) -> tuple[State, dict[str, Any]]:
+    def _flow(self, files: StateFiles, state: State, batch: PyTree, rng: Rng) -> tuple[State, Metrics]:
         """Runs a step that applies its gradients to some columns, see [Note: ZenFlow]."""
         state, flow, number = detached(state), flow_of(files), int(state.step)
         step_grads, changed, metrics = self.gradients(state, batch, **rng)
@@ -116,7 +118,7 @@ class OutsideStep:
         waited += time.perf_counter() - begun
         return attached(new, files, waits=True), metrics | _rates(files, stats or NOTHING, waited)
 
-    def _late(self, files: StateFiles, state: State, batch: PyTree, rng: Rng) -> tuple[State, dict[str, Any]]:
+    def _late(self, files: StateFiles, state: State, batch: PyTree, rng: Rng) -> tuple[State, Metrics]:
         """Runs a step beside the update with the gradients of the one before, see [Note: Delayed updates]."""
         state, ready, waited = detached(state), None, 0.0
         if bool(state.opt_state.disk.waiting):

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero._types import PyTree, TrainStateLike
+from jzero._types import DType, PyTree, TrainStateLike
 from jzero.config.precision import is_key, scale_by, widen
 from jzero.engine.meshes import MeshFacts
 from jzero.engine.outputs import Weighted
@@ -49,7 +49,7 @@ class Reference:
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self._steps: dict[Any, Callable[..., Any]] = {}
 
-    def start(self, state: TrainStateLike) -> Any:
+    def start(self, state: TrainStateLike) -> TrainStateLike:
         """Returns a plain state on one device: the values that jzero stores, in optax's compute dtypes."""
         plan = self.plan
 
@@ -214,7 +214,7 @@ def _mesh_of_one(mesh: Any, axes: tuple[str, ...]) -> Mesh:
     return Mesh(mesh.devices.reshape(*(1 for _ in axes), *mesh.devices.shape), (*axes, *others))
 
 
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+def _cast(x: jax.Array, dtype: DType | None) -> jax.Array:
     return x if dtype is None or x.dtype == dtype else x.astype(dtype)
 
 

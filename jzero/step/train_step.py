@@ -16,7 +16,7 @@ from jzero.engine.outputs import PerExample, Summed, Weighted
 from jzero.engine.recompute import Remat
 from jzero.engine.written_variables import Changed
 from jzero.plan.plan import ZeroPlan
-from jzero.state.adapter import Loss, adapt_sharded
+from jzero.state.adapter import Loss, Metrics, adapt_sharded
 from jzero.state.next_state import StepGrads, check_can_compute, next_state, scaled_grads
 from jzero.state.train_state import map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
@@ -69,7 +69,7 @@ class TrainStep(Step):
         self._agreement.settings["clip_norm"] = clip_norm
         self._options["clip_norm"] = clip_norm
 
-    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
         adapted = adapt_sharded(state)
         new, metrics = self._dispatch(adapted.state, batch, rng)
@@ -85,9 +85,7 @@ class TrainStep(Step):
         # Exactly those of the input, so that the next call has the same types and compiles nothing.
         return map_state(lambda x, leaf: leaf.sharding, plan, state), None
 
-    def _compute(
-        self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, Metrics]:
         if state.tx.plan.has_files:
             option = "delay=1" if state.tx.plan.config.offload.delay else "optimizer='disk'"
             raise ValueError(
@@ -107,7 +105,7 @@ class TrainStep(Step):
 
     def _gradients(
         self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None
-    ) -> tuple[StepGrads, Changed, dict[str, Any]]:
+    ) -> tuple[StepGrads, Changed, Metrics]:
         """Returns the gradients of a step, what the loss wrote, and the metrics."""
         tx = state.tx
         traced, inputs = self.loss.checked_trace(state, batch, rng)
