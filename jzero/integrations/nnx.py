@@ -87,14 +87,6 @@ class NnxStateAdapter(StateAdapter):
 
         While the loss runs, each device folds its index into the model's random streams, so that devices draw different
         numbers; the keys in the state do not change.
-
-        Args:
-          loss_fn: A function of a model, a batch and perhaps a key.
-          mutable: Must be empty.
-          axes: The mesh axes over which the batch is split.
-          keeps: Whether to keep changes of the model: they are returned as `WrittenVariable`s by field and path;
-            those that a step cannot keep raise an error.
-          written_shape: The shape that one device writes to a variable.
         """
         if mutable:
             raise ValueError(f"`mutable={mutable}` is for Linen states; NNX models carry their own state.")
