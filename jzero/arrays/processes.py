@@ -99,14 +99,14 @@ def agree(
         logging.getLogger("jzero").warning("Processes are not compared: call `jax.distributed.initialize` first.")
         return make()
     assert isinstance(mesh, Mesh)
-    talk = _Exchange(where, _group(mesh), wait_s)
+    exchange = _Exchange(where, _group(mesh), wait_s)
     try:
         result = make()
         parts = describe(result)
     except Exception as error:
-        talk.fail(error)
+        exchange.fail(error)
         raise
-    complaint = talk.compare(parts)
+    complaint = exchange.compare(parts)
     if complaint:
         raise ValueError(complaint)
     return result
@@ -182,7 +182,7 @@ _history = _History()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Word:
+class _Message:
     """The entry of one process: its place, digests of its facts, and why it failed if it did."""
 
     where: str
@@ -208,70 +208,70 @@ class _Exchange:
     def fail(self, error: Exception) -> None:
         """Tells the others that this process failed."""
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        mine = _Word(self.where, {}, text[:MAX_COLUMNS])
-        self._say(f"word/{self.me}", dataclasses.asdict(mine))
+        mine = _Message(self.where, {}, text[:MAX_COLUMNS])
+        self._publish(f"entry/{self.me}", dataclasses.asdict(mine))
         if self.me == self.group[0]:
-            self._say("verdict", str(_describe_failed({self.me: mine})))
-            words = self._hear({i: f"word/{i}" for i in self.group[1:]}, time.monotonic() + QUIET_S)
-            self._linger([i for i, word in words.items() if not word["failure"]])
+            self._publish("verdict", str(_describe_failed({self.me: mine})))
+            entries = self._fetch({i: f"entry/{i}" for i in self.group[1:]}, time.monotonic() + QUIET_S)
+            self._linger([i for i, message in entries.items() if not message["failure"]])
 
     def compare(self, parts: Parts) -> str:
         """Returns the complaint, the same text in every process; nothing if all agree."""
-        mine = _Word(self.where, {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()})
-        self._say(f"word/{self.me}", dataclasses.asdict(mine))
+        mine = _Message(self.where, {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()})
+        self._publish(f"entry/{self.me}", dataclasses.asdict(mine))
         deadline = time.monotonic() + self.wait_s
         if self.me == self.group[0]:
-            return self._judge(mine, parts, deadline)
+            return self._compare_all(mine, parts, deadline)
         (first,) = keys = {self.group[0]: "verdict"}
-        verdict = self._hear(keys, deadline + QUIET_S).get(first)  # the first waits as long, and knows more
+        verdict = self._fetch(keys, deadline + QUIET_S).get(first)  # the first waits as long, and knows more
         if isinstance(verdict, list):
             if self.me in verdict:
-                self._say(f"parts/{self.me}", _pack(parts))
-            verdict = self._hear({first: "complaint"}, time.monotonic() + self.wait_s).get(first)
+                self._publish(f"parts/{self.me}", _pack(parts))
+            verdict = self._fetch({first: "complaint"}, time.monotonic() + self.wait_s).get(first)
         if verdict:
-            self._say(f"heard/{self.me}", True)
+            self._publish(f"heard/{self.me}", True)
         return str(self._missing([first])) if verdict is None else verdict
 
-    def _judge(self, mine: _Word, parts: Parts, deadline: float) -> str:
-        heard = self._hear({i: f"word/{i}" for i in self.group[1:]}, deadline, until_failure=True)
-        words = {self.me: mine} | {i: _Word(**word) for i, word in sorted(heard.items())}
+    def _compare_all(self, mine: _Message, parts: Parts, deadline: float) -> str:
+        others = self._fetch({i: f"entry/{i}" for i in self.group[1:]}, deadline, until_failure=True)
+        entries = {self.me: mine} | {i: _Message(**message) for i, message in sorted(others.items())}
         opinions: dict[str, list[int]] = {}
-        for i, word in words.items():
-            opinions.setdefault(json.dumps(word.digests), []).append(i)
+        for i, message in entries.items():
+            opinions.setdefault(json.dumps(message.digests), []).append(i)
         key, complaint = "verdict", ""
-        if any(word.failure for word in words.values()):
-            complaint = str(_describe_failed(words))
-        elif any(word.where != self.where for word in words.values()):
-            complaint = str(_describe_elsewhere(words))
-        elif len(words) < len(self.group):
-            complaint = str(self._missing([i for i in self.group if i not in words]))
+        if any(message.failure for message in entries.values()):
+            complaint = str(_describe_failed(entries))
+        elif any(message.where != self.where for message in entries.values()):
+            complaint = str(_describe_elsewhere(entries))
+        elif len(entries) < len(self.group):
+            complaint = str(self._missing([i for i in self.group if i not in entries]))
         elif len(opinions) > 1:
             key, complaint = "complaint", self._explain(parts, list(opinions.values())[:3])
-        self._say(key, complaint)
+        self._publish(key, complaint)
         if complaint:
-            self._linger([i for i, word in words.items() if i != self.me and not word.failure])
+            self._linger([i for i, message in entries.items() if i != self.me and not message.failure])
         return complaint
 
     def _explain(self, parts: Parts, opinions: list[list[int]]) -> str:
         """Returns the differences between processes with different digests, this one first."""
         asked = [processes[0] for processes in opinions]
-        self._say("verdict", asked)
-        messages = self._hear({i: f"parts/{i}" for i in asked[1:]}, time.monotonic() + self.wait_s)
+        self._publish("verdict", asked)
+        messages = self._fetch({i: f"parts/{i}" for i in asked[1:]}, time.monotonic() + self.wait_s)
         parts_of = {self.me: parts} | {i: _unpack(text) for i, text in messages.items()}
         return str(_disagreement([(who, parts_of.get(who[0], {})) for who in opinions]))
 
     def _linger(self, processes: Sequence[int]) -> None:
         """Waits until the others have read the complaint: if this process ends, the key-value store may end, too."""
         if processes:
-            self._hear({i: f"heard/{i}" for i in processes}, time.monotonic() + QUIET_S)
+            self._fetch({i: f"heard/{i}" for i in processes}, time.monotonic() + QUIET_S)
             time.sleep(LINGER_S)
 
-    def _say(self, name: str, what: Any) -> None:
+    def _publish(self, name: str, what: Any) -> None:
         key_value.put(self.client, f"{self.key}/{name}", json.dumps(what))
 
-    def _hear(self, keys: Mapping[int, str], deadline: float, *, until_failure: bool = False) -> dict[int, Any]:
+    def _fetch(self, keys: Mapping[int, str], deadline: float, *, until_failure: bool = False) -> dict[int, Any]:
         """Returns the entries of processes, as far as they exist; if asked, returns as soon as one has failed."""
-        heard: dict[int, Any] = {}
+        received: dict[int, Any] = {}
         missing, said_so, is_last = list(keys), time.monotonic() + QUIET_S, False
         while True:
             wait_s = 0.0 if is_last else min(1.0, max(deadline - time.monotonic(), 0.0))
@@ -280,10 +280,10 @@ class _Exchange:
                 if text is None:
                     wait_s = 0.0
                 else:
-                    heard[i] = json.loads(text)
-            missing = [i for i in keys if i not in heard]
-            if not missing or is_last or (until_failure and any(word["failure"] for word in heard.values())):
-                return heard
+                    received[i] = json.loads(text)
+            missing = [i for i in keys if i not in received]
+            if not missing or is_last or (until_failure and any(message["failure"] for message in received.values())):
+                return received
             is_last = time.monotonic() >= deadline or bool(self._gone(missing))
             if time.monotonic() > said_so:
                 said_so = deadline
@@ -315,15 +315,17 @@ def _say_ended(client: Any, process: int, pid: int) -> None:
             key_value.put(client, _ended_key(process), "")
 
 
-def _describe_failed(words: Mapping[int, _Word]) -> ValueError:
-    failed = [f"  process {i}: {word.failure} (in {word.where})" for i, word in words.items() if word.failure]
+def _describe_failed(entries: Mapping[int, _Message]) -> ValueError:
+    failed = [
+        f"  process {i}: {message.failure} (in {message.where})" for i, message in entries.items() if message.failure
+    ]
     return ValueError(_others_failed(failed))
 
 
-def _describe_elsewhere(words: Mapping[int, _Word]) -> ValueError:
-    places = [f"  process {i}: {word.where}" for i, word in words.items()]
+def _describe_elsewhere(entries: Mapping[int, _Message]) -> ValueError:
+    places = [f"  process {i}: {message.where}" for i, message in entries.items()]
     return ValueError(
-        "The processes are not at the same place of the program, so they would wait for each other for ever:\n"
+        "The processes are not at the same place of the program, so they would deadlock:\n"
         + "\n".join(places[:MAX_LINES])
         + "\nEvery process must make the same calls of jzero in the same order."
     )
@@ -343,7 +345,7 @@ def _disagreement(groups: Sequence[tuple[list[int], Parts]]) -> ValueError:
             lines += [f"  {_names(processes)}: {line.strip()[:MAX_COLUMNS]}" for line in row[:limit]]
             lines += [f"  ... {len(row) - limit} more"] if len(row) > limit else []
     return ValueError(
-        f"The processes do not agree about {' and '.join(differ)}, so they would wait for each other for ever, or each "
+        f"The processes do not agree about {' and '.join(differ)}, so they would deadlock, or each "
         "train something else:\n"
         + "\n".join(lines)
         + "\nStart every process with the same configuration, model, optimizer, settings and data; "

@@ -96,6 +96,6 @@ def _split(eqn: JaxprEqn) -> tuple[Var, Left, Left | None]:
     # What the first hop has summed is cast and divided already.
     dtype = params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype)
     last = dataclasses.replace(params["sums"], dtype=None, predivide=1)
-    near = {**params, "cut": levels.near(params["cut"]), "comm": levels.within, "dtype": dtype}
-    last_hop = {**params, "cut": levels.far(params["cut"]), "comm": levels.between, "sums": last}
+    near = {**params, "cut": levels.cut_within(params["cut"]), "comm": levels.within, "dtype": dtype}
+    last_hop = {**params, "cut": levels.cut_between(params["cut"]), "comm": levels.between, "sums": last}
     return _compat.variable(_compat.array_type(near["cut"].shard_shape, dtype)), near, last_hop

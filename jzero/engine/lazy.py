@@ -145,8 +145,8 @@ def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: DType) -> ShardedPara
     levels = comm.split() if way.is_secondary else None
     if levels is not None:
         sent = cut.dtype_sent(dtype)
-        shard = gather_p.bind(shard, path=path, cut=levels.far(cut), dtype=sent, comm=levels.between)
-        cut, comm = levels.near(cut), levels.within
+        shard = gather_p.bind(shard, path=path, cut=levels.cut_between(cut), dtype=sent, comm=levels.between)
+        cut, comm = levels.cut_within(cut), levels.within
     return ShardedParam(shard, None, cut, comm, dtype, dtype, path=path, stays=way.stays)
 
 

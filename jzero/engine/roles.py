@@ -96,7 +96,7 @@ class Parameter:
         by_use = self.stage > 1  # stage 1 has the memory to sum whole gradients
         dtype, comm, levels = jnp.dtype(self.kept_dtype), self.comm, self._levels
         if levels is not None:
-            cut, comm = levels.near(cut), levels.within
+            cut, comm = levels.cut_within(cut), levels.within
         return Reduction(self.leaf.path, cut, comm, self.sums, dtype, by_use, self.to_host, is_awaited)
 
     @property
@@ -136,7 +136,7 @@ class Parameter:
         if isinstance(self.gradient_exit, Reduction):
             if levels is None or cut is None:
                 return grad  # the program has reduced it: [D/N, F]
-            cut, comm, sums = levels.far(cut), levels.between, dataclasses.replace(sums, predivide=1)
+            cut, comm, sums = levels.cut_between(cut), levels.between, dataclasses.replace(sums, predivide=1)
         if cut is None:
             return reduce_whole(grad, sums)
         dtype = jnp.dtype(self.kept_dtype if levels else sums.dtype_of(grad.dtype))

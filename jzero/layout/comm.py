@@ -102,13 +102,13 @@ class Levels(NamedTuple):
     between: Comm
     num_nodes: int
 
-    def near(self, cut: Cut) -> Cut:
+    def cut_within(self, cut: Cut) -> Cut:
         """Returns how a leaf is cut into parts for the devices of a node; each is cut over nodes evenly."""
         return dataclasses.replace(cut, num_shards=cut.num_shards // self.num_nodes, parts=self.num_nodes)
 
-    def far(self, cut: Cut) -> Cut:
+    def cut_between(self, cut: Cut) -> Cut:
         """Returns how one such part is cut over nodes."""
-        within_node = self.near(cut)
+        within_node = self.cut_within(cut)
         return Cut(
             cut.dim,
             within_node.shard_shape,
@@ -288,14 +288,16 @@ class TwoHop:
     def gather_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """See `Comm`."""
         levels = Levels(self.within, self.between, self.num_nodes)
-        near, far = levels.near(cut), levels.far(cut)
-        hops = self.between.gather_hops(far, cut.dtype_sent(dtype)) + self.within.gather_hops(near, dtype)
+        between, within = levels.cut_between(cut), levels.cut_within(cut)
+        hops = self.between.gather_hops(between, cut.dtype_sent(dtype)) + self.within.gather_hops(within, dtype)
         return tuple(hop for hop in hops if hop.num_devices > 1)
 
     def reduce_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """See `Comm`."""
         levels = Levels(self.within, self.between, self.num_nodes)
-        hops = self.within.reduce_hops(levels.near(cut), dtype) + self.between.reduce_hops(levels.far(cut), dtype)
+        hops = self.within.reduce_hops(levels.cut_within(cut), dtype) + self.between.reduce_hops(
+            levels.cut_between(cut), dtype
+        )
         return tuple(hop for hop in hops if hop.num_devices > 1)
 
 

@@ -40,8 +40,8 @@ class Way(NamedTuple):
         cut, levels = cut.of_part(mesh.shape), self.comm.split() if self.is_secondary else None
         if levels is None:
             return (), self.comm.gather_hops(cut, dtype)
-        once = levels.between.gather_hops(levels.far(cut), cut.dtype_sent(dtype))
-        return once, levels.within.gather_hops(levels.near(cut), dtype)
+        once = levels.between.gather_hops(levels.cut_between(cut), cut.dtype_sent(dtype))
+        return once, levels.within.gather_hops(levels.cut_within(cut), dtype)
 
 
 def why_not_stored(leaf: StateLeaf, rule: LeafRule) -> str:
