@@ -129,7 +129,7 @@ class StateFiles:
         return numbers
 
     def wait(self) -> None:
-        """Waits for an update that runs beside other steps: nobody else may use the records meanwhile."""
+        """Waits for an update that runs beside other steps and has the records for itself."""
         done = getattr(self.waiting, "done", None)
         if done is not None:
             concurrent.futures.wait([done])
@@ -168,7 +168,7 @@ class StateFiles:
             self._tell(self.pipeline.run(copy, self.of_param[i], reads=False).written_bytes)
 
     def _tell(self, num_bytes: int) -> None:
-        """Counts bytes that were laid out, and logs now and then how many, if that takes long."""
+        """Counts bytes that were laid out, and logs progress if that takes long."""
         now, total = time.monotonic(), self.pipeline.store.num_bytes
         if not self._filled:
             self._tells_at = now + QUIET_S

@@ -13,7 +13,7 @@ def put(client: DistributedClient, key: str, text: str) -> None:
 
 
 def get(client: DistributedClient, key: str, wait_s: float = 0.0) -> str | None:
-    """Returns the text under a key, for which it waits; `None` if there is none."""
+    """Waits for the text under a key; `None` if none comes."""
     try:
         return client.blocking_key_value_get(key, int(wait_s * 1000)) if wait_s else client.key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:

@@ -47,7 +47,7 @@ class DamageError(CheckpointError):
 
 
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-"""The numbers in TensorStore's errors that say that a file is not there."""
+"""Codes in TensorStore's errors that mean a missing file."""
 PASSING = (
     "ABORTED:",
     "CANCELLED:",
@@ -74,7 +74,7 @@ def reading(directory: epath.Path, leaves: Mapping[str, str] | None = None) -> I
       DamageError: The bytes are wrong.
       CheckpointError: The file system fails.
     """
-    handled = sys.exc_info()[1]  # by the caller: it caused none of the errors here
+    handled = sys.exc_info()[1]  # being handled by the caller, so no cause of errors here
     try:
         yield
     except CheckpointError:

@@ -146,7 +146,7 @@ class _Run:
         return max((x.natural.shape for x in pieces), key=math.prod, default=leaf.shape)
 
     def _read(self, arrays: Mapping[int, Any], pieces: Sequence[Piece], shape: Sequence[int]) -> dict[int, np.ndarray]:
-        """Returns a record of each array, as the checkpoint has it, zero where it has nothing."""
+        """Returns one record of each array from the checkpoint, zero in the padding."""
         read = {}
         with reading(self.contents.state_directory):
             begun = {k: [array[x.natural.slices].read() for x in pieces] for k, array in arrays.items()}

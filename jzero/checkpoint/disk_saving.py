@@ -139,7 +139,7 @@ class Snapshot:
 
 
 class _Records:
-    """Rectangles of what is on disk of one parameter; the records read last stay in memory."""
+    """Reads rectangles of one parameter's state from disk, and caches the latest records."""
 
     def __init__(self, snapshot: Snapshot, i: int) -> None:
         files = snapshot.files

@@ -173,7 +173,7 @@ def _changed(x: OnDisk, change: Callable[[jax.Array], Any]) -> OnDisk:
 
 
 def _in_form(x: Any, target_leaf: TargetLeaf) -> Any:
-    """Returns a stored array as it is written; itself if it is stored so."""
+    """Returns a stored array in the form that is written; itself if that is the same."""
     if target_leaf.leaf.padded_cut == target_leaf.cut:
         return x
     if isinstance(x, OnDisk):

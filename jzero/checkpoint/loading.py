@@ -107,7 +107,7 @@ def load_params(
 
 
 class _WhenAsked(dict[int, Any]):
-    """Leaves by number, each read when it is asked for, so that few are in memory in the dtype of the file."""
+    """Leaves by number, read on access, so that few are in memory in the file's dtype."""
 
     def __init__(self, read: Callable[[int], jax.Array], numbers: Iterable[int]) -> None:
         super().__init__(dict.fromkeys(numbers))
@@ -169,7 +169,7 @@ class _Found:
     is_mapped: bool
 
     def check(self, path: epath.PathLike, chosen: Collection[Keys], strict: bool) -> None:
-        """Raises if the file does not have what is to be loaded, or has more.
+        """Raises if the file lacks a tensor, or has unexpected ones.
 
         Args:
           path: The file.
@@ -206,7 +206,7 @@ def _find(
     rename: Mapping[str, str] | None,
     mapping: NameMapping | str | None,
 ) -> _Found:
-    """Returns what of a file belongs to parameters, without reading their numbers."""
+    """Returns the tensors of a file that belong to parameters, without reading their values."""
     if rename and mapping is not None:
         raise ValueError(
             f"`mapping` names every tensor, so `rename={dict(rename)!r}` contradicts it: drop one of them."

@@ -76,12 +76,12 @@ def only_writer(path: epath.Path) -> Iterator[None]:
         yield
     finally:
         if file is not None:
-            lock_path.unlink(missing_ok=True)  # while it is locked: nobody else's
+            lock_path.unlink(missing_ok=True)  # while it is still ours
             file.close()
 
 
 def _lock(path: epath.Path) -> tuple[Any, str | None]:
-    """Returns a file, made and locked (`None` where there are no locks); or what to say of the program that has it."""
+    """Returns the locked file (`None` where locks do not exist), or text about the program that holds it."""
     if "://" in os.fspath(path):  # object stores have no locks
         return None, None
     file = open(path, "a+")  # noqa: SIM115  # the caller closes it

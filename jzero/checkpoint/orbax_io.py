@@ -37,7 +37,7 @@ NOTES = "jzero"
 
 @dataclasses.dataclass(frozen=True)
 class CutArray:
-    """An array that Orbax does not write as it is: padded, or of a dtype that `dtype_on_disk` changes.
+    """An array that Orbax cannot write as is: padded, or of a dtype that `dtype_on_disk` changes.
 
     A leaf of the tree for Orbax.
 
@@ -179,7 +179,7 @@ async def _write_from_disk(fields: Sequence[tuple[DiskArray, Any, Any]]) -> None
     snapshot, i = fields[0][0].snapshot, fields[0][0].param
     opened = [await _create(x, snapshot.chunk_shape(i), info, arg) for x, info, arg in fields]
     under_way: collections.deque[tuple[int, Any]] = collections.deque()
-    # Small chunks go together, since each commit has its price, see `NODE_BYTES`.
+    # Small chunks go together, since each commit costs time, see `NODE_BYTES`.
     left = 2 * snapshot.files.plan.config.offload.chunk_bytes
     for chunk, arrays in snapshot.chunks(i):
         here = [arrays[x.field] for x, _, _ in fields]

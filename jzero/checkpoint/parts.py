@@ -72,7 +72,7 @@ def read_parts(contents: Contents, parts: Iterable[Part], limit: int) -> Iterato
 
 
 def checked_leaves(contents: Contents, leaves: Sequence[StoredLeaf]) -> Iterator[Iterator[np.ndarray]]:
-    """Yields each leaf as its consecutive parts, of the whole array in memory order. Use up one before the next.
+    """Yields each leaf as an iterator of its parts, in memory order. Exhaust one before the next.
 
     Args:
       contents: The checkpoint.

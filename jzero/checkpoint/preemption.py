@@ -1,4 +1,4 @@
-"""Handles SIGTERM, the signal before a machine is taken away, between two steps."""
+"""Handles SIGTERM, the signal before a machine is preempted, between two steps."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Signal:
 
     def _receive(self, number: int, frame: Any) -> None:
         to_tell = [notice for notice in self._listening if not notice.received]
-        if not to_tell:  # all were told before, or no longer exist
+        if not to_tell:  # every listener has been notified, or is gone
             self._give_back()
             signal.raise_signal(signal.SIGTERM)
             return

@@ -235,7 +235,7 @@ class Target:
             check_newest(self.adapted.state)
 
     def restore_files(self, contents: Contents, matched: Mapping[int, StoredLeaf]) -> RestoredFiles:
-        """Returns new files with the leaves on disk: those that were found, and the others as they are."""
+        """Returns new files with the leaves on disk: those in the checkpoint, and copies of the others."""
         keeps = any(i not in matched for i in self.on_disk)
         there = {path: matched[i] for i, path in self.on_disk.items() if i in matched}
         return restore_files(contents, self.plan, there, files_of(self.adapted.state) if keeps else None)

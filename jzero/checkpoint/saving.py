@@ -91,7 +91,7 @@ def save_checkpoint(
       True
     """
     directory, wait_s = absolute(path), check_wait(check_processes, MEET_S)
-    if _THREAD.run(is_there, directory):  # after what an interrupted call began
+    if _THREAD.run(is_there, directory):  # after an interrupted call has finished
         raise ValueError(
             f"There is something at {directory} already, and a checkpoint never replaces another: save to a new path, "
             "or use a `jzero.CheckpointManager`, which numbers its checkpoints and removes old ones."
@@ -247,7 +247,7 @@ def _checksums(arrays: Sequence[Any], leaves: Sequence[TargetLeaf]) -> list[int]
 
 
 def _near_unless_streamed(x: Any, leaf: TargetLeaf) -> Any:
-    """Returns an array; what is on disk stays there if its records can be written, else it is brought to memory."""
+    """Returns an array. One on disk stays there if its records can be written; else it comes to memory."""
     if not isinstance(x, OnDisk) or is_streamed(leaf.leaf):
         return x
     changes: list[Any] = []

@@ -60,7 +60,7 @@ def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple[Inde
 
 
 def _inside(index: Index, target_leaf: TargetLeaf) -> Index | None:
-    """Returns what of a part is in the natural array; `None` if nothing is."""
+    """Returns the part without its padding; `None` if it is all padding."""
     inside = index if target_leaf.cut is None else target_leaf.cut.inside(index)
     return inside if inside is not None and all(s.start < s.stop for s in inside) else None
 

@@ -34,7 +34,7 @@ class Uninterrupted:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jzero_checkpoint")
 
     def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns what a call returns. An interrupt ends the wait for it, but not the call."""
+        """Returns the result of a call. An interrupt ends the wait, not the call."""
         if self._process != os.getpid():
             self._start()
             self._forget()

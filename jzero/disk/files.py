@@ -1,4 +1,4 @@
-"""Files without a name: in goes a folder on a fast local disk, out comes space that lives as long as the process.
+"""Unnamed files: space in a folder on a fast local disk that lives as long as the process.
 
 [Note: Unnamed files]
 Optimizer state is worth nothing without its parameters, which die with the process. So its files never get a name: the
@@ -29,7 +29,7 @@ _NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 
 
 class DiskError(RuntimeError):
-    """The disk that holds optimizer state is too small, fails, or returns other bytes than were written.
+    """The disk that holds optimizer state is too small, fails, or returns wrong bytes.
 
     The message names the folder, the operation and the reason. Unless it says to restore a checkpoint, the state is as
     it was before the step: save it, or repeat the step.
@@ -206,7 +206,7 @@ class UnnamedFile:
         ) from error
 
     def _forget(self, offset: int, num_bytes: int) -> None:
-        """Drops bytes from the page cache, if they were there."""
+        """Drops bytes from the page cache."""
         if not self.is_direct:
             os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 

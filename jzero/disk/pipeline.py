@@ -113,7 +113,7 @@ class Pipeline:
 
     def __del__(self) -> None:
         if self._pass is not None:
-            self._pass.stop()  # else its readers would hold the store, and so its space, for ever
+            self._pass.stop()  # else its readers would keep the store and its space alive
 
     def _order(self, records: Sequence[int] | None) -> tuple[int, ...]:
         return tuple(range(len(self.store.sizes)) if records is None else records)
@@ -173,7 +173,7 @@ class _Pass:
         self._stopped = False
         for buffer in buffers:
             self._free.put(buffer)
-        # Daemons: what is read ahead keeps no program from ending, and what its end cuts off is worth nothing after it.
+        # Daemons: reading ahead must not keep a program from ending, and an unfinished pass is of no use after it.
         self._threads = [
             threading.Thread(target=work, name=f"jzero disk {number}", daemon=True)
             for work in (self._read_records, self._write_records)

@@ -61,13 +61,13 @@ class PlainFiles:
         self._buffers = [page_aligned(min(block, num_bytes)) for _ in range(2 * threads)]
         for buffer in self._buffers:  # random, since file systems may compress
             buffer[:] = np.random.default_rng(0).integers(256, size=buffer.size, dtype=np.uint8)
-        # A first write is not like others: it also notes that the space is in use. And what nobody wrote is not read.
+        # A first write also allocates the space, and reads of unwritten space would not touch the disk.
         for file in (self._source, self._target):
             self._run([(file.write, self._buffers)])
 
     def seconds(self, *, read: bool, write: bool) -> float:
         """Returns the seconds to move all bytes once in the given directions, at once if both."""
-        # Only readers fill their buffers, so what is written stays random.
+        # Only readers fill buffers, so writers write random bytes.
         reads, writes = self._buffers[: self._threads], self._buffers[self._threads :]
         return self._run([(self._source.read, reads)] * read + [(self._target.write, writes)] * write)
 
@@ -94,7 +94,7 @@ class PlainFiles:
 
 
 def measure_rates(folder: str, num_bytes: int) -> tuple[DiskRates, tuple[str, ...]]:
-    """Measures a disk, which takes about five times as long as a read or a write of all bytes.
+    """Measures a disk, in about five times the time of one read or write of all bytes.
 
     Args:
       folder: Where, as `check_folder` returns it.

@@ -95,7 +95,7 @@ class RowReader:
         _READERS[self.ticket] = self
 
     def begin(self, passes: Sequence[int]) -> None:
-        """Begins to read ahead for a program; forgets what another one left.
+        """Begins to read ahead for a program, and drops what was read ahead for another.
 
         Args:
           passes: For each loop over the stacks, 1 if it takes the first row first, -1 if it takes the last row first.

@@ -95,7 +95,7 @@ class Store(abc.ABC):
         return  # one slot is always whole
 
     def begin(self) -> None:
-        """Waits until nobody has pinned the slot that is to be written. Call it before the writes of a step."""
+        """Waits until the slot to write is unpinned. Call it before the writes of a step."""
         with self._unpinned:
             self._unpinned.wait_for(lambda: not self._pins[self.next_slot])
 
@@ -111,7 +111,7 @@ class Store(abc.ABC):
             return Pin(self, self.slot, self.generation)
 
     def wait_for_pins(self) -> None:
-        """Waits until nobody has pinned anything, so that `close` takes nothing from under a reader."""
+        """Waits until nothing is pinned, so that `close` interrupts no reader."""
         with self._unpinned:
             self._unpinned.wait_for(lambda: not any(self._pins.values()))
 
@@ -166,7 +166,7 @@ class RamStore(Store):
         self._is_torn = False
 
     def begin(self) -> None:
-        """Waits until nobody has pinned the slot that is to be written, see `Store.begin`."""
+        """Waits until the slot to write is unpinned, see `Store.begin`."""
         super().begin()
         self._is_torn = self.num_slots == 1
 

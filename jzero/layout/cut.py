@@ -259,13 +259,13 @@ class Cut:
         return apply_to_parts(rounded, shard, numbers.axes_beside(), self.axes_beside())
 
     def inside(self, index: Index) -> Index | None:
-        """Returns what of a part of the stored array is not padding; `None` if nothing is."""
+        """Returns a part of the stored array without its padding; `None` if it is all padding."""
         start, stop, _ = index[self.dim].indices(self.stored_size)
         stop = min(stop, self.natural_size)
         return (*index[: self.dim], slice(start, stop), *index[self.dim + 1 :]) if start < stop else None
 
     def part(self, read: Callable[[Index], np.ndarray], dtype: DType, index: Index) -> np.ndarray:
-        """Returns a part of the stored array on the host, made of what `read` returns for that without padding."""
+        """Returns a part of the stored array on the host; `read` returns the values at an index without padding."""
         part = np.zeros([len(range(*s.indices(n))) for s, n in zip(index, self.stored_shape, strict=True)], dtype)
         inside = self.inside(index)
         if inside is not None:

@@ -48,7 +48,7 @@ def assign(
 
 
 def _largest_first(counts: Sequence[int], costs: Sequence[float], num_devices: int, rounds: Sequence[int]) -> Schedule:
-    """Distributes what some rounds leave; what all devices then have in common are further rounds."""
+    """Distributes the rest after some rounds; units that every device then has make further rounds."""
     first = sum(r * cost for r, cost in zip(rounds, costs, strict=True))
     loads = [(first, device) for device in range(num_devices)]
     order = sorted(range(len(counts)), key=lambda kind: -costs[kind])

@@ -1,4 +1,4 @@
-"""What a step keeps between its passes (`Keep`), as its plan tells it."""
+"""What a step keeps between its passes (`Keep`), for its plan."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Work:
 
 
 class Matrices(NamedTuple):
-    """The matrix work of an update: what one device computes each, and what all of them do, with the reason."""
+    """The matrix work of an update: matrices that one device computes, and those that all do, with the reason."""
 
     works: list[Work]
     notes: list[WholeMatrix]
@@ -179,7 +179,7 @@ def _work(plan: ZeroPlan, region: Region, layouts: Mapping[tuple[int, ...], Stat
 
 
 def _units_of(region: Region, scan_dim: int | None) -> _Units:
-    """Slices a region as often as it can be sliced, along the dimension of a scan first."""
+    """Slices a region along as many dimensions as possible, that of a scan first."""
     units = _Units(region.jaxpr, (), ((),) * len(region.inputs), ((),) * len(region.outputs))
     while (more := _sliced(units, scan_dim)) is not None:
         units = more

@@ -56,7 +56,7 @@ def plan_opt_leaf(
         return dataclasses.replace(leaf, base=grad.base, cut=grad.cut, reason=grad.reason)
     num_shards, free = axis_size(mesh, config), [d for d in range(len(leaf.shape)) if d not in leaf.taken]
     cut = choose_even_cut(leaf.shape, num_shards, free) if grad.cut else None
-    if grad.cut and cut is None and len(leaf.shape) > 1:  # the squares of a matrix of odd size take as much as it
+    if grad.cut and cut is None and len(leaf.shape) > 1:  # factors of a matrix of odd size are as large as it
         cut, _ = choose_cut(leaf.shape, num_shards, scan_dim=None, taken_dims=leaf.taken)
     return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
 

@@ -264,7 +264,7 @@ class ZeroPlan(Report):
 
     @functools.cached_property
     def disk_fields(self) -> dict[int, tuple[StateLeaf, ...]]:
-        """By parameter, what is in records of it, its master and optimizer state; all are laid out like its gradient.
+        """By parameter, its leaves in records: itself, its master, its state. All are laid out like its gradient.
 
         The parameter comes first, so that its row can be read without the rest.
         """

@@ -99,7 +99,7 @@ def _kept_lines(plan: ZeroPlan) -> list[str]:
 
 
 def _stage_3_line(plan: ZeroPlan) -> list[str]:
-    """Returns what a plan of stage 1 or 2 says about stage 3 with parameters kept, if that holds less."""
+    """Returns a hint, for stages 1 and 2, at stage 3 with kept parameters if that takes less memory."""
     config, saved = plan.config, 0
     for leaf in plan.leaves:
         rule = config.rule_for(leaf.path).persistent
