@@ -29,6 +29,11 @@ class StepAgreement:
         self._wait_s = check_wait(check_processes)
         self._agreed: set[Any] = set()
 
+    def describe(self, defaults: Mapping[str, Any]) -> str:
+        """Returns the call that made the step, with the settings that are not the defaults."""
+        said = [f"{name}={x!r}" for name, x in self.settings.items() if x != defaults.get(name)]
+        return f"{', '.join([self.where[:-1], *said])})"
+
     def place(
         self, place: Callable[[], Placed], jitted: Any, state: TrainStateLike, batch: PyTree, rng: jax.Array | None
     ) -> Placed:

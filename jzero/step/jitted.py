@@ -12,7 +12,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 
@@ -119,34 +119,31 @@ class Step:
         self.remat = remat
         check_compiler_options(compiler_options)
         self.compiler_options = compiler_options
-        self._agreement = StepAgreement(
-            self.maker,
-            loss_fn,
-            check_processes,
-            {
-                "has_aux": has_aux,
-                "accumulate_steps": micro.steps,
-                "reduce": "last" if micro.reduce_last else "each",
-                "remat": remat,
-                "mutable": self.mutable,
-                "merge": self.loss.merge,
-                "compiler_options": compiler_options,
-            },
-        )
+        shared = {"has_aux": has_aux, "mutable": mutable, "remat": remat, "compiler_options": compiler_options}
+        reduce = "last" if micro.reduce_last else "each"
+        settings = {"accumulate_steps": micro.steps, "reduce": reduce, "merge": self.loss.merge, **shared}
+        self._agreement = StepAgreement(self.maker, loss_fn, check_processes, settings)
         self._options: dict[str, Any] = {
-            "has_aux": has_aux,
-            "mutable": mutable,
             "merge": merge,
             "micro": micro,
-            "remat": remat,
-            "compiler_options": compiler_options,
             "check_processes": check_processes,
             "check_rows": check_rows,
+            **shared,
         }
         self._jits: dict[Any, Any] = {}
         self._expected = _Expected()
 
+    def __repr__(self) -> str:
+        return self._agreement.describe(self.defaults)
+
     maker: str
+    defaults: ClassVar[dict[str, Any]] = {
+        "accumulate_steps": 1,
+        "reduce": "each",
+        "merge": {},
+        "has_aux": False,
+        "mutable": (),
+    }
     donated: tuple[int, ...] = ()
     differentiates = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +137,7 @@ class EvalStep(Step):
     """The callable that `make_eval_step` returns."""
 
     maker = "make_eval_step"
+    defaults: ClassVar[dict[str, Any]] = {**Step.defaults, "has_aux": True, "remat": "as_written"}  # no arguments
     differentiates = False
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
