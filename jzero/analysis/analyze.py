@@ -248,9 +248,9 @@ def _returns(out: Any, state: Any) -> bool:
     """Whether `out` holds a state like `state`, which carries a plan."""
     if plan_of_argument(state) is None:
         return False
-    wanted = jax.tree.structure(state)
+    structure = jax.tree.structure(state)
     parts = [out, *(out if isinstance(out, tuple | list) else ())]
-    return any(jax.tree.structure(part) == wanted for part in parts)
+    return any(jax.tree.structure(part) == structure for part in parts)
 
 
 def _devices_of(mesh: Mesh | None) -> list[jax.Device]:

@@ -218,9 +218,9 @@ class TracedProgram:
         if x not in self._written:
             reads, num_bytes = self.reads([x]), self.bytes_to_store([x])
             self.buffers.append(Buffer(x.num_bytes, x.name))
-            made = len(self.buffers) - 1
-            self.operations.append(Operation(reads, (made,), backward, in_place=True, num_bytes=num_bytes))
-            done = dataclasses.replace(x, buffer=made, sources=())
+            written = len(self.buffers) - 1
+            self.operations.append(Operation(reads, (written,), backward, in_place=True, num_bytes=num_bytes))
+            done = dataclasses.replace(x, buffer=written, sources=())
             if not keep or x.name.endswith(JOINED):
                 return done
             self._written[x] = done

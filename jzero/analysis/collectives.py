@@ -245,8 +245,8 @@ def _group(attributes: str) -> tuple[int, ...]:
     named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
     if named:
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named.group(1))}
-        kept = re.findall(r"'([^']+)'", named.group(2))
+        axes_kept = re.findall(r"'([^']+)'", named.group(2))
         ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        first = ids[tuple(slice(None) if axis in kept else 0 for axis in sizes)]
+        first = ids[tuple(slice(None) if axis in axes_kept else 0 for axis in sizes)]
         return tuple(int(i) for i in first.ravel())
     return ()

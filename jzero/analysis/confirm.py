@@ -72,13 +72,13 @@ def compiled(search: Search, x: Candidate) -> Candidate:
     num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
     placed, step = search.placed(x.config, num_replicas), search.step(x.accumulate_steps, x.remat)
     logging.getLogger("jzero").info("Compiling %s.", describe(x))
-    found = compile_step(
+    figures = compile_step(
         step,
         (placed, search.batch, search.rng),
         platform=platform_of(search.devices[0]),
         topology=search.topology,
         machine=search.hardware,
     )
-    if found is None:
+    if figures is None:
         return dataclasses.replace(x, refused=True)
-    return dataclasses.replace(x, compiled_peak=found.peak, compiled_seconds=found.seconds)
+    return dataclasses.replace(x, compiled_peak=figures.peak, compiled_seconds=figures.seconds)

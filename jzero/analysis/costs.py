@@ -165,17 +165,17 @@ def _bytes_written(program: Program, called: Computation, x: Instruction) -> int
     outputs = root.operands if root.opcode == "tuple" else (root.name,)
     total = 0
     for name in outputs:
-        made = called.by_name.get(name)
-        while made is not None and made.opcode in ("bitcast", "reshape"):
-            made = called.by_name.get(made.operands[0])
-        if made is not None and made.opcode == "dynamic-update-slice":
-            total += sum(array.num_bytes for array in called.arrays(made.operands[1]))
+        source = called.by_name.get(name)
+        while source is not None and source.opcode in ("bitcast", "reshape"):
+            source = called.by_name.get(source.operands[0])
+        if source is not None and source.opcode == "dynamic-update-slice":
+            total += sum(array.num_bytes for array in called.arrays(source.operands[1]))
         elif (
-            made is not None
-            and made.opcode == "fusion"
-            and (inner := next(program.called_computations(made), None)) is not None
+            source is not None
+            and source.opcode == "fusion"
+            and (inner := next(program.called_computations(source), None)) is not None
         ):
-            total += _bytes_written(program, inner, made)
+            total += _bytes_written(program, inner, source)
         else:
             total += sum(array.num_bytes for array in called.arrays(name) if not array.memory_space)
     if all(array.memory_space for array in x.results):

@@ -236,8 +236,8 @@ class Filling:
             return longest
         for number in {0, min(len(self.paths), longest)} - {*self.compiled}:
             self.compiled[number] = self._compile(number)
-        known = {n: x for n, x in self.compiled.items() if x is not None and x.peak <= limit}
-        return min(known, key=lambda n: (known[n].seconds or 0.0, n))
+        fitting = {n: x for n, x in self.compiled.items() if x is not None and x.peak <= limit}
+        return min(fitting, key=lambda n: (fitting[n].seconds or 0.0, n))
 
     def _compile(self, number: int) -> CompiledStep | None:
         return compile_step(

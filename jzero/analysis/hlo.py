@@ -45,8 +45,8 @@ class Array(NamedTuple):
 
 def dtype_bits(dtype: str) -> int:
     """Bits of one element by HLO's name of the type; 0 for tokens and the like."""
-    found = re.match(r"[a-z]+(\d+)", dtype)
-    return int(found.group(1)) if found else 8 * (dtype == "pred")
+    match = re.match(r"[a-z]+(\d+)", dtype)
+    return int(match.group(1)) if match else 8 * (dtype == "pred")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """Where in the user's program it comes from, such as `jit(f)/while/body/dot_general`."""
-        found = _OP_NAME.search(self.attributes)
-        return found.group(1) if found else ""
+        match = _OP_NAME.search(self.attributes)
+        return match.group(1) if match else ""
 
     @property
     def target(self) -> str:
         """What a custom call calls."""
-        found = _TARGET.search(self.attributes)
-        return found.group(1) if found else ""
+        match = _TARGET.search(self.attributes)
+        return match.group(1) if match else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +112,10 @@ class Computation:
 
     def source(self, name: str) -> Instruction | None:
         """The instruction that made what `name` holds, through copies, casts and the like."""
-        found = self.by_name.get(name)
-        while found is not None and found.opcode in TRIVIAL and found.operands:
-            found = self.by_name.get(found.operands[0])
-        return found
+        source = self.by_name.get(name)
+        while source is not None and source.opcode in TRIVIAL and source.operands:
+            source = self.by_name.get(source.operands[0])
+        return source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,13 +181,13 @@ def parse_hlo(text: str) -> Program:
             name, lines = header.group(2), []
             entry = name if header.group(1) else entry
         elif line.startswith("  "):
-            found = _instruction(line.strip())
-            if found is not None:
-                lines.append(found)
+            instruction = _instruction(line.strip())
+            if instruction is not None:
+                lines.append(instruction)
         elif line == "}":
             computations[name] = Computation(name, tuple(lines))
     counts = [re.search(rf"{key}=(\d+)", text.split("\n", 1)[0]) for key in ("num_partitions", "replica_count")]
-    return Program(computations, entry, math.prod(int(found.group(1)) for found in counts if found))
+    return Program(computations, entry, math.prod(int(match.group(1)) for match in counts if match))
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -209,7 +209,7 @@ def _type(line: str, at: int) -> tuple[Any, int]:
     """Parses an array type, or a tuple of types, at a position; returns it with the position behind it."""
     if line[at] != "(":
         found = _ARRAY.match(line, at)
-        if found is None:  # `token[]` and the like are arrays too: this is nothing that we know
+        if found is None:  # `token[]` and the like are arrays too: this is none of them
             return (), line.find(" ", at)
         space = re.search(r"S\((\d+)\)", found.group(3) or "")
         dims = tuple(int(d) for d in re.findall(r"\d+", found.group(2)))

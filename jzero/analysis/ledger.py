@@ -57,9 +57,9 @@ class Ledger:
 
     @property
     def left(self) -> int | None:
-        """What the step leaves of the device's memory, below 0 if it is too much; the states, if no more is known."""
-        known = self.states_bytes if self.peak is None else self.peak
-        return None if self.limit is None else self.limit - known
+        """The device memory that the step leaves, or the states if it was not traced; below 0 if it does not fit."""
+        used = self.states_bytes if self.peak is None else self.peak
+        return None if self.limit is None else self.limit - used
 
     @property
     def fits(self) -> bool | None:
@@ -92,9 +92,9 @@ class Ledger:
             return "-" if num_bytes is None else f"{num_bytes / UNITS[unit]:.{0 if unit == 'B' else 2}f} {unit}"
 
         params, grads, opt_state = (show(x).removesuffix(f" {unit}") for x in self.states)
-        made = f"parameters {params}, gradients {grads}, optimizer {opt_state}"
+        parts = f"parameters {params}, gradients {grads}, optimizer {opt_state}"
         rows = [
-            ("states", "exact", show(self.states_bytes), made),
+            ("states", "exact", show(self.states_bytes), parts),
             ("step", "estimated", show(self.step_bytes), STEP if (self.step_bytes or 0) >= 0 else LESS),
             ("peak", "estimated", show(self.estimated_peak), "" if self.estimated_peak else "jzero fit"),
             ("peak", "compiled", show(self.compiled_peak), "" if self.compiled_peak else "jzero analyze"),

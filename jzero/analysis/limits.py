@@ -59,9 +59,9 @@ def limit_of(hbm_bytes: float | None, topology: str | None, hardware: Machine | 
     if hbm_bytes is not None:
         return int(hbm_bytes)
     usable = usable_bytes(hardware)
-    found = [] if usable is None else [usable]
+    bounds = [] if usable is None else [usable]
     stats = None if topology is not None else jax.local_devices()[0].memory_stats()
-    found += [int(stats["bytes_limit"])] if stats and "bytes_limit" in stats else []
-    if not found:
+    bounds += [int(stats["bytes_limit"])] if stats and "bytes_limit" in stats else []
+    if not bounds:
         raise ValueError("The memory of these devices is not known: pass `hbm_bytes=`, or a `topology`.")
-    return min(found)
+    return min(bounds)

@@ -115,13 +115,13 @@ def parse_machine(name: str) -> tuple[str, tuple[int, ...], int]:
     said = name.lower() if isinstance(name, str) else ""
     number_first = re.fullmatch(r"([0-9]+)x([a-z][\w-]*)", said)  # as vendors write
     chip, _, text = (f"{number_first[2]}:{number_first[1]}" if number_first else said).partition(":")
-    found = re.fullmatch(r"([0-9]+(?:x[0-9]+)*)(?:\*([1-9][0-9]*))?", text)
-    if found is None or chip not in (*GPUS, *TPUS):
+    match = re.fullmatch(r"([0-9]+(?:x[0-9]+)*)(?:\*([1-9][0-9]*))?", text)
+    if match is None or chip not in (*GPUS, *TPUS):
         raise ValueError(
             "`topology` must be a GPU and how many, such as 'h200:8', or a TPU and the shape of the slice, such as "
             f"'v5e:2x4': got {name!r}. GPUs: {', '.join(GPUS)}. TPUs: {', '.join(TPUS)}."
         )
-    shape, num_slices = tuple(int(size) for size in found.group(1).split("x")), int(found.group(2) or 1)
+    shape, num_slices = tuple(int(size) for size in match.group(1).split("x")), int(match.group(2) or 1)
     if chip in GPUS:
         count = shape[0]
         is_host = 1 <= count <= GPUS_PER_HOST or (count > 0 and count % GPUS_PER_HOST == 0)

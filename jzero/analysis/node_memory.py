@@ -51,11 +51,11 @@ class NodeMemory:
     def lacks(self, memory: StepMemory, offload: Offload) -> str:
         """Returns which memory of a node is too small; an empty string if all fits."""
         buffers = (2 * offload.disk_threads + 1) * offload.chunk_bytes if memory.disk else 0
-        wanted = {
+        needs = {
             "host": (self.devices * memory.host + buffers, self.host_bytes),
             "disk": (self.devices * memory.disk, self.disk_bytes),
         }
-        over = {name: needs - has for name, (needs, has) in wanted.items() if has is not None and needs > has}
+        over = {name: size - has for name, (size, has) in needs.items() if has is not None and size > has}
         return ", ".join(f"{format_bytes(excess)} too much for the {name}" for name, excess in over.items())
 
     def disk_seconds(self, memory: StepMemory, offload: Offload) -> float:

@@ -24,11 +24,11 @@ def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[Kind, 
       gpu: Whether XLA compiles for GPUs, where it gathers new parameters together.
       limit: The bytes that its scheduler plans with.
     """
-    near = [leaf.grad for leaf in plan.leaves if leaf.trained and leaf.param.memory != "host"]
-    grads = sum(leaf.bytes_per_device for leaf in near)
+    on_device = [leaf.grad for leaf in plan.leaves if leaf.trained and leaf.param.memory != "host"]
+    grads = sum(leaf.bytes_per_device for leaf in on_device)
     new = sum(math.prod(plan.leaves[i].grad.part_shape) * _result_bytes(plan, i) for i in plan.disk_fields)
-    whole = [leaf.param for leaf in plan.leaves if leaf.trained and not leaf.param.cut and leaf.grad.cut]
-    sizes = [leaf.bytes_per_device for leaf in whole] if gpu else []
+    unsharded = [leaf.param for leaf in plan.leaves if leaf.trained and not leaf.param.cut and leaf.grad.cut]
+    sizes = [leaf.bytes_per_device for leaf in unsharded] if gpu else []
     gathered, moving = regathered_bytes(sizes, limit), _moving_bytes(plan)
     return {
         "activations": 0,

@@ -18,12 +18,12 @@ from jzero.state.shard import abstract_train_state
 
 def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:
     """Returns a mesh without devices; one of `axes` may be -1, which takes the remaining devices."""
-    known = math.prod(size for size in axes.values() if size != -1)
-    sizes = {name: num_devices // known if size == -1 else size for name, size in axes.items()}
+    product = math.prod(size for size in axes.values() if size != -1)
+    sizes = {name: num_devices // product if size == -1 else size for name, size in axes.items()}
     if math.prod(sizes.values()) != num_devices:
         raise ValueError(
             f"The mesh axes {axes} (-1: what the others leave) do not divide {num_devices} devices: choose a machine "
-            f"whose number of devices is a multiple of {known}, or pass `mesh=`."
+            f"whose number of devices is a multiple of {product}, or pass `mesh=`."
         )
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
@@ -82,8 +82,8 @@ def move_to_mesh(args: list[Any], keywords: dict[str, Any], mesh: Mesh) -> tuple
             names = jax.tree.leaves(tuple(sharding.spec))
             spec = sharding.spec if set(names) <= set(mesh.shape) else PartitionSpec()
             sharding = NamedSharding(mesh, spec)
-        kept = sharding if isinstance(sharding, NamedSharding) else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=kept)
+        named = sharding if isinstance(sharding, NamedSharding) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
 
     there, named = jax.tree.map(move, (args, keywords))
     if any(getattr(x, "sharding", None) is not None for x in jax.tree.leaves((there, named))):

@@ -51,6 +51,6 @@ def dims_are_adjacent(eqn: Any) -> list[bool]:
 
 def _are_adjacent(shape: tuple[int, ...], *groups: tuple[int, ...]) -> bool:
     place = {d: i for i, d in enumerate(d for d, size in enumerate(shape) if size > 1)}
-    known = {d for group in groups for d in group}
-    merged = [sorted(place[d] for d in group if d in place) for group in (*groups, set(range(len(shape))) - known)]
+    grouped = {d for group in groups for d in group}
+    merged = [sorted(place[d] for d in group if d in place) for group in (*groups, set(range(len(shape))) - grouped)]
     return all(x == list(range(x[0], x[-1] + 1)) for x in merged if x)

@@ -183,8 +183,8 @@ class _Stages:
             targets = [x for visit in visits for x in visit.targets if isinstance(x, SumTarget)]
             if not targets:
                 break
-            whole = self.plan.whole_sharding
-            sums = sums | {x.number: jax.ShapeDtypeStruct((), x.dtype, sharding=whole) for x in targets}
+            replicated = self.plan.whole_sharding
+            sums = sums | {x.number: jax.ShapeDtypeStruct((), x.dtype, sharding=replicated) for x in targets}
         return stages, left
 
     def _records(self, visits: Sequence[Visit], operands: Sequence[Any], found: Any, level: int) -> list[Stage]:

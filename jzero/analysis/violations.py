@@ -105,16 +105,16 @@ Finding = tuple[bool, str]
 
 def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Compares the traced program with the plan."""
-    held = {x.path: (x, x.compute_dtype) for x in plan.other_leaves if x.is_param}
-    held |= {leaf.path: (leaf.param, leaf.compute_dtype) for leaf in plan.leaves}
+    by_path = {x.path: (x, x.compute_dtype) for x in plan.other_leaves if x.is_param}
+    by_path |= {leaf.path: (leaf.param, leaf.compute_dtype) for leaf in plan.leaves}
     reduced = {leaf.path: plan.traffic.comm_of_gradient(leaf) for leaf in plan.leaves}
     for x in compiled.sent:
         if math.prod(x.cut.shape) <= SMALL:
             continue
-        if x.path not in held:
+        if x.path not in by_path:
             yield False, f"{_say(x)} ({x.path}) is no parameter of the plan, so it is not compared with it."
             continue
-        leaf, dtype = held[x.path]
+        leaf, dtype = by_path[x.path]
         way = plan.traffic.way(leaf)
         once = plan.config.secondary_params if x.gathers else plan.traffic.is_reduced_once(compiled.micro_batches)
         yield from _hops(x, way.comm if x.gathers else reduced[x.path], once=once and compiled.micro_batches > 0)
