@@ -190,18 +190,18 @@ def _deepspeeds_table(
 ) -> jzero.MemoryEstimate:
     """Returns the table of a model, or that of two numbers."""
     from jzero.cli.sizes import parse_count
+    from jzero.deepspeed.formulas import tabulate
+    from jzero.state.model_size import count_params
 
     stage = 3 if request.stage is None else request.stage
     if stage == 0:
         raise ValueError("DeepSpeed has formulas for stages 1 to 3: got `--stage 0`.")
-    counted: list[Any]
-    how = "live"
+    params: int
+    layer: int | None
     if largest_layer is None and (stage == 3 or request.params is None):
-        counted = [_load(request).model.state]
+        params, layer = count_params(_load(request).model.state)
     elif request.params is None:
         raise ValueError("`--largest-layer` requires `--params`: the layers of a model are counted.")
     else:
-        how, counted = "cold", [parse_count(request.params)]
-        counted += [parse_count(largest_layer)] if stage == 3 and largest_layer is not None else []
-    function = getattr(jzero, f"estimate_zero{stage}_model_states_mem_needs_all_{how}")
-    return function(*counted, *setup, formulas=formulas, verbose=False)
+        params, layer = parse_count(request.params), None if largest_layer is None else parse_count(largest_layer)
+    return tabulate(stage, params, layer, *setup, formulas)
