@@ -1,4 +1,4 @@
-"""What a memory command prints: the model and its workload, the ledger, DeepSpeed's formula, and what else it found."""
+"""The answer of a memory command: model and workload, the ledger, DeepSpeed's formula, and a plan, fit or analysis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jzero.plan.table import format_bytes
 from jzero.state.model_size import count_params
 
 BYTES = {1: "4 + 12/N bytes per parameter", 2: "4 + 16/N bytes per parameter", 3: "18/N bytes per parameter"}
-"""What DeepSpeed's formulas count at each stage."""
+"""The terms of DeepSpeed's formulas at each stage."""
 
 PER_LAYER = ("inverse_frequencies", "windows")
 """Fields that are long, and change no size."""
@@ -36,7 +36,7 @@ class Account:
       stage: The ZeRO stage.
       deepspeed_bytes: The states of one device by DeepSpeed's formula; `None` at stage 0, which has none.
       sizes: The sizes of a decoder, as data.
-      result: What else was found; `None` if nothing.
+      result: The plan, fit or analysis; `None` if there is none.
     """
 
     title: tuple[str, str]
@@ -62,7 +62,7 @@ class Account:
         return f"{BYTES[3]}, not {ours:.3g}/N, and the largest layer whole"
 
     def to_json(self) -> str:
-        """Returns all of it as JSON, what else was found at the same level."""
+        """Returns all of it as JSON, with the fields of the result at the same level."""
         data = {
             "num_params": self.num_params,
             "num_devices": self.num_devices,
@@ -79,11 +79,11 @@ def account(request: Request, source: Source, ledger: Ledger, *, stage: int, res
     """Returns the answer.
 
     Args:
-      request: What was asked.
-      source: The model that was meant.
+      request: The options of the command.
+      source: Its model.
       ledger: Its memory.
       stage: The stage that the ledger is of.
-      result: What else was found.
+      result: The plan, fit or analysis, if any.
     """
     number = request.num_devices
     num_params, largest = count_params(source.model.state)
@@ -100,7 +100,7 @@ def account(request: Request, source: Source, ledger: Ledger, *, stage: int, res
 
 
 def _formula(stage: int, num_params: int, largest: int, num_devices: int) -> int:
-    """Returns what DeepSpeed's documentation says of one device with all states on the devices."""
+    """Returns the bytes of one device with all states on the devices, by DeepSpeed's documentation."""
     layer = largest if stage == 3 else None
     estimate = tabulate(stage, num_params, layer, num_devices, 1, 1.5, "documented")
     switches = {"cpu_offload_params": False, "zero_init": True} if stage == 3 else {}

@@ -45,7 +45,7 @@ def jzero_command(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print jzero's version.")
     ] = False,
 ) -> None:
-    """ZeRO for JAX: tell memory before a run, inspect compiled steps, and check this machine."""
+    """ZeRO for JAX: estimate memory before a run, inspect compiled steps, and check this machine."""
     name_flags(context)
 
 
@@ -179,7 +179,7 @@ def doctor(
     disk: Annotated[
         str | None, typer.Option(metavar="PATH", help="Also measure the disk of this folder, a candidate for offload.")
     ] = None,
-    disk_bytes: Annotated[float, typer.Option(min=1, max=2**50, help="Space to take there meanwhile.")] = 2**31,
+    disk_bytes: Annotated[float, typer.Option(min=1, max=2**50, help="Space to use there for it.")] = 2**31,
     cpu_devices: CpuDevices = None,
     as_json: Json = False,
     traceback: Traceback = False,

@@ -1,4 +1,4 @@
-"""What `jzero doctor --disk` says: in goes a folder, out comes whether and how fast it can hold optimizer state."""
+"""The report of `jzero doctor --disk`: whether a folder can hold optimizer state, and how fast it reads and writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jzero.disk.rates import DiskRates, measure_rates
 from jzero.plan.table import format_bytes
 
 BYTES_PER_PARAMETER = 12
-"""An update reads and writes as much for each 16-bit parameter: master, mean and variance of Adam in fp32."""
+"""Bytes that an update reads, and writes, per 16-bit parameter: master, mean and variance of Adam in fp32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +19,8 @@ class DiskReport:
     Attributes:
       folder: Its absolute path.
       file_system: The type, e.g. `ext4`.
-      free_bytes: What an ordinary user may still take.
-      fallbacks: What the file system lacks of `O_TMPFILE` and `O_DIRECT`, and what that means.
+      free_bytes: Bytes that an ordinary user may still allocate.
+      fallbacks: What jzero does if the file system lacks `O_TMPFILE` or `O_DIRECT`.
       rates: Bytes per second.
       seconds_per_billion: Seconds that the disk takes for an update of 10^9 16-bit parameters with Adam.
     """
@@ -50,10 +50,10 @@ def examine_disk(path: str, num_bytes: int) -> DiskReport:
 
     Args:
       path: A folder on it.
-      num_bytes: Space to take meanwhile.
+      num_bytes: Space to use for it.
 
     Raises:
-      ValueError: It is no folder in which this process may write.
+      ValueError: It is not a folder that this process may write to.
       DiskError: There is too little space, or the disk fails.
     """
     folder = check_folder(path, "--disk")

@@ -79,7 +79,7 @@ class DoctorReport:
       devices: The devices by kind.
       compilers: For `gpu` and `tpu`: the package needed to compile for such machines, or `None` if nothing is missing.
       checks: The result of each check.
-      disk: The disk that was to be measured, if any.
+      disk: The measured disk, if any.
     """
 
     versions: dict[str, str | None]
@@ -113,7 +113,7 @@ def examine(disk: str | None = None, disk_bytes: int = 2**31) -> DoctorReport:
 
     Args:
       disk: A folder; its disk is measured, too.
-      disk_bytes: Space to take there meanwhile.
+      disk_bytes: Space to use there for it.
 
     Returns:
       A `DoctorReport`.
@@ -243,7 +243,7 @@ def _offload(mesh: Mesh) -> str:
 
 
 def _update_on_host(mesh: Mesh) -> str:
-    """Runs the train step with the optimizer state on the host, updated by its CPU."""
+    """Runs the train step with the optimizer state on the host, updated by the host's CPU."""
     _need_host_memory(mesh)
     return _train_step(mesh, Offload(optimizer="host", compute="host")) + ", updated on the host"
 

@@ -42,7 +42,7 @@ def estimate(
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Tells the memory of the states at once, from sizes, and what it leaves of the device's memory."""
+    """Computes the memory of the states from sizes, at once, and what it leaves on the device."""
     with messages(traceback):
         choose_devices(request.topology, request.devices, plans_only=True)
         if deepspeed:

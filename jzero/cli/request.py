@@ -1,4 +1,4 @@
-"""What the memory commands are asked: a model, a workload and a machine, by the same options."""
+"""The options that the memory commands share: a model, a workload and a machine."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Request:
 
     @property
     def config(self) -> jzero.ZeroConfig:
-        """What to partition, and how."""
+        """The configuration of the options."""
         return jzero.ZeroConfig(
             stage=3 if self.stage is None else self.stage,  # type: ignore[arg-type]  # typer has no Literal of numbers
             precision=self.precision,
@@ -169,7 +169,7 @@ class Request:
 
 
 def takes_request(command: Callable[..., None]) -> Callable[..., None]:
-    """Lets a command, whose first parameter is a `Request`, take its options beside its own."""
+    """Adds the options of a `Request`, the first parameter of a command, to its own."""
     hints = typing.get_type_hints(Request, include_extras=True)
     defaults = {field.name: field.default for field in dataclasses.fields(Request)}
     _, *own = inspect.signature(command, eval_str=True).parameters.values()

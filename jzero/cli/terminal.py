@@ -86,7 +86,7 @@ def in_flags(text: str) -> str:
 def messages(traceback: bool) -> Iterator[None]:
     """Turns errors into messages on stderr and exit status 2; redirects stdout to stderr meanwhile.
 
-    A terminal also sees what takes long, as the library logs it.
+    On a terminal, the library's log shows what takes long.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr), _progress() if sys.stderr.isatty() else contextlib.nullcontext():
@@ -132,8 +132,8 @@ def choose_devices(
     Args:
       topology: Another machine.
       devices: Virtual CPU devices.
-      compiles: Whether that machine's compiler is needed; it must say so before the model is built.
-      plans_only: Whether there will be no programs, so that as many devices need not exist.
+      compiles: Whether that machine's compiler is needed, which is checked before the model is built.
+      plans_only: Whether no program runs, so that the devices need not exist.
     """
     if topology is not None and devices is not None:
         raise ValueError(
