@@ -98,7 +98,8 @@ class Canvas:
         """Writes which color means what, in as many rows as that takes; returns where they end."""
         x = left
         for kind, name in names.items():
-            width = 30 + LETTER * len(name)
+            capitals = sum(letter.isupper() for letter in name)
+            width = 30 + LETTER * len(name) + 3 * capitals
             if x > left and x + width > WIDTH:
                 x, top = left, top + 24
             self.rect(x, top, 12, 12, kind)
