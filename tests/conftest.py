@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 import zlib
 
 # XLA's CPU client runs devices on as many threads as there are cores or devices. With just one thread a device, two
@@ -23,6 +25,23 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 assert jax.device_count() == 8, jax.devices()
+
+
+CACHE = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps what XLA compiles, since tests make the same steps again and again: about an eighth of the time.
+
+    Each process has a folder of its own: jax would read files that another is still writing.
+    """
+    config.stash[CACHE] = tempfile.mkdtemp(prefix="jzero-tests-")
+    jax.config.update("jax_compilation_cache_dir", config.stash[CACHE])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.01)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
