@@ -84,6 +84,15 @@ def test_deepspeed_sets_what_a_trainer_names(run, folder):
     }
 
 
+def test_deepspeed_lets_a_trainer_name_steps_that_a_schedule_does_not_need(run, folder):
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
+    (folder / "ds_config.json").write_text(json.dumps({**DS_CONFIG, "scheduler": warmup}))
+    found = data_of(run("deepspeed ds_config.json --set max_steps=100 --set warmup_steps=10 --json"))
+    values = {row["key"]: row["value"] for row in found["rows"]}
+    assert values["scheduler.params.warmup_num_steps"] == 10
+    assert "scheduler.params.total_num_steps" not in values
+
+
 def test_deepspeed_says_where_the_batch_would_come_from(run, folder):
     for config, says in (
         ({}, "batch: not in the file: pass `--batch-size`"),

@@ -37,6 +37,8 @@ TRAINER = {
     ),
 }
 """The arguments of Hugging Face's trainer, and what they decide; `hidden_size` is the model's."""
+ENDLESS = ("WarmupLR", "LRRangeTest", "OneCycle")
+"""Schedules that do not depend on the number of steps."""
 NAMES = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -68,7 +70,8 @@ def override(raw: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, 
             decided = _of_trainer(name, value, {**pair, **values})
             is_there = not present.keys().isdisjoint(TRAINER[name])
             of_trainer |= {key: x for key, x in decided.items() if key in present}
-            of_trainer |= {} if is_there else {key: decided[key] for key in TRAINER[name]}
+            has_no_end = name == "max_steps" and value_at(raw, "scheduler.type") in ENDLESS
+            of_trainer |= {} if is_there or has_no_end else {key: decided[key] for key in TRAINER[name]}
         else:
             close = difflib.get_close_matches(name, [*KEYS, *TRAINER, "optimizer.params.lr"], n=1, cutoff=0.5)
             raise ValueError(
