@@ -237,7 +237,7 @@ def test_errors_say_what_else_to_do(tmp_path):
     replaced = state.replace(params=params())
     with pytest.raises(ValueError, match=r"'h/v' is an array .*`jzero.set_full_param`"):
         jzero.make_train_step(loss_fn)(replaced, batch())
-    with pytest.raises(ValueError, match="This state has shapes in place of what is on disk"):
+    with pytest.raises(TypeError, match="This state has shapes but no values"):
         jzero.make_eval_step(loss_fn)(jzero.abstract_train_state(state), batch())
 
 
