@@ -305,7 +305,10 @@ class ZeroPlan(Report):
 
     @functools.cached_property
     def replicated_bytes(self) -> BytesPerDevice:
-        """The same terms for replicated training (stage 0), for comparison."""
+        """The same terms if every device held these leaves whole: in bf16 at stage 3 that is 14 bytes per parameter.
+
+        Stage 0 itself takes 16 there, since its fp32 masters lie beside the parameters.
+        """
         return replicated_bytes(self)
 
     @property
