@@ -283,7 +283,7 @@ def test_the_command_takes_a_family_without_a_folder(tmp_path):
     assert "model.layers.2.mlp.down_proj.weight" in tensors_in(tmp_path / "out")
     refused = CliRunner().invoke(commands.app, [*words, "mistake"])
     assert refused.exit_code == 2
-    assert "`mapping` must be" in refused.stderr
+    assert "`--mapping` must be" in refused.stderr
 
 
 def reference(folder):
