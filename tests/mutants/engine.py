@@ -141,7 +141,7 @@ MUTANTS = [
         "engine/walk.py",
         "if new and not self.keeps:",
         "if new:",
-        "test_passes.py::test_the_walk_gathers_where_parameters_are_used",
+        "test_collectives.py::test_what_is_recomputed_gathers_no_parameter_a_third_time",
     ),
     Mutant(
         "blocks_gather_per_use",
