@@ -219,7 +219,7 @@ print(report)
 report.verify()
 np.testing.assert_allclose(report.estimated.arguments, report.memory.arguments, rtol=0.01)
 assert report.machine != "h200:8" or abs(report.estimated.peak / report.memory.peak - 1) < 0.15
-for name, peak in {"reckoned": report.estimated.peak, "compiled": report.memory.peak}.items():
+for name, peak in {"estimated": report.estimated.peak, "compiled": report.memory.peak}.items():
     print(f"{name}: {peak / GIB:.1f} GiB, {'fits' if peak < 20e9 else 'does not fit'} in 20 GB")
 
 # %% [markdown]
