@@ -14,7 +14,7 @@ from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("jzero", "examples", "tests", "pyproject.toml")
-TIMEOUT = 300
+TIMEOUT = 450
 
 
 def copied(directory: Path) -> Path:
