@@ -20,7 +20,7 @@ def drawn(*strategies):
     """Runs a property on a few draws, and in the slow tier on many: each new shape is compiled."""
 
     def decorate(fn):
-        @pytest.mark.parametrize("draws", [3, slow(60)])
+        @pytest.mark.parametrize("draws", [6, slow(60)])
         def test(draws):
             settings(max_examples=draws, deadline=None)(given(*strategies)(fn))()
 
