@@ -1,11 +1,14 @@
 """Wrong input of the command line is answered with a message."""
 
+import functools
+import pathlib
 import re
 import sys
 
 import pytest
 
 from jzero.analysis import topologies
+from jzero.cli import terminal
 from tests.cli_runs import folder, message_of, run  # noqa: F401  # fixtures
 
 # Wrong input.
@@ -101,3 +104,28 @@ def test_traceback_is_there_for_those_who_ask(run):
     assert surprise.exit_code == 2
     assert "KeyError in users.py, line" in surprise.stderr
     assert "Traceback (most recent call last)" not in surprise.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        (["bin/jzero", "lib/site-packages/jzero/fit.py"], None),
+        (["bin/jzero", "lib/site-packages/jzero/fit.py", "lib/site-packages/jax/api.py"], None),
+        (["bin/jzero", "lib/site-packages/jzero/fit.py", "users.py", "lib/site-packages/jax/api.py"], "users.py"),
+        (["bin/jzero", "lib/site-packages/jzero/fit.py", "users.py", "lib/site-packages/jzero/plan.py"], None),
+        (["bin/jzero", "lib/site-packages/jzero/fit.py", "users.py", functools.__file__], "users.py"),
+    ],
+)
+def test_errors_of_an_installed_jzero_are_not_the_users(monkeypatch, files, where):
+    """The last frame that is jzero's or a user's decides, wherever jzero is installed."""
+    monkeypatch.setattr(terminal, "JZERO", pathlib.Path("lib/site-packages/jzero"))
+    namespace = {}
+    for inner, file in zip([None, *reversed(files)], reversed(files), strict=False):
+        body = "raise KeyError('lost')" if inner is None else "inner()"
+        exec(compile(f"def call(inner=None): {body}", file, "exec"), namespace)
+        namespace["call"].__defaults__ = (namespace.get("before"),)
+        namespace["before"] = namespace["call"]
+    with pytest.raises(KeyError) as raised:
+        namespace["before"]()
+    message = terminal._in_users_code(raised.value.with_traceback(raised.tb.tb_next))
+    assert message is None if where is None else message.startswith(f"KeyError in {where}, line 1")

@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 import sys
+import sysconfig
 import traceback as tracebacks
 from collections.abc import Iterator
 from typing import Annotated, Any, Protocol
@@ -20,6 +21,7 @@ EXPECTED = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 """Errors that users can cause, from the library, jax and the file system; their messages need no traceback."""
 
 JZERO = pathlib.Path(__file__).parents[1]
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON to stdout.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")]
@@ -102,12 +104,21 @@ def messages(traceback: bool) -> Iterator[None]:
 
 def _in_users_code(error: Exception) -> str | None:
     """Returns where a user's code raised an error; `None` if jzero did."""
-    frames = tracebacks.extract_tb(error.__traceback__)
-    outside = [x for x in frames if "site-packages" not in pathlib.Path(x.filename).parts]
-    if not outside or pathlib.Path(outside[-1].filename).is_relative_to(JZERO):
+    frames = [
+        x for x in tracebacks.extract_tb(error.__traceback__) if _is_own(x.filename) or not _is_library(x.filename)
+    ]
+    if not frames or _is_own(frames[-1].filename):
         return None
-    name = os.path.relpath(outside[-1].filename)
-    return f"{type(error).__name__} in {name}, line {outside[-1].lineno}, `{outside[-1].line}`: {error}."
+    name = os.path.relpath(frames[-1].filename)
+    return f"{type(error).__name__} in {name}, line {frames[-1].lineno}, `{frames[-1].line}`: {error}."
+
+
+def _is_own(file: str) -> bool:
+    return pathlib.Path(file).is_relative_to(JZERO)  # also where jzero itself is in `site-packages`
+
+
+def _is_library(file: str) -> bool:
+    return "site-packages" in pathlib.Path(file).parts or pathlib.Path(file).is_relative_to(STANDARD_LIBRARY)
 
 
 @contextlib.contextmanager
