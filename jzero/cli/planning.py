@@ -149,7 +149,7 @@ def fit(
             hbm_bytes=None if hbm_bytes is None else int(hbm_bytes),
             config=request.config,
             trainable=user.trainable,
-            stages=(0, 1, 2, 3) if request.stage is None else (request.stage,),  # type: ignore[arg-type]  # see there
+            stages=(0, 1, 2, 3) if request.stage is None else (request.stage,),  # type: ignore[arg-type]  # as in `Request`
             offload=offload,
             host_bytes=host_bytes,
             confirm=confirm,
