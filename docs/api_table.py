@@ -23,7 +23,7 @@ def pages() -> dict[str, str]:
 
 def api_table() -> str:
     """Returns a row per name: a link, and the first line of the docstring."""
-    rows = ["| name | |", "|---|---|"]
+    rows = ["| name | summary |", "|---|---|"]
     of_name = pages()
     for name in jzero.__all__:
         line = (inspect.getdoc(getattr(jzero, name)) or "").splitlines()[0]
