@@ -68,7 +68,7 @@ def write_model(folder: pathlib.Path, gigabytes: float) -> None:
     from safetensors.numpy import save_file
 
     from jzero.hf import read_config
-    from jzero.hf.presets import tensor_shapes
+    from jzero.pretrained.presets import tensor_shapes
 
     folder.mkdir()
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "vocab_size": 32000}

@@ -63,8 +63,6 @@ if TYPE_CHECKING:
     from jzero.engine.outputs import Summed as Summed
     from jzero.engine.outputs import Weighted as Weighted
     from jzero.engine.recompute import offload_activations as offload_activations
-    from jzero.hf.mapping import From as From
-    from jzero.hf.mapping import Mapping as Mapping
     from jzero.layout.mesh import make_mesh as make_mesh
     from jzero.monitor.monitor import Monitor as Monitor
     from jzero.monitor.sinks import Csv as Csv
@@ -74,6 +72,8 @@ if TYPE_CHECKING:
     from jzero.monitor.trackers import WandB as WandB
     from jzero.plan.opt_state import ZeroOptState as ZeroOptState
     from jzero.plan.plan import ZeroPlan as ZeroPlan
+    from jzero.pretrained.mapping import From as From
+    from jzero.pretrained.mapping import Mapping as Mapping
     from jzero.state.adapter import plan_of as plan_of
     from jzero.state.disk_space import DiskStats as DiskStats
     from jzero.state.disk_space import disk_stats as disk_stats
@@ -162,10 +162,10 @@ _HOMES = {
         "estimate_zero3_model_states_mem_needs_all_live",
     ),
     "jzero.deepspeed.formulas": ("MemoryEstimate",),
-    "jzero.hf.mapping": ("From", "Mapping"),
     "jzero.monitor.monitor": ("Monitor",),
     "jzero.monitor.sinks": ("Csv", "JsonLines", "TensorBoard"),
     "jzero.monitor.trackers": ("MLflow", "WandB"),
+    "jzero.pretrained.mapping": ("From", "Mapping"),
 }
 """The names of each module, again: type checkers read imports alone, and a name is imported when it is first used, so
 that `import jzero` takes no time, and a program loads only what it uses."""

@@ -31,10 +31,10 @@ from jzero.checkpoint.safetensors_files import (
     is_known,
     write_tensors,
 )
-from jzero.hf.folder import companions, known_shapes
-from jzero.hf.mapping import Mapping as NameMapping
-from jzero.hf.presets import resolve_mapping
 from jzero.layout.misfits import describe_misfit
+from jzero.pretrained.folder import companions, known_shapes
+from jzero.pretrained.mapping import Mapping as NameMapping
+from jzero.pretrained.presets import resolve_mapping
 
 Decode: TypeAlias = Callable[[str, Mapping[str, np.ndarray]], np.ndarray]
 

@@ -19,8 +19,8 @@ from jzero.checkpoint.loading import is_chosen, path_of
 from jzero.checkpoint.parts import checked_leaves
 from jzero.checkpoint.restoring import PARAMS
 from jzero.checkpoint.safetensors_files import ExportReport
-from jzero.hf.mapping import Mapping as NameMapping
 from jzero.plan.state_fields import frozen_fields
+from jzero.pretrained.mapping import Mapping as NameMapping
 from jzero.state.adapter import adapt_sharded
 from jzero.state.train_state import check_alive
 

@@ -19,11 +19,11 @@ from jzero.checkpoint.matching import renamed_paths
 from jzero.checkpoint.restoring import PARAMS, Choice, Target, check_fit, warn_unless_complete
 from jzero.checkpoint.safetensors_files import TensorFile, find_tensors
 from jzero.checkpoint.shards import placed
-from jzero.hf.mapping import Mapping as NameMapping
-from jzero.hf.presets import resolve_mapping
 from jzero.layout.cut import Cut, Index
 from jzero.layout.misfits import describe_misfit
 from jzero.plan.plan import ZeroPlan
+from jzero.pretrained.mapping import Mapping as NameMapping
+from jzero.pretrained.presets import resolve_mapping
 from jzero.state.adapter import adapt_sharded
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import check_alive

@@ -11,8 +11,8 @@ import numpy as np
 
 from jzero.checkpoint.pieces import Index, Piece, copy_into, unfit
 from jzero.checkpoint.safetensors_files import TensorFile, TensorSpec
-from jzero.hf.mapping import From, Sources
-from jzero.hf.mapping import Mapping as NameMapping
+from jzero.pretrained.mapping import From, Sources
+from jzero.pretrained.mapping import Mapping as NameMapping
 
 MAX_LINES = 20
 

@@ -13,8 +13,8 @@ from jzero._types import DType
 from jzero.checkpoint.mapped import Problems, misfit
 from jzero.checkpoint.pieces import Piece
 from jzero.checkpoint.safetensors_files import TensorSpec
-from jzero.hf.mapping import Mapping as NameMapping
-from jzero.hf.mapping import Sources
+from jzero.pretrained.mapping import Mapping as NameMapping
+from jzero.pretrained.mapping import Sources
 
 
 @dataclasses.dataclass(frozen=True)

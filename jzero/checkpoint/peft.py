@@ -14,8 +14,8 @@ from jzero.checkpoint.draft import shapes_there
 from jzero.checkpoint.exporting import export_params
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.safetensors_files import ExportReport
-from jzero.hf.mapping import Mapping
-from jzero.hf.presets import ADAPTERS, peft_mapping, resolve_mapping
+from jzero.pretrained.mapping import Mapping
+from jzero.pretrained.presets import ADAPTERS, peft_mapping, resolve_mapping
 from jzero.state.adapter import plan_of
 
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jzero.checkpoint.safetensors_files import TensorFile
-from jzero.hf.mapping import From
+from jzero.pretrained.mapping import From
 
 Index = tuple[slice, ...]
 ROWS = 64

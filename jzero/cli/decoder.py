@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jzero.hf.config import ModelConfig
+from jzero.pretrained.config import ModelConfig
 from jzero.state.train_state import TrainState
 
 PyTree = Any

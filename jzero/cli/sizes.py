@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jzero.hf.config import ModelConfig
+from jzero.pretrained.config import ModelConfig
 
 # D, layers, heads, heads of keys and values, width of feed-forward blocks, vocabulary, tied: published for Llama 2
 # (7B, 13B), Llama 3 (8B), 3.1 (70B, 405B) and 3.2 (1B, 3B).

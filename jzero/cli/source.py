@@ -16,7 +16,7 @@ from jzero.cli.decoder import ADAPTERS, make_loss, make_state
 from jzero.cli.request import Request
 from jzero.cli.sizes import OPTIONS, model_sizes
 from jzero.cli.user_model import UserModel, load_model
-from jzero.hf.config import ModelConfig, read_config
+from jzero.pretrained.config import ModelConfig, read_config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jzero.hf.config import FAMILIES, ModelConfig, read_fields
-from jzero.hf.mapping import From, Mapping
+from jzero.pretrained.config import FAMILIES, ModelConfig, read_fields
+from jzero.pretrained.mapping import From, Mapping
 
 TRANSPOSED = (1, 0)
 ADAPTERS = {"lora_a": "lora_A", "lora_b": "lora_B"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jzero.hf.config import FAMILIES, read_config, read_fields
-from jzero.hf.presets import tensor_shapes
+from jzero.pretrained.config import FAMILIES, read_config, read_fields
+from jzero.pretrained.presets import tensor_shapes
 
 COMPANIONS = (
     "generation_config.json",
