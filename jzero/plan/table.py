@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from jzero._types import DType
+from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import batch_axes
 
 if TYPE_CHECKING:
-    from jzero.layout.leaves import LeafPlan, StateLeaf
-    from jzero.plan.plan import ZeroPlan
+    from jzero.plan.plan import WholeLeaf, ZeroPlan
 
+T = TypeVar("T")
 Row = Sequence[str]
 WHERE = {"device": "device", "host": "host", "ram": "host", "disk": "disk"}
 """What a reader wants to know of a leaf's memory."""
@@ -48,26 +49,18 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     idle = _idle_axes(plan)
     if idle:
         head += f"\nneither batch nor state is split over {', '.join(idle)}: these devices repeat each other's work"
-    params: list[Row] = [("parameter", "shape", "stored as", "gradient", "master", "scan", "optimizer state")]
-    params += [_param_row(leaf, i, plan) for i, leaf in enumerate(plan.leaves)]
-    params += [(x.path, str(x.shape), _placement(x, plan), "none: not trained", "", "", "") for x in _frozen(plan)]
-    if not plan.offloaded:
-        params = [row[:-1] for row in params]
-    columns = [i for i, column in enumerate(zip(*params[1:], strict=True)) if any(column)]
-    params = [[row[i] for i in columns] for row in params]
-    rows: list[Row] = [("whole on every device", "path", "shape", "bytes", "reason")]
-    rows += [(w.term, w.path, str(w.shape), format_bytes(w.num_bytes), w.reason) for w in plan.replicated]
-    sections = [head, _columns(_memory_rows(plan)), _columns(_cap(params, max_rows))]
-    if len(rows) > 1:
-        sections.append(_columns(_cap(rows, max_rows)))
-    kinds = ", ".join(sorted({*dataclasses.astuple(plan.config.quantization)} - {"none"}))
-    exact: list[Row] = [(f"as they are, not {kinds}", "shape", "reason")]
-    exact += [(x.path, str(x.shape), x.reason) for x in plan.unquantized]
-    if len(exact) > 1:
-        sections.append(_columns(_cap(exact, max_rows)))
-    work = plan.matrices.lines(", ".join(plan.comm.shard_axes), plan.num_shards)
-    if work:
-        sections.append("\n".join(row for (row,) in _cap([(line,) for line in work], max_rows)))
+    params: list[LeafPlan | StateLeaf] = [*plan.leaves, *(leaf for leaf in plan.other_leaves if leaf.is_param)]
+    header: Row = ("parameter", "shape", "stored as", "gradient", "master", "scan", "optimizer state")
+    sections = [head, _columns(_memory_rows(plan)), _table(header, params, lambda x: _param_row(x, plan), max_rows)]
+    if plan.replicated:
+        header = ("whole on every device", "path", "shape", "bytes", "reason")
+        sections.append(_table(header, plan.replicated, _whole_row, max_rows))
+    if plan.unquantized:
+        kinds = ", ".join(sorted({*dataclasses.astuple(plan.config.quantization)} - {"none"}))
+        header = (f"as they are, not {kinds}", "shape", "reason")
+        sections.append(_table(header, plan.unquantized, lambda x: (x.path, str(x.shape), x.reason), max_rows))
+    if work := plan.matrices.lines(", ".join(plan.comm.shard_axes), plan.num_shards):
+        sections.append("\n".join([work[0], *work[1:][:max_rows], *_rest(len(work) - 1, max_rows)]))
     gathered = f"gathered per step: {format_bytes(plan.gathered_bytes)}"
     if plan.traffic.gathers_of_loss:
         gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
@@ -140,17 +133,19 @@ def _idle_axes(plan: ZeroPlan) -> list[str]:
     return [f"{name!r} ({size})" for name, size in plan.mesh.shape.items() if size > 1 and name not in used]
 
 
-def _frozen(plan: ZeroPlan) -> list[StateLeaf]:
-    """Returns the parameters outside the optimizer."""
-    return [leaf for leaf in plan.other_leaves if leaf.is_param]
-
-
-def _param_row(leaf: LeafPlan, index: int, plan: ZeroPlan) -> Row:
+def _param_row(leaf: LeafPlan | StateLeaf, plan: ZeroPlan) -> Row:
+    if isinstance(leaf, StateLeaf):  # outside of the optimizer
+        return (leaf.path, str(leaf.shape), _placement(leaf, plan), "none: not trained", "", "", "")
     scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
     grad = _placement(leaf.grad, plan) if leaf.trained else "none: not trained"
     master = "" if leaf.master is None else _placement(leaf.master, plan)
-    where = sorted({WHERE[x.memory] for _, x in plan.opt_leaves_of[index]})
-    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, plan), grad, master, scan, ", ".join(where))
+    memories = {WHERE[x.memory] for _, x in plan.opt_leaves_of[plan.indices[leaf.path]]} if plan.offloaded else ()
+    where = ", ".join(sorted(memories))
+    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, plan), grad, master, scan, where)
+
+
+def _whole_row(leaf: WholeLeaf) -> Row:
+    return (leaf.term, leaf.path, str(leaf.shape), format_bytes(leaf.num_bytes), leaf.reason)
 
 
 def _placement(leaf: StateLeaf, plan: ZeroPlan) -> str:
@@ -168,11 +163,18 @@ def _placement(leaf: StateLeaf, plan: ZeroPlan) -> str:
     return f"{leaf.dtype} cut on {text}{padding}{where}"
 
 
-def _cap(rows: list[Row], max_rows: int | None) -> list[Row]:
-    if max_rows is None or len(rows) - 1 <= max_rows:
-        return rows
-    hidden = len(rows) - 1 - max_rows
-    return [*rows[: max_rows + 1], (f"... {hidden} more (plan.table(max_rows=None))", *[""] * (len(rows[0]) - 1))]
+def _table(header: Row, items: Sequence[T], row: Callable[[T], Row], max_rows: int | None) -> str:
+    """Returns a table of the first items, without columns that are empty in all of these."""
+    rows = [row(x) for x in items[:max_rows]]
+    columns = [i for i in range(len(header)) if not rows or any(x[i] for x in rows)]
+    rest = [(text, *[""] * (len(columns) - 1)) for text in _rest(len(items), max_rows)]
+    return _columns([*([x[i] for i in columns] for x in (header, *rows)), *rest])
+
+
+def _rest(num_items: int, max_rows: int | None) -> list[str]:
+    """Returns the line that counts the items that are not shown, if there are any."""
+    hidden = 0 if max_rows is None else num_items - max_rows
+    return [f"... {hidden} more (plan.table(max_rows=None))"] if hidden > 0 else []
 
 
 def _columns(rows: Sequence[Row]) -> str:
@@ -210,7 +212,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
                 }
                 for i, leaf in enumerate(plan.leaves)
             ),
-            *(_as_dict(leaf, plan, leaf.compute_dtype, trained=False) for leaf in _frozen(plan)),
+            *(_as_dict(x, plan, x.compute_dtype, trained=False) for x in plan.other_leaves if x.is_param),
         ],
         "matrices": plan.matrices.as_dict(),
         "replicated": [{**w._asdict(), "shape": list(w.shape)} for w in plan.replicated],
