@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from jzero.config.settings import Setting, check_fields, one_of, whole
 
 
-def _patterns(value: Any) -> Any:
+def _patterns(value: object) -> str | tuple[str, ...]:
     if value == "all":
-        return value
+        return "all"
     patterns = [value] if isinstance(value, str) else value
     if not isinstance(patterns, Sequence):
         raise TypeError

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, Literal
+from typing import Literal
 
 from jzero.config.settings import FLAG, Setting, check_fields, number, one_of, optional, whole
 
 
-def num_bytes(least: int) -> Setting:
+def num_bytes(least: int) -> Setting[int]:
     """A number of bytes of at least `least`."""
     return whole(least, says=f"a number of bytes, an integer >= {least}")
 
@@ -70,13 +70,15 @@ class ZenFlow:
                 )
 
 
-def _zenflow(value: Any) -> ZenFlow:
+def _zenflow(value: object) -> ZenFlow:
     if not isinstance(value, ZenFlow):
         raise TypeError
     return value
 
 
-def _path(value: Any) -> str:
+def _path(value: object) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError
     path = os.fspath(value)
     if not isinstance(path, str) or not path:
         raise ValueError

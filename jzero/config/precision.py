@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jzero._types import DType
 from jzero.config.settings import FLAG, Setting, check_fields, number, optional, whole
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -59,7 +61,7 @@ def _is_scale(value: float) -> bool:
     return 0 < value <= MAX_LOSS_SCALE
 
 
-def _loss_scale(value: Any) -> Any:
+def _loss_scale(value: object) -> float | DynamicLossScale | None:
     if isinstance(value, str) and value == "dynamic":
         return DynamicLossScale()
     return value if value is None or isinstance(value, DynamicLossScale) else number("", _is_scale).of(value)
@@ -112,7 +114,7 @@ class Precision:
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("compute_dtype", "reduce_dtype", "accumulate_dtype", "master_dtype"), DTYPE)
         others = {"state_dtype": STATE_DTYPE, "skip_nonfinite": FLAG, "loss_scale": LOSS_SCALE}
-        check_fields(self, dtypes | others, prefix="Precision.")
+        check_fields(self, {**dtypes, **others}, prefix="Precision.")
         if self.master_dtype is not None and self.compute_dtype is None:
             raise ValueError(
                 f"`Precision.master_dtype` is {self.master_dtype!r} but `compute_dtype` is None, which leaves all "
@@ -127,22 +129,22 @@ class Precision:
             )
 
     @property
-    def compute(self) -> np.dtype | None:
+    def compute(self) -> DType | None:
         """`compute_dtype` as a dtype."""
         return None if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
 
     @property
-    def master(self) -> np.dtype | None:
+    def master(self) -> DType | None:
         """The dtype of masters; `None` if parameters keep their own dtypes."""
         return None if self.compute_dtype is None else jnp.dtype(self.master_dtype or "float32")
 
     @property
-    def reduce(self) -> np.dtype | None:
+    def reduce(self) -> DType | None:
         """`reduce_dtype` as a dtype."""
         return None if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
 
     @property
-    def accumulate(self) -> np.dtype | None:
+    def accumulate(self) -> DType | None:
         """The dtype of reduced gradients; `None` if it is the parameter's compute dtype."""
         name = self.accumulate_dtype or self.reduce_dtype
         return None if name is None else jnp.dtype(name)
@@ -153,17 +155,17 @@ class Precision:
         return self.skip_nonfinite or self.loss_scale is not None
 
 
-def cast_dtype(dtype: Any, to: np.dtype | None) -> Any:
+def cast_dtype(dtype: DType, to: DType | None) -> DType:
     """Returns `to` for real floating-point dtypes; `dtype` for others, or if `to` is `None`."""
     return to if to is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def is_float8(dtype: Any) -> bool:
+def is_float8(dtype: DTypeLike) -> bool:
     """Whether a dtype is a float of at most 8 bits, which jax does not promote."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize < 2
 
 
-def is_key(dtype: Any) -> bool:
+def is_key(dtype: DTypeLike) -> bool:
     """Whether a dtype is one of random keys, which are neither trained nor cut."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -175,7 +177,7 @@ def widen(x: jax.Array) -> jax.Array:
     return x.astype(wide_dtype(x.dtype))
 
 
-def wide_dtype(dtype: Any) -> Any:
+def wide_dtype(dtype: DType) -> DType:
     """Returns the dtype of widened gradients: fp32 or wider; integer dtypes do not change."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return dtype
@@ -191,8 +193,8 @@ def scale_by(grad: jax.Array, *factors: jax.Array) -> jax.Array:
     return grad
 
 
-def _dtype_name(*allowed: str) -> Setting:
-    def name(value: Any) -> str:
+def _dtype_name(*allowed: str) -> Setting[str | None]:
+    def name(value: object) -> str:
         if not isinstance(value, str | np.dtype | type):  # an array would count as its own dtype
             raise TypeError
         dtype = str(jnp.dtype(value).name)
@@ -216,7 +218,7 @@ PRESETS = {
 }
 
 
-def resolve_precision(precision: Any) -> Precision:
+def resolve_precision(precision: object) -> Precision:
     """Returns the policy for a name, or the policy itself."""
     if isinstance(precision, Precision):
         return precision

@@ -7,15 +7,18 @@ their own, and its dtype is not a value that the user meant.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, SupportsFloat, TypeVar
 
 import jax
 import numpy as np
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Setting(Generic[T_co]):
     """The allowed values of a setting.
 
     Attributes:
@@ -24,10 +27,10 @@ class Setting:
     """
 
     says: str
-    of: Callable[[Any], Any]
+    of: Callable[[object], T_co]
 
 
-def check(name: str, value: Any, setting: Setting) -> Any:
+def check(name: str, value: object, setting: Setting[T]) -> T:
     """Returns the value to keep; raises a `ValueError` that names the setting, the value and what is allowed."""
     try:
         return setting.of(value)
@@ -35,79 +38,96 @@ def check(name: str, value: Any, setting: Setting) -> Any:
         raise ValueError(f"`{name}` must be {setting.says}: got {value!r:.200}.") from None
 
 
-def check_fields(settings: Any, allowed: Mapping[str, Setting], *, prefix: str = "") -> None:
+def check_fields(settings: object, allowed: Mapping[str, Setting[object]], *, prefix: str = "") -> None:
     """Checks the fields of a frozen dataclass, and replaces them by the results of `check`."""
     for name, setting in allowed.items():
         object.__setattr__(settings, name, check(prefix + name, getattr(settings, name), setting))
 
 
-def _require(condition: bool, value: Any) -> Any:
-    if not condition:
-        raise ValueError
-    return value
-
-
-def one_of(*choices: Any, says: str | None = None) -> Setting:
+def one_of(*choices: T, says: str | None = None) -> Setting[T]:
     """One of some Python values; 1 is not True."""
 
-    def convert(value: Any) -> Any:
-        found = [x for x in choices if type(x) is type(value) and x == value]
-        return _require(bool(found), value)
+    def convert(value: object) -> T:
+        for choice in choices:
+            if type(choice) is type(value) and choice == value:
+                return choice
+        raise ValueError
 
     return Setting(says or f"one of {choices}", convert)
 
 
-def some_of(*choices: Any) -> Setting:
+def some_of(*choices: T) -> Setting[tuple[T, ...]]:
     """A sequence of some Python values, at least one."""
     one = one_of(*choices)
 
-    def convert(values: Any) -> tuple[Any, ...]:
-        is_some = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
-        return tuple(map(one.of, _require(is_some, values)))
+    def convert(values: object) -> tuple[T, ...]:
+        if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+            raise TypeError
+        return tuple(map(one.of, values))
 
     return Setting(f"some of {choices}, at least one", convert)
 
 
-def whole(least: int, says: str | None = None) -> Setting:
+def whole(least: int, says: str | None = None) -> Setting[int]:
     """An integer of at least `least`."""
 
-    def convert(value: Any) -> int:
-        return int(_require(isinstance(value, int) and not isinstance(value, bool) and value >= least, value))
+    def convert(value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError
+        return int(value)
 
     return Setting(says or f"an integer >= {least}", convert)
 
 
-def number(says: str, holds: Callable[[float], bool]) -> Setting:
+def number(says: str, holds: Callable[[float], bool]) -> Setting[float]:
     """A real number: a Python number, or a scalar of NumPy or jax, which is kept as a float."""
 
-    def convert(value: Any) -> Any:
-        if isinstance(value, int | float):
-            return _require(not isinstance(value, bool) and holds(value), value)
-        dtype = getattr(value, "dtype", None)
-        is_real = getattr(value, "shape", None) == () and np.dtype(dtype).kind in "iuf"
-        return _require(is_real and holds(float(value)), float(value) if is_real else value)
+    def convert(value: object) -> float:
+        if not isinstance(value, int | float):
+            dtype = getattr(value, "dtype", None)
+            if getattr(value, "shape", None) != () or np.dtype(dtype).kind not in "iuf":
+                raise TypeError
+            assert isinstance(value, SupportsFloat)
+            value = float(value)
+        if isinstance(value, bool) or not holds(value):
+            raise ValueError
+        return value
 
     return Setting(says, convert)
 
 
-def optional(setting: Setting) -> Setting:
+def optional(setting: Setting[T]) -> Setting[T | None]:
     """A value that `setting` allows, or `None`."""
-    return Setting(f"None or {setting.says}", lambda x: x if x is None else setting.of(x))
+    return Setting(f"None or {setting.says}", lambda x: None if x is None else setting.of(x))
 
 
-def _is_key(value: Any, *, one: bool) -> bool:
+def _key(value: object, *, may_be_several: bool) -> object:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
-        return False
+        raise TypeError
     is_typed = bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
-    words = len(shape) - (dtype == np.uint32)  # an old-style key is a vector of words
-    return (is_typed or dtype == np.uint32) and (words == 0 if one else words >= 0)
+    num_dims = len(shape) - (dtype == np.uint32)  # an old-style key is a vector of words
+    if not (is_typed or dtype == np.uint32) or num_dims < 0 or (num_dims and not may_be_several):
+        raise ValueError
+    return value
 
 
-ONE_KEY = Setting("a PRNG key, such as `jax.random.key(0)`", lambda x: _require(_is_key(x, one=True), x))
-KEYS = Setting("a PRNG key, such as `jax.random.key(0)`", lambda x: _require(_is_key(x, one=False), x))
-FLAG = Setting("True or False", lambda x: bool(_require(isinstance(x, bool | np.bool_), x)))
-NAMES = Setting(
-    "a sequence of names, such as ('batch_stats',)",
-    lambda x: tuple(_require(isinstance(name, str), name) for name in _require(not isinstance(x, str | bytes), x)),
-)
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError
+    return bool(value)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError
+    names = tuple(value)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError
+    return names
+
+
+ONE_KEY = Setting("a PRNG key, such as `jax.random.key(0)`", lambda x: _key(x, may_be_several=False))
+KEYS = Setting("a PRNG key, such as `jax.random.key(0)`", lambda x: _key(x, may_be_several=True))
+FLAG = Setting("True or False", _flag)
+NAMES = Setting("a sequence of names, such as ('batch_stats',)", _names)

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, ParamSpec, TypeVar
 
 from jzero.config.offload import Offload, num_bytes
 from jzero.config.precision import DTYPE, STATE_DTYPE, DtypeName, Precision, resolve_precision
@@ -17,7 +17,7 @@ from jzero.config.settings import FLAG, Setting, check_fields, one_of, optional,
 STAGES = (0, 1, 2, 3)
 
 
-def _axis_name(value: Any, but: tuple[Any, ...] = ()) -> str:
+def _axis_name(value: object, but: Sequence[str | None] = ()) -> str:
     if not isinstance(value, str) or value in ("", *but):
         raise ValueError
     return value

@@ -49,10 +49,15 @@ REMAT = Setting(
     "None, True, False, 'cheap', 'offload', 'as_written' or a `Keep`",
     lambda value: value if isinstance(value, Keep) else _WORDS.of(value),
 )
-MERGE = Setting(
-    f"a dictionary from regular expressions over names of variables to one of {tuple(MERGES)}",
-    lambda value: {str(re.compile(k).pattern): one_of(*MERGES).of(word) for k, word in dict(value).items()},
-)
+
+
+def _merges(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return {str(re.compile(pattern).pattern): one_of(*MERGES).of(word) for pattern, word in value.items()}
+
+
+MERGE = Setting(f"a dictionary from regular expressions over names of variables to one of {tuple(MERGES)}", _merges)
 
 
 def _nothing() -> None:
