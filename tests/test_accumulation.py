@@ -129,9 +129,7 @@ def test_fp32_accumulation_is_closer():
 
 def test_a_batch_that_does_not_divide_says_which_sizes_would_do():
     step = jzero.make_train_step(models.mlp_loss, accumulate_steps=K)
-    with pytest.raises(
-        ValueError, match=r"divisible by 24[\s\S]*accumulate_steps=3[\s\S]*'x'\]: shape \(40, 37\)[\s\S]*24 or 48"
-    ):
+    with pytest.raises(ValueError, match=r"'x'\]: shape \(40, 37\)[\s\S]*24 or 48"):
         step(make_state(2), models.mlp_batch(40))
 
 

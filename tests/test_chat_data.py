@@ -55,7 +55,7 @@ def test_long_examples_are_cut_and_those_with_nothing_left_are_dropped(tmp_path)
     examples, counts = read(tmp_path, *lines, max_tokens=5)
     assert [x.tokens.tolist() for x in examples] == [[A] * 5, [A, B, C, D, END]]
     assert (counts.examples, counts.cut, counts.dropped, counts.bad) == (2, 1, 1, 0)
-    with pytest.raises(ValueError, match=r"data\.jsonl leave nothing to learn: 0 examples .*, 1 dropped"):
+    with pytest.raises(ValueError, match=r"0 examples .*, 1 dropped"):
         read(tmp_path, {"prompt": "a" * 5, "completion": "b"}, max_tokens=5)
 
 
@@ -74,16 +74,16 @@ BAD = {
 
 @pytest.mark.parametrize("line", BAD)
 def test_a_bad_line_is_named_or_skipped(line, tmp_path):
-    with pytest.raises(ValueError, match=rf"data\.jsonl:3: .*{BAD[line]}.* --skip-bad leaves such lines out"):
+    with pytest.raises(ValueError, match=rf"jsonl:3: .*{BAD[line]}.*--skip-bad"):
         read(tmp_path, {"text": "ab"}, "", line, {"text": "cd"})
     examples, counts = read(tmp_path, {"text": "ab"}, line, {"text": "cd"}, skip_bad=True)
     assert (len(examples), counts.bad) == (2, 1)
 
 
 def test_chats_need_a_template_that_writes_them_one_way(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.jsonl:1: The tokenizer has no chat template"):
+    with pytest.raises(ValueError, match=r"jsonl:1: .*no chat template"):
         read(tmp_path, {"messages": CHAT}, tokenizer=ByteTokenizer(template=False))
-    with pytest.raises(ValueError, match=r"writes message 1 differently when more messages follow.*\{% generation %\}"):
+    with pytest.raises(ValueError, match=r"message 1 .*\{% generation %\}"):
         read(tmp_path, {"messages": CHAT}, tokenizer=ByteTokenizer(drops_old=True))
     (example,), _ = read(tmp_path, {"messages": CHAT[:2]}, tokenizer=ByteTokenizer(drops_old=True))
     assert example.learned.sum() == 3

@@ -140,9 +140,9 @@ def test_the_error_names_leaf_and_file(damage, state, two_steps):
 def test_nothing_that_can_be_read(state, two_steps):
     for step in (1, 2):
         truncate(two_steps / str(step) / "default" / "manifest.ocdbt")
-    with pytest.raises(jzero.CheckpointError, match=r"(?s)No checkpoint in .* can be read:.*run/2.*run/1"):
+    with pytest.raises(jzero.CheckpointError, match=r"(?s)can be read:.*run/2.*run/1"):
         jzero.CheckpointManager(two_steps).restore(shapes(state))
-    with pytest.raises(jzero.CheckpointError, match=r"There is no step 5 in .*: it has \[1, 2\]"):
+    with pytest.raises(jzero.CheckpointError, match=r"no step 5 in .*\[1, 2\]"):
         jzero.CheckpointManager(two_steps).restore(shapes(state), step=5)
 
 
@@ -198,7 +198,7 @@ def test_no_permission(state, tmp_path):
     directory = unwritable(tmp_path)
     with (
         jzero.CheckpointManager(directory) as manager,
-        pytest.raises(jzero.CheckpointError, match=r"PermissionError.*See that this process may write there"),
+        pytest.raises(jzero.CheckpointError, match=r"PermissionError.*may write there"),
     ):
         manager.save(state)
     with pytest.raises(jzero.CheckpointError, match=r"could not be written .*PermissionError"):
@@ -327,5 +327,5 @@ def test_a_later_format_is_refused(state, tmp_path):
     path = tmp_path / "c" / "jzero" / "metadata"
     notes = {name: x for name, x in json.loads(path.read_text()).items() if name != "digest"}
     path.write_text(json.dumps(sign({**notes, "format": 2, "jzero": "9.9"})))
-    with pytest.raises(ValueError, match=r"written by jzero 9\.9 in format 2.*install a later jzero"):
+    with pytest.raises(ValueError, match=r"jzero 9\.9 in format 2"):
         jzero.restore_checkpoint(tmp_path / "c", shapes(state))

@@ -80,7 +80,7 @@ def test_an_error_that_passes_is_no_damage(error, call, times, run, monkeypatch)
             restored = manager.restore(make_state())
             np.testing.assert_array_equal(jzero.get_full_param(restored, "even"), np.full(64, 3.0))
         else:  # a directory that cannot be listed is not read twice
-            with pytest.raises(jzero.CheckpointError, match=r"since the file system fails \(.*\)\.\nThat is no sign"):
+            with pytest.raises(jzero.CheckpointError, match=r"file system fails \(.*\)\.\n"):
                 manager.restore(make_state())
     assert hit
     assert names_in(run) == ["1", "2"]
@@ -130,7 +130,7 @@ def test_damage_that_is_found_after_an_interrupt_is_damage(run):
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
-        with pytest.warns(UserWarning, match=r"Step 1 was restored, since what is newer is damaged"):
+        with pytest.warns(UserWarning, match="Step 1 was restored"):
             manager.restore(make_state())
 
 

@@ -57,7 +57,7 @@ def test_saving_again_and_out_of_turn(plain, tmp_path):
         assert not manager.save(numbered(state, 4))
         assert manager.save(numbered(state, 4), force=True)
         assert manager.save(state, step=10), "a step that the loop counts"
-        with pytest.raises(jzero.CheckpointError, match="holds step 10, so step 7 would not be the one to go on from"):
+        with pytest.raises(jzero.CheckpointError, match="holds step 10, so step 7"):
             manager.save(state, step=7)
     with jzero.CheckpointManager(tmp_path, save_interval_steps=10) as manager:
         assert not manager.save(numbered(state, 11)), "there is one to go on from"
@@ -84,7 +84,7 @@ def test_impossible_options(options, message, tmp_path):
 def test_steps_that_are_none(step, plain, tmp_path):
     with jzero.CheckpointManager(tmp_path) as manager:
         for use in (lambda: manager.save(sharded(plain, 1, 2), step=step), lambda: manager.restore_extra(step)):
-            with pytest.raises(ValueError, match="`step` must be a whole number of at least 0"):
+            with pytest.raises(ValueError, match="`step` must be"):
                 use()
         assert manager.all_steps() == []
 
@@ -104,7 +104,7 @@ def test_going_back_sets_later_steps_aside(plain, tmp_path):
         for number in (2, 4, 6):
             manager.save(numbered(state, number), extra={"branch": "first"})
         manager.restore(state, step=2)
-        with pytest.warns(UserWarning, match=r"goes on from step 2: the later steps \[4, 6\] were moved to"):
+        with pytest.warns(UserWarning, match=r"step 2: the later steps \[4, 6\]"):
             assert manager.save(numbered(state, 4), extra={"branch": "second"})
         assert manager.save(numbered(state, 5))
     with jzero.CheckpointManager(tmp_path) as manager:
@@ -141,7 +141,7 @@ def test_sigterm_after_a_save_that_failed(plain, tmp_path, monkeypatch):
         with monkeypatch.context() as broken:
             broken.setattr(orbax_io, "_write", fail)
             manager.save(numbered(state, 2))
-            with pytest.raises(jzero.CheckpointError, match=r"/2 could not be written \(OSError: disk on fire\)"):
+            with pytest.raises(jzero.CheckpointError, match=r"/2 .*\(OSError: disk on fire\)"):
                 manager.save(numbered(state, 3))
             assert manager.all_steps() == [1], "this one was not begun"
             manager.save(numbered(state, 4))
@@ -195,7 +195,7 @@ def test_a_metric_with_another_name(plain, tmp_path):
 def test_metrics_that_are_missing(plain, tmp_path):
     with (
         jzero.CheckpointManager(tmp_path, best_metric="loss") as manager,
-        pytest.raises(ValueError, match=r"`metrics` must hold 'loss'.*got \['acc'\]"),
+        pytest.raises(ValueError, match=r"'loss'.*got \['acc'\]"),
     ):
         manager.save(sharded(plain, 1, 2), metrics={"acc": 1.0})
 

@@ -70,11 +70,11 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
         assert rare == {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20}
     own = {"xla_gpu_all_gather_combine_threshold_bytes": 7}
     assert options("gpu", own)["xla_gpu_all_gather_combine_threshold_bytes"] == 7
-    with pytest.warns(UserWarning, match=r"all_gather_bucket_bytes, reduce_bucket_bytes.*tpu"):
+    with pytest.warns(UserWarning, match="reduce_bucket_bytes.*tpu"):
         assert options("tpu", "recommended") is None
-    with pytest.raises(ValueError, match=r"`compiler_options` must be None, 'recommended' or"):
+    with pytest.raises(ValueError, match="`compiler_options` must be"):
         jzero.make_train_step(models.mlp_loss, compiler_options="fast")
-    with pytest.raises(ValueError, match=r"`reduce_bucket_bytes` must be None or .*: got 0"):
+    with pytest.raises(ValueError, match=r"`reduce_bucket_bytes` .*: got 0"):
         jzero.ZeroConfig(reduce_bucket_bytes=0)
 
 

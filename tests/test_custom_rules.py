@@ -75,7 +75,7 @@ def test_a_rule_that_closes_over_a_value_of_the_loss_is_named(kind, make, way):
     loss = loss_of(make, way, lambda x: 1 + jnp.abs(x).mean())
     step = jzero.make_train_step(loss, check_rows=False)  # the value is one of several rows
     for stage in (0, 3):
-        with pytest.raises(ValueError, match=rf"float32\[\]: it is a rule of `{kind} scaled`.* as an argument"):
+        with pytest.raises(ValueError, match=rf"float32\[\]: .*`{kind} scaled`"):
             step.lower(sharded(stage), X)
     if way == "plain":
         with pytest.raises(ValueError, match=re.escape(__file__)):

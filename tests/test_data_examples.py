@@ -62,7 +62,7 @@ def test_files_read_from_their_start_are_read_in_order(tmp_path):
     assert yielded == collections.Counter(expected), "once, by several batches ahead"
     with pytest.raises(ValueError, match="cannot be shuffled by example"):
         jzero.data.make_loader(source, batch_size=8, shuffle=True)
-    with pytest.raises(ValueError, match="`num_workers=2`: files that are read from their start"):
+    with pytest.raises(ValueError, match="`num_workers=2`"):
         jzero.data.make_loader(source, batch_size=8, num_workers=2)
 
 
@@ -85,7 +85,7 @@ def test_an_example_that_raises_stop_iteration_does_not_end_the_data():
     source = Source(16)
     batches = iter(jzero.data.make_loader(source, batch_size=8))
     source.broken = {3: StopIteration()}
-    with pytest.raises(RuntimeError, match="Example 3 of epoch 0 raised StopIteration"):
+    with pytest.raises(RuntimeError, match="Example 3 of epoch 0"):
         next(batches)
 
 
@@ -137,7 +137,7 @@ def test_examples_that_are_not_alike_are_named(odd, message):
 def test_numbers_that_do_not_fit_are_named():
     batches = iter(make([{"x": np.array([i, 2**31 - 1 + (i == 13)])} for i in range(16)]))
     assert next(batches)["x"].dtype == jnp.int32
-    with pytest.raises(ValueError, match=r"Leaf 'x' of example 13 holds a int64 .* out of the range of int32"):
+    with pytest.raises(ValueError, match="'x' of example 13 holds a int64"):
         next(batches)
 
 

@@ -44,7 +44,7 @@ def test_examples_follow_each_other(paths):
     assert [source[i] for i in range(len(source))] == list(range(11))
     assert source[np.int64(7)] == 7
     for index in (-1, 11):
-        with pytest.raises(IndexError, match=f"There are 11 examples: got the index {index}"):
+        with pytest.raises(IndexError, match=f"11 examples: got the index {index}"):
             source[index]
 
 
@@ -96,7 +96,7 @@ def test_a_file_that_changed_is_named(paths):
     for how in ({"open_file": lines}, {"read": Reader()}):
         source = jzero.data.FileSource(paths, **how)
         paths[2].write_text("3\n4\n")
-        with pytest.raises(ValueError, match=r"2.txt' had 5 examples when they were counted, but example 3 is not"):
+        with pytest.raises(ValueError, match=r"2.txt' had 5 examples.*example 3"):
             source[6]
         paths[2].write_text("3\n4\n5\n6\n7\n")
         if source.sequential:
@@ -134,7 +134,7 @@ def test_impossible_arguments(paths, tmp_path):
         source(paths)
     with pytest.raises(ValueError, match="either `open_file`"):
         source(paths, open_file=lines, read=lines)
-    with pytest.raises(ValueError, match="`interleave` must be an integer >= 1: got 0"):
+    with pytest.raises(ValueError, match=r"`interleave` .*: got 0"):
         source(paths, open_file=lines, interleave=0)
     with pytest.raises(ValueError, match="`max_open_files` must be"):
         source(paths, open_file=lines, max_open_files=True)
@@ -144,5 +144,5 @@ def test_impossible_arguments(paths, tmp_path):
         source([*paths, paths[0]], open_file=lines)
     with pytest.raises(ValueError, match="The 1 files hold no examples"):
         source([paths[1]], open_file=lines)
-    with pytest.raises(ValueError, match=r"missing' could not be counted: FileNotFoundError.*storage that all share"):
+    with pytest.raises(ValueError, match=r"missing' .*: FileNotFoundError"):
         source([tmp_path / "missing"], open_file=lines)

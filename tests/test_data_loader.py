@@ -180,13 +180,13 @@ def test_positions_of_other_data_are_refused(tmp_path):
     for line in ("num_examples: saved 20, here 21", "seed: saved 4, here 5", "shuffle_window: saved None, here 5"):
         assert line in str(caught.value)
     assert "shuffle: " not in str(caught.value), "only what differs"
-    with pytest.raises(ValueError, match=r"has no \['epoch', 'example'\], only \['next_index'\]"):
+    with pytest.raises(ValueError, match=r"no \['epoch', 'example'\]"):
         other.set_state({"next_index": 3})
     for position in (None, 3, []):
         with pytest.raises(TypeError, match="`state` must be a position"):
             other.set_state(position)
     for example in (-1, 1.5, True, None):
-        with pytest.raises(ValueError, match=r"`state\['example'\]` must be an integer >= 0"):
+        with pytest.raises(ValueError, match=r"`state\['example'\]` must be"):
             other.set_state({**other.get_state(), "example": example})
     (tmp_path / "a").write_bytes(b"0123456789")
     (tmp_path / "b").write_bytes(b"01234567890123456789")

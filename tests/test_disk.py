@@ -160,7 +160,7 @@ def test_reading_editing_and_moving_what_is_on_disk(tmp_path):
     np.testing.assert_array_equal(found["['layer_2']['kernel']"], expected["['layer_2']['kernel']"] + 1)
     np.testing.assert_array_equal(found["[0].nu['layer_1']['kernel']"], expected["[0].nu['layer_1']['kernel']"])
     train(edited, steps=1)
-    with pytest.raises(RuntimeError, match="A later step overwrote what this state has on disk"):
+    with pytest.raises(RuntimeError, match="later step overwrote"):
         train(copy, steps=1)
 
 
@@ -239,12 +239,12 @@ def test_a_failed_step_changes_nothing_and_can_be_repeated(tmp_path, monkeypatch
 
 
 def test_errors_before_any_space_is_taken(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"`scale_by_muon` needs all of 'layer_0/kernel'.*LeafRule\(offload=False\)"):
+    with pytest.raises(ValueError, match=r"`scale_by_muon` .*'layer_0/kernel'"):
         state_on_disk(tmp_path, tx=optax.contrib.muon(1e-2))
-    with pytest.raises(ValueError, match=r"`Offload.path` must be a folder .*/nowhere.*does not exist"):
+    with pytest.raises(ValueError, match=r"`Offload.path` .*/nowhere"):
         state_on_disk(tmp_path / "nowhere")
     monkeypatch.setattr("jzero.disk.stores.free_bytes", lambda folder: 12345)
-    with pytest.raises(DiskError, match=r"two slots of [0-9,]+ bytes take [0-9,]+, and 12,345 are free"):
+    with pytest.raises(DiskError, match=r"two slots .* 12,345 are free"):
         state_on_disk(tmp_path)
     for options, message in (
         ({"optimizer": "disk"}, r"`Offload.path` is the folder for `optimizer='disk'`.*path=None"),
@@ -260,13 +260,13 @@ def test_errors_before_any_space_is_taken(tmp_path, monkeypatch):
 def test_what_programs_cannot_do_is_told(tmp_path):
     state = state_on_disk(tmp_path)
     step = jzero.make_train_step(models.mlp_loss)
-    with pytest.raises(ValueError, match=r"outside of programs \(`Offload\(optimizer='disk'\)`\) is trained by calls"):
+    with pytest.raises(ValueError, match="is trained by calls"):
         jax.jit(lambda s: step(s, models.mlp_batch(48)))(state)
     loss, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(48))
     assert np.isfinite(loss)
-    with pytest.raises(ValueError, match=r"updated by steps of `make_train_step` alone"):
+    with pytest.raises(ValueError, match="steps of `make_train_step` alone"):
         state.apply_gradients(grads=grads)
-    with pytest.raises(TypeError, match=r"'0/mu/layer_0/kernel' is on disk: it is no array"):
+    with pytest.raises(TypeError, match="'0/mu/layer_0/kernel' is on disk"):
         jnp.sum(state.opt_state.inner[0].mu["layer_0"]["kernel"])
     with pytest.raises(TypeError, match="This state has shapes but no values"):
         step(jzero.abstract_train_state(state), models.mlp_batch(48))

@@ -144,7 +144,7 @@ def test_a_cut_file(folder):
     store = DiskStore(folder, SIZES)
     train(Pipeline(store), 0)
     os.ftruncate(store._files[store.slot]._fd, PAGE * 10)
-    with pytest.raises(DiskError, match=r"was cut: reading [\d,]+ bytes at [\d,]+ ended after [\d,]+\. Restore"):
+    with pytest.raises(DiskError, match=r"cut: .* [\d,]+ bytes at [\d,]+ ended"):
         train(Pipeline(store), 1)
     assert store.generation == 1
 
@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_found_in_any_slot(folder, record):
         for step in range(2):
             train(pipeline, step)
             flip(pipeline.store, record, bit=8 * SIZES[record] - 1 - step)
-            found = pytest.raises(DiskError, match=rf"^Record {record} in .*checksum.*restore a checkpoint")
+            found = pytest.raises(DiskError, match=rf"^Record {record} in .*checksum")
             with found if checksum else contextlib.nullcontext():
                 pipeline.run(adam_like(9), writes=False)
             flip(pipeline.store, record, bit=8 * SIZES[record] - 1 - step)
@@ -188,14 +188,14 @@ def test_a_write_that_was_lost_is_found(folder, monkeypatch):
 def test_too_little_space_is_found_before_anything_is_computed(folder, monkeypatch):
     there = free_bytes(folder)
     size = (there // 2 // PAGE + 1) * PAGE
-    with pytest.raises(DiskError, match=rf"two slots of {size:,} bytes take {2 * size:,}, and [\d,]+ are free"):
+    with pytest.raises(DiskError, match=rf"take {2 * size:,}, and "):
         DiskStore(folder, [size])
 
     def fallocate(fd, offset, num_bytes):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)  # a quota, of which statvfs knows nothing
-    with pytest.raises(DiskError, match=rf"another {sum(FEW):,} bytes: .*quota.*, and [\d,]+ are free") as caught:
+    with pytest.raises(DiskError, match=rf"another {sum(FEW):,} bytes: .*quota") as caught:
         DiskStore(folder, FEW)
     assert not open_files(), "although the error is still there"
     assert folder in str(caught.value)
@@ -347,9 +347,7 @@ def test_a_forked_child_cannot_disturb(folder):
 
 
 def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"`Offload\.path` must be a folder .* got '.*/missing', but it does not exist"
-    ):
+    with pytest.raises(ValueError, match=r"`Offload\.path` .*/missing'"):
         check_folder(tmp_path / "missing")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="it is a file"):

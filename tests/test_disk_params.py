@@ -187,7 +187,7 @@ def test_reading_editing_and_moving_rows(tmp_path):
     edited = jzero.set_full_param(state, "h/w", value=value)
     assert (jzero.get_full_param(edited, "h/w") == value).all()
     assert (np.asarray(jzero.gather_params(edited)["h"]["w"]) == np.asarray(1 / 3, jnp.bfloat16)).all()
-    with pytest.raises(RuntimeError, match="A later step overwrote what this state has on disk"):
+    with pytest.raises(RuntimeError, match="later step overwrote"):
         jzero.make_eval_step(loss_fn)(state, batch())
     _, losses = train(edited, [1])
     _, near = train(jzero.set_full_param(other, "h/w", value=value), [1])
@@ -215,27 +215,27 @@ def test_errors_say_what_else_to_do(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             jzero.Offload(params="disk", **options)
-    with pytest.raises(ValueError, match=r"`Offload\(params='disk'\)` needs stage 3, .* got stage 2"):
+    with pytest.raises(ValueError, match=r"needs stage 3, .* got stage 2"):
         config(on_disk(tmp_path), stage=2)
-    with pytest.raises(ValueError, match=rf"here is none that is trained and cut.*LeafRule\(scan_dim=0\).*`{host}`"):
+    with pytest.raises(ValueError, match=rf"trained and cut.*`{host}`"):
         made(on_disk(tmp_path), persistence_threshold=10**6)
     plain = jzero.TrainState.create(params=params(), tx=optax.adamw(1e-2))
-    with pytest.raises(ValueError, match=rf"needs a mesh of ZeRO's axes .*got \('data', 'model'\).*`{host}`"):
+    with pytest.raises(ValueError, match=rf"got \('data', 'model'\).*`{host}`"):
         jzero.shard_train_state(plain, config=config(on_disk(tmp_path)), mesh=jzero.make_mesh(data=4, model=2))
     state = made(on_disk(tmp_path))
     penalty = lambda params, batch: loss_fn(params, batch) + jnp.square(params["h"]["w"]).sum()
-    with pytest.raises(ValueError, match=rf"uses 'h/w', of shape .*, as a whole, but it is on disk.*`{host}`"):
+    with pytest.raises(ValueError, match=rf"'h/w', of shape.*`{host}`"):
         jzero.make_train_step(penalty, check_rows=False)(state, batch())
-    with pytest.raises(ValueError, match=rf"'h/v' is on disk .*outside of `jax.jit`.*`{host}`"):
+    with pytest.raises(ValueError, match=rf"'h/v' is on disk.*`{host}`"):
         jax.jit(lambda s: jzero.make_eval_step(loss_fn)(s, batch()))(state)
     with pytest.raises(TypeError, match="'h/w' is on disk: it is no array"):
         jax.jit(lambda p: jnp.sum(p["h"]["w"]))(state.params)
-    with pytest.raises(ValueError, match=r"outside of `jax.jit`. Use them, or keep .*`Offload\(optimizer='host'\)`"):
+    with pytest.raises(ValueError, match=r"outside of `jax.jit`. Use them"):
         jax.jit(lambda s: jzero.natural_params(s)["out"])(state)
-    with pytest.raises(ValueError, match=r"updated by steps of `make_train_step` alone"):
+    with pytest.raises(ValueError, match="steps of `make_train_step` alone"):
         state.apply_gradients(grads=state.params)
     replaced = state.replace(params=params())
-    with pytest.raises(ValueError, match=r"'h/v' is an array .*`jzero.set_full_param`"):
+    with pytest.raises(ValueError, match="'h/v' is an array"):
         jzero.make_train_step(loss_fn)(replaced, batch())
     with pytest.raises(TypeError, match="This state has shapes but no values"):
         jzero.make_eval_step(loss_fn)(jzero.abstract_train_state(state), batch())

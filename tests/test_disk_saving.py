@@ -194,7 +194,7 @@ def test_a_flipped_bit_in_the_store_is_not_saved(on_disk, tmp_path):
     state = on_disk()
     flip_a_bit(files_of(state), 5)
     for attempt in (lambda: jzero.save_checkpoint(tmp_path / "c", state), lambda: saved(tmp_path / "run", state)):
-        with pytest.raises(DiskError, match=r"Record 5 in .* is not what was written there"):
+        with pytest.raises(DiskError, match="Record 5 in "):
             attempt()
     assert not (tmp_path / "c").exists()
     assert not list((tmp_path / "run").glob("*"))
@@ -220,7 +220,7 @@ def test_a_damaged_checkpoint_is_noticed_and_leaves_no_files(on_disk, like, tmp_
     with pytest.raises(jzero.CheckpointError, match="damaged"):
         manager.restore(like(), step=2)
     assert num_open_files() == 0
-    with pytest.warns(UserWarning, match="Step 1 was restored, since what is newer is damaged"):
+    with pytest.warns(UserWarning, match="Step 1 was restored"):
         restored = manager.restore(like())
     assert num_open_files() == 2
     train(step, restored, 1)
@@ -239,9 +239,7 @@ def test_checksums_find_what_the_file_format_does_not(on_disk, like, tmp_path, m
         patch.setattr(disk_saving.Snapshot, "read", read)
         jzero.save_checkpoint(tmp_path / "c", on_disk())
     for kind in ("disk", "host"):
-        with pytest.raises(
-            jzero.CheckpointError, match="are not what was written, by their checksums:\n  opt_state/0/mu/even"
-        ):
+        with pytest.raises(jzero.CheckpointError, match="checksums:\n  opt_state/0/mu/even"):
             jzero.restore_checkpoint(tmp_path / "c", like(kind))
     assert num_open_files() == 0
 

@@ -221,11 +221,9 @@ def test_the_key_of_a_loss_is_asked_for_and_refused_by_name():
 
     value_and_grad = jzero.value_and_grad(noisy)
     assert value_and_grad(state, batch, rng=key)[0].shape == ()
-    with pytest.raises(
-        TypeError, match=r"The loss takes a third argument, 'rng': pass a key, `step\(state, batch, rng="
-    ):
+    with pytest.raises(TypeError, match="third argument, 'rng'"):
         value_and_grad(state, batch)
-    with pytest.raises(TypeError, match=r"A key was passed as `rng`, but the loss takes none"):
+    with pytest.raises(TypeError, match="the loss takes none"):
         jzero.value_and_grad(silent)(state, batch, rng=key)
     assert float(jzero.value_and_grad(scaled)(state, batch)[0]) == 16.0
     wrapped = functools.wraps(silent)(lambda *args: silent(*args[:2]))  # takes more than it says

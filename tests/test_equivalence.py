@@ -136,7 +136,7 @@ def test_a_fault_of_jzero_is_found(monkeypatch):
     monkeypatch.setattr("jzero.engine.placed.reduce_shard", reduce_shard)
     report = compare(config=make_config(1, "bf16"), batches=BATCHES[:1])
     assert max(report.loss, report.grad_norm) < 1e-3
-    with pytest.raises(AssertionError, match=r"^The leaf 'layer_\d/\w+' drifts by \S+, more than 0\.1\.\n"):
+    with pytest.raises(AssertionError, match=r"'layer_\d/\w+' drifts .* 0\.1"):
         report.check(loss=1e-2, grad_norm=1e-2, params=0.1)
 
 
@@ -286,12 +286,12 @@ def test_errors():
     needs_rng = r"`loss_fn` needs \['rng'\] beside parameters and batch, .* Pass a loss without randomness"
     with pytest.raises(TypeError, match=needs_rng):
         compare(lambda params, batch, rng: 0.0, state)
-    with pytest.raises(TypeError, match=r"needs \['batch_stats'\] .* `mutable=\(\"batch_stats\",\)`"):
+    with pytest.raises(TypeError, match=r"needs \['batch_stats'\]"):
         compare(lambda params, batch, batch_stats: 0.0, state)
-    with pytest.raises(ValueError, match="`batches` is empty: pass one batch per step"):
+    with pytest.raises(ValueError, match="`batches` is empty"):
         compare(state=state, batches=[])
     for single in (BATCHES[0], BATCHES[0]["x"]):
-        with pytest.raises(TypeError, match="`batches` must be a sequence of batches: put a single one into a list"):
+        with pytest.raises(TypeError, match="`batches` must be a sequence"):
             compare(state=state, batches=single)
     with pytest.raises(ValueError, match="Say what to partition"):
         jzero.check_equivalence(models.mlp_loss, state, BATCHES)

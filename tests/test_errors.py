@@ -147,7 +147,7 @@ def test_mesh_devices_must_be_some_and_distinct():
 
 def test_mesh_of_one_device_warns_where_there_are_more():
     mesh = jzero.make_mesh(devices=jax.devices()[:1])
-    with pytest.warns(UserWarning, match=r"one device, but 8 are there.*jzero\.make_mesh\(\)"):
+    with pytest.warns(UserWarning, match="one device, but 8 are there"):
         state = jzero.shard_train_state(plain_state(), stage=3, mesh=mesh)
     state, metrics = jzero.make_train_step(loss_fn)(state, BATCH)
     assert metrics["loss"] == pytest.approx(float(loss_fn(plain_state().params, BATCH)), rel=1e-6)

@@ -57,12 +57,12 @@ def test_static_fields_are_no_leaves():
 
 
 def test_tx_must_be_an_optimizer():
-    with pytest.raises(TypeError, match=r"`tx` must be an optax transformation.*got NoneType.*set_to_zero"):
+    with pytest.raises(TypeError, match=r"`tx` .*got NoneType.*set_to_zero"):
         jzero.TrainState.create(params={"w": jnp.ones((4, 4))}, tx=None)
 
 
 def test_a_name_that_is_not_there_hints_at_the_nearest():
-    with pytest.raises(AttributeError, match=r"no attribute 'shard_state'. Did you mean 'shard_train_state'"):
+    with pytest.raises(AttributeError, match="mean 'shard_train_state'"):
         jzero.shard_state  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
         jzero.xyzzy  # noqa: B018
@@ -216,14 +216,12 @@ def test_what_a_step_consumes_cannot_be_an_argument_too():
     """Called all the same, jax 0.10 ends the process on several devices."""
     state, step = sharded_state(), jzero.make_train_step(lambda params, batch, rng: loss_fn(params, batch["x"]))
     key = jax.random.key(0)
-    with pytest.raises(
-        ValueError, match=r"'batch/step' is the very array that the state holds as 'step'.* `jnp\.copy`"
-    ):
+    with pytest.raises(ValueError, match=r"'batch/step' .* as 'step'"):
         step(state, {"x": BATCH, "step": state.step}, rng=key)
-    with pytest.raises(ValueError, match=r"'rng' is the very array that the state holds as 'params/dense/b'"):
+    with pytest.raises(ValueError, match=r"'rng' .* as 'params/dense/b'"):
         step(state, {"x": BATCH}, rng=state.params["dense"]["b"])
     twice = state.replace(params={"dense": dict.fromkeys("bw", state.params["dense"]["w"])})
-    with pytest.raises(ValueError, match="holds one array twice, as 'params/dense/b' and as 'params/dense/w'"):
+    with pytest.raises(ValueError, match=r"dense/b' and as 'params/dense/w'"):
         step(twice, {"x": BATCH}, rng=key)
     new, _ = step(state, {"x": BATCH, "step": jnp.copy(state.step)}, rng=key)
     assert int(new.step) == 1

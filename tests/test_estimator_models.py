@@ -217,9 +217,9 @@ def test_nnx_modules_that_are_no_trees():
 @pytest.mark.parametrize("function", [ZERO3, ZERO3_COLD])
 def test_the_largest_layer_is_part_of_the_model(function):
     for value in (-1, math.nan, True, "3"):
-        with pytest.raises(ValueError, match=r"^`largest_layer_params` must be a number of parameters"):
+        with pytest.raises(ValueError, match=r"^`largest_layer_params` must be"):
             function(9, value)
-    with pytest.raises(ValueError, match=r"^`largest_layer_params` must not exceed `total_params`.*: got 10 of 9\.$"):
+    with pytest.raises(ValueError, match=r"`total_params`.*: got 10 of 9"):
         function(9, 10)
     function(9, 9)
 
@@ -228,7 +228,7 @@ def test_the_largest_layer_is_part_of_the_model(function):
 def test_models_that_are_none(live, capsys):
     with pytest.raises(TypeError, match=r"(?s)model: Dense.*pass the variables"):
         live(nn.Dense(3))
-    with pytest.raises(TypeError, match=r"(?s)these are not:\n  layer/act: function\n  layer/name: str\n"):
+    with pytest.raises(TypeError, match=r"(?s)layer/act: .* layer/name: str\n"):
         live({"layer": {"w": np.ones(3), "name": "x", "act": lambda x: x}})
     with pytest.raises(TypeError, match="layer: ndarray"):
         live({"layer": np.array([None])})

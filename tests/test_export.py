@@ -72,11 +72,11 @@ def test_every_dtype_is_read_as_it_was_written(stage, tmp_path):
 def test_other_dtypes_are_named(dtype, tmp_path):
     plain = jzero.TrainState.create(params={"w": jnp.ones(8), "q": jnp.ones((16, 8), dtype)}, tx=optax.sgd(0.1))
     state = sharded(plain, 3)
-    with pytest.raises(ValueError, match=rf"q: {dtype}, which safetensors does not have"):
+    with pytest.raises(ValueError, match=f"q: {dtype}, which safetensors"):
         jzero.export_params(state, tmp_path / "x")
     jzero.export_params(state, tmp_path / "x", paths="w")
     if dtype == "float8_e4m3":
-        with pytest.raises(ValueError, match="Orbax cannot write leaves of these dtypes:\n  params/q: float8_e4m3\n"):
+        with pytest.raises(ValueError, match=r"Orbax .*\n  params/q: float8_e4m3\n"):
             jzero.save_checkpoint(tmp_path / "checkpoint", state)
 
 
@@ -84,7 +84,7 @@ def test_numbers_that_the_dtype_does_not_hold(tmp_path):
     state = sharded(jzero.TrainState.create(params={"w": jnp.full(8, 1e5)}, tx=optax.sgd(0.1)), 3)
     jzero.save_checkpoint(tmp_path / "checkpoint", state)
     for export, source in ((jzero.export_params, state), (jzero.export_checkpoint, tmp_path / "checkpoint")):
-        with pytest.raises(ValueError, match="w cannot be exported: it holds float32 numbers such as 100000"):
+        with pytest.raises(ValueError, match=r"w cannot be exported: .* 100000"):
             export(source, tmp_path / "x", dtype="float16")
 
 
@@ -128,7 +128,7 @@ def test_a_file_beside_an_index_of_other_files(tmp_path):
         save_file({"w": np.full(8, value, np.float32)}, tmp_path / f"{name}.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"w": "model-00001-of-00001.safetensors"}}')
-    with pytest.raises(jzero.CheckpointError, match=r"two models: .* model\.safetensors, .*\.index\.json lists"):
+    with pytest.raises(jzero.CheckpointError, match=r" model\.safetensors, .*\.index\.json"):
         jzero.load_params(state, tmp_path)
     named = {tmp_path / "model.safetensors": 1, index: 0}
     assert all(float(jzero.load_params(state, path).params["w"][0]) == value for path, value in named.items())
@@ -222,7 +222,7 @@ def test_parts_are_read_ahead_up_to_a_limit(tmp_path):
 def test_names_that_are_the_same(tmp_path):
     params = {"a": {"b": jnp.ones(3)}, "a.b": jnp.ones(3)}
     state = sharded(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), 1)
-    with pytest.raises(ValueError, match=r"cannot be told apart on disk.*params\.a\.b"):
+    with pytest.raises(ValueError, match=r"told apart on disk.*params\.a\.b"):
         jzero.export_params(state, tmp_path / "x.safetensors")
 
 

@@ -149,9 +149,7 @@ def test_the_choice_fits_by_the_compiler_for_gpus():
 
 
 def test_a_step_that_takes_too_much_stays_as_it_is():
-    with pytest.warns(
-        UserWarning, match=r"Nothing is kept: the step as it is takes .* per device \(estimated\).*jzero.fit"
-    ):
+    with pytest.warns(UserWarning, match=r"(?s)Nothing is kept.*jzero.fit"):
         step, found = filled(1000)
     assert found is step
 
@@ -196,11 +194,11 @@ def test_numbers_stay():
 
 def test_impossible_arguments_are_refused():
     state, batch, step = make_state(), make_batch(), jzero.make_train_step(loss_fn)
-    with pytest.raises(ValueError, match=r"memory of these devices is not known: pass `hbm_bytes=`"):
+    with pytest.raises(ValueError, match="pass `hbm_bytes=`"):
         jzero.fill_memory(step, state, batch)
-    with pytest.raises(ValueError, match=r"`hbm_bytes` must be None or a number of bytes >= 1: got 0"):
+    with pytest.raises(ValueError, match=r"`hbm_bytes` must be .*: got 0"):
         jzero.fill_memory(step, state, batch, hbm_bytes=0)
-    with pytest.raises(TypeError, match="what `make_train_step` returned: got function"):
+    with pytest.raises(TypeError, match="got function"):
         jzero.fill_memory(loss_fn, state, batch)
     with pytest.raises(TypeError, match="not sharded by jzero"):
         jzero.fill_memory(step, jzero.unshard_train_state(state), batch, hbm_bytes=1e9, confirm=False)

@@ -179,5 +179,5 @@ def test_bad_options_are_refused_before_anything_is_read(bad, says, tmp_path, ca
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     hf_models.write_folder(tmp_path / "small", "llama", vocab_size=100)
-    with pytest.raises(SystemExit, match="The tokenizer has 259 tokens, but the embedding 100 rows"):
+    with pytest.raises(SystemExit, match=r"259 tokens, .* 100 rows"):
         finetune_run.main(*options(tmp_path), f"--model={tmp_path / 'small'}")

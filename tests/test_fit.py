@@ -190,9 +190,7 @@ def test_what_the_configuration_excludes_is_not_searched(name):
         mesh = jax.sharding.AbstractMesh(tuple(x.mesh_shape.values()), tuple(x.mesh_shape))
         assert jzero.plan_train_state(state, config=x.config, mesh=mesh).config == x.config
     if 0 not in stages:
-        with pytest.raises(
-            ValueError, match=r"`config` excludes all of `stages`, \(0, 2\): `Offload\(params='host'\)`"
-        ):
+        with pytest.raises(ValueError, match=r"\(0, 2\): `Offload\(params='host'\)`"):
             jzero.fit(state, stack_loss, BATCH, config=config, stages=(0, 2), **options)
 
 
@@ -265,7 +263,7 @@ def test_json_and_table():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="memory of these devices is not known: pass `hbm_bytes=`"):
+    with pytest.raises(ValueError, match="pass `hbm_bytes=`"):
         jzero.fit(make_state, stack_loss, BATCH)
     bad = [
         ({"hbm_bytes": -1}, "`hbm_bytes` must be None or a number of bytes >= 1: got -1"),

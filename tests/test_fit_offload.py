@@ -131,9 +131,9 @@ def test_optimizers_that_cannot_use_a_disk_are_not_tried_there():
 
 
 def test_a_disk_must_be_known():
-    with pytest.raises(ValueError, match="`jzero doctor --disk PATH` measures both"):
+    with pytest.raises(ValueError, match="`jzero doctor --disk PATH`"):
         on_h200(disk_path="/local/scratch")
-    with pytest.raises(ValueError, match="`host_bytes` must be None or a number > 0"):
+    with pytest.raises(ValueError, match="`host_bytes` must be"):
         on_h200(host_bytes=-1)
 
 

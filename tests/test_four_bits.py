@@ -120,7 +120,5 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path):
     """Bytes that were never of 4 bits."""
     state = sharded(make_params("uint8"))
     jzero.save_checkpoint(tmp_path / "bytes", state)
-    with pytest.raises(
-        ValueError, match=r"params/odd: uint8 numbers from 0 to 255, and uint4 holds those from 0 to 15"
-    ):
+    with pytest.raises(ValueError, match=r"params/odd: uint8 .* uint4"):
         jzero.restore_checkpoint(tmp_path / "bytes", sharded(make_params("uint4")))

@@ -208,7 +208,7 @@ def test_step_arguments_need_the_number_of_micro_batches():
         report.step_arguments()
     _, report = jzero.from_deepspeed(config, num_devices=8)
     assert report.step_arguments()["accumulate_steps"] == 2
-    with pytest.warns(UserWarning, match="Nothing decides `gradient_accumulation_steps`"):
+    with pytest.warns(UserWarning, match="`gradient_accumulation_steps`"):
         _, auto = read({"gradient_accumulation_steps": "auto"}, num_devices=8)
     with pytest.raises(ValueError, match="'auto'"):
         auto.step_arguments()
@@ -232,7 +232,7 @@ def test_what_is_not_made_says_for_want_of_what():
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     }
-    with pytest.warns(UserWarning, match="`optimizer.params.lr`, `scheduler.params.total_num_steps`"):
+    with pytest.warns(UserWarning, match="`scheduler.params.total_num_steps`"):
         _, report = jzero.from_deepspeed(source)
     assert report.optimizer is None
     assert report.schedule is None

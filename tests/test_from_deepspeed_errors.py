@@ -106,7 +106,7 @@ def test_unknown_keys_outside_pass_with_a_hint():
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "8"])
 def test_num_devices_is_checked(value):
-    with pytest.raises(ValueError, match="`num_devices` must be None or an integer >= 1"):
+    with pytest.raises(ValueError, match="`num_devices` must be"):
         read({}, num_devices=value)
 
 

@@ -64,7 +64,7 @@ def test_mics_names_the_mesh_that_it_needs():
     )
     assert plan.num_shards == 2
     assert read(zero(8), num_devices=8)[0].replica_axis is None
-    with pytest.raises(ValueError, match=r"`zero_optimization.mics_shard_size` \(3\) must divide"):
+    with pytest.raises(ValueError, match=r"mics_shard_size` \(3\) must"):
         read(zero(3), num_devices=8)
 
 
@@ -76,7 +76,7 @@ def test_hpz_names_the_mesh_that_it_needs():
     assert (config.node_axis, config.secondary_params) == ("node", True)
     assert "jzero.make_mesh(node=2, data=4)" in note(report, "zero_optimization.zero_hpz_partition_size")
     assert [read(zero(size), num_devices=8)[0].node_axis for size in (0, 1, 8)] == [None] * 3
-    with pytest.raises(ValueError, match=r"`zero_optimization.zero_hpz_partition_size` \(3\) must divide"):
+    with pytest.raises(ValueError, match=r"hpz_partition_size` \(3\) must"):
         read(zero(3), num_devices=8)
 
 
@@ -164,7 +164,7 @@ def test_zenflow_is_read_with_intervals_in_steps():
     assert (found["offload"], found["update_interval"]) == ("ignored", "ignored")
     assert "the next multiple of `update_interval`" in str(report)
     assert not any("update_interval" in row for row in report.undecided)
-    with pytest.warns(UserWarning, match="does not honour `zero_optimization.zenflow.select_strategy`"):
+    with pytest.warns(UserWarning, match="zenflow.select_strategy`"):
         config, report = read({"zero_optimization": {**zero, "zenflow": {"select_strategy": "epoch"}}})
     assert config.offload.zenflow == jzero.ZenFlow(overlap=False), "DeepSpeed's default"
     config, report = read({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}})
@@ -187,7 +187,7 @@ def test_optimizer_state_goes_to_nvme(name):
 
 
 def test_nvme_needs_a_folder():
-    with pytest.raises(ValueError, match=r"set `zero_optimization\.offload_optimizer\.nvme_path`"):
+    with pytest.raises(ValueError, match=r"offload_optimizer\.nvme_path`"):
         read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}})
 
 
