@@ -22,6 +22,14 @@ REMEDY = re.compile(
     re.IGNORECASE,
 )
 
+QUOTED = re.compile(r"`[^`]*`|(?<!\w)'[^'\n]*'|\w+=…")  # code, what a user may have written, and values
+WRONG = {
+    "does not end with a period": r"\A(?:jzero|[A-Z`…])(?s:.*)[^.…]\Z",  # as a part of another message must not
+    "has a name outside of backticks": r"\w_\w|\bjzero\.\w",
+    "begs or shouts": r"(?i:\bplease\b|\bsorry\b)|!",
+}
+"""What is wrong with the form of a message, by how one finds it."""
+
 
 def template(node):
     """Returns the text of a message as it is written in the source, with an ellipsis for what varies."""
@@ -58,6 +66,12 @@ def messages():
     return found
 
 
+def faults(text):
+    """Returns what is wrong with the form of a message."""
+    bare = QUOTED.sub("…", text.rstrip())
+    return [fault for fault, pattern in WRONG.items() if re.search(pattern, bare)]
+
+
 def explained():
     """Returns the heads of messages that the page explains."""
     return re.findall(r"^(?!:   |#)(\S.*)\n(?=(?:\S.*\n)*:   )", PAGE.read_text(), re.MULTILINE)
@@ -88,6 +102,25 @@ def test_every_message_that_is_explained_exists():
 )
 def test_which_messages_say_what_to_do(text, says):
     assert bool(REMEDY.search(text)) == says
+
+
+def test_the_form_of_messages():
+    found = [f"{at}: {text}\n  {', '.join(faults(text))}" for at, text in messages() if faults(text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("`x` must be of one device's rows: got offload=…, 'a_b'. Do:\n… jzero does so.", 0),
+        ("`x` must be positive", 1),
+        ("jzero.fit needs `x`: call make_mesh().", 1),
+        ("it ends after … examples", 0),
+        ("Please wait!", 2),
+    ],
+)
+def test_what_is_wrong_with_the_form_of_a_message(text, found):
+    assert len(faults(text)) == found
 
 
 def test_heads_of_messages():
