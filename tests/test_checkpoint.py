@@ -41,7 +41,9 @@ def plain():
     return linen_state()
 
 
-WRITERS = list(itertools.product(STAGES, (1, 3, 8)))
+READERS = {1: (1, 2, 5, 8), 3: (5, 1, 8, 2), 8: (8, 5, 2, 1)}
+"""The numbers of devices that read at each stage, by the number that wrote."""
+WRITERS = list(itertools.product(STAGES, READERS))
 
 
 @ONE_DEVICE
@@ -49,7 +51,7 @@ WRITERS = list(itertools.product(STAGES, (1, 3, 8)))
 def test_any_layout_reads_what_any_other_wrote(writer_stage, writer_num, plain, tmp_path):
     expected = arrays(plain)
     jzero.save_checkpoint(tmp_path / "c", sharded(plain, writer_stage, writer_num))
-    for stage, num in itertools.product(STAGES, (1, 2, 5, 8)):
+    for stage, num in enumerate(READERS[writer_num]):
         restored = jzero.restore_checkpoint(tmp_path / "c", like(plain, stage, num))
         assert_holds(restored, expected)
         assert type(restored) is StateWithStats
@@ -57,12 +59,12 @@ def test_any_layout_reads_what_any_other_wrote(writer_stage, writer_num, plain, 
 
 
 @ONE_DEVICE
-@singles(writer_stage=STAGES, writer_num=[1, 3, 8])
+@pytest.mark.parametrize(("writer_stage", "writer_num"), default_for([(2, 3)], WRITERS))
 def test_any_layout_reads_what_any_other_wrote_nnx(writer_stage, writer_num, tmp_path):
     expected = arrays(nnx.state(nnx_state()))
     jzero.save_checkpoint(tmp_path / "c", sharded(nnx_state(), writer_stage, writer_num))
     shapes = nnx.eval_shape(functools.partial(nnx_state, 5))
-    for stage, num in zip(STAGES, (5, 1, 8, 2) if writer_num == 3 else (8, 2, 1, 5), strict=True):
+    for stage, num in enumerate(READERS[writer_num]):
         model, optimizer = jzero.restore_checkpoint(tmp_path / "c", like(shapes, stage, num))
         assert_holds(nnx.state((model, optimizer)), expected)
         assert model.tied.kernel is model.first.kernel
@@ -125,9 +127,7 @@ def test_golden_checkpoint_of_this_format_is_read():
     """Written once by the first version that knew the format, `python -m tests.golden`; later ones have to read it."""
     from tests import golden  # noqa: PLC0415
 
-    for stage, num in ((0, 2), (3, 8)):
-        restored = jzero.restore_checkpoint(GOLDEN, golden.like(stage, mesh(num)))
-        assert_holds(restored, golden.expected())
+    assert_holds(jzero.restore_checkpoint(GOLDEN, golden.like(3, mesh(8))), golden.expected())
     info = jzero.inspect_checkpoint(GOLDEN, verify=True)
     assert info.damaged == {}
     assert info.extra["note"] == "golden"
@@ -152,23 +152,23 @@ def mixed_state(stage, precision):
 )
 def test_going_on_equals_never_having_stopped(stage, precision, tmp_path):
     step = jzero.make_train_step(models.mlp_loss)
-    batches = [models.mlp_batch(24, seed=i) for i in range(25)]
+    batches = [models.mlp_batch(24, seed=i) for i in range(8)]
     state = mixed_state(stage, precision)
-    for batch in batches[:5]:
+    for batch in batches[:3]:
         state, _ = step(state, batch)
     with jzero.CheckpointManager(tmp_path) as manager:
         manager.save(state)
         losses = []
-        for batch in batches[5:]:
+        for batch in batches[3:]:
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
         start = jzero.abstract_train_state(mixed_state(stage, precision), config=jzero.plan_of(state).config)
         restored = manager.restore(start)
     again = []
-    for batch in batches[5:]:
+    for batch in batches[3:]:
         restored, metrics = step(restored, batch)
         again.append(float(metrics["loss"]))
-    assert len({*losses}) == 20
+    assert len({*losses}) == 5
     assert again == losses
     assert_same_bits(arrays(restored), arrays(state))
 
@@ -179,7 +179,7 @@ def test_a_restored_state_takes_no_more_memory_and_is_donated(tmp_path):
     fresh, _ = step(mixed_state(3, "fp32"), batch)
     jzero.save_checkpoint(tmp_path / "c", fresh)
     shapes = jzero.abstract_train_state(fresh, config=jzero.plan_of(fresh).config)
-    jax.clear_caches()
+    jzero.restore_checkpoint(tmp_path / "c", shapes)  # so that what is cached is there
     before = jax.live_arrays()  # held, so that none of them goes in the meantime
     restored = jzero.restore_checkpoint(tmp_path / "c", shapes)
     gc.collect()
@@ -210,7 +210,7 @@ def test_training_goes_on_while_files_are_written(tmp_path):
     step = jzero.make_train_step(lambda params, batch: sum(x.sum() for x in jax.tree.leaves(params)) * batch.mean())
     shapes = jzero.abstract_train_state(state, stage=3)
     with jzero.CheckpointManager(tmp_path) as manager:
-        for _ in range(4):
+        for _ in range(3):
             state, _ = step(state, jnp.ones(8))
             manager.save(state)
         manager.wait()
