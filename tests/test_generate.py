@@ -140,9 +140,9 @@ def test_weights_are_divided_by_as_little_as_fits(limit, num_places, says, monke
     layouts.choose_mesh(model, num_places=num_places, **sizes)
     assert says in capsys.readouterr().out
     if limit is not None:
-        with pytest.raises(SystemExit, match=r"GiB of weights and .* of cache do not fit"):
+        with pytest.raises(SystemExit, match=r"weights and .* do not fit"):
             layouts.choose_mesh(model, num_places=10**7, **sizes)
-    with pytest.raises(SystemExit, match="--divide-by must divide the 8 devices: got 3"):
+    with pytest.raises(SystemExit, match=r"--divide-by .*8 devices.*3"):
         layouts.choose_mesh(model, num_places=num_places, **{**sizes, "divide_by": 3})
 
 

@@ -160,7 +160,7 @@ def test_only_runs_what_was_asked_for(tmp_path, monkeypatch):
 
 def test_no_report_of_a_cpu_by_accident(tmp_path, monkeypatch):
     machine = {**MACHINE, "facts": {"platform": "cpu", "kind": "cpu", "count": 8}}
-    with pytest.raises(SystemExit, match="No GPU here, but 8 x cpu: give --out FILE"):
+    with pytest.raises(SystemExit, match=r"No GPU here, .*--out FILE"):
         run_with({"machine": machine}, tmp_path, monkeypatch, default_out=True)
 
 

@@ -57,18 +57,18 @@ def test_windows_are_those_of_the_family(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mamba"}, r"`model_type` in .* must be one of llama, .* got 'mamba'.*jzero\.Mapping"),
+        ({"model_type": "mamba"}, "`model_type` .*got 'mamba'"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            r"`rope_scaling.rope_type` .* is 'yarn', .*Mapping",
+            "`rope_scaling.rope_type` .*yarn",
         ),
         ({"rope_scaling": {"type": "linear"}}, r"`rope_scaling` .* lacks factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"`quantization_config` .* is .*gptq.*Mapping"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "`quantization_config` .*gptq"),
         ({"attention_bias": True}, r"`attention_bias` .* is True"),
-        ({"hidden_act": "relu"}, r"`hidden_act` .* is 'relu', .* silu and gelu_pytorch_tanh"),
+        ({"hidden_act": "relu"}, "`hidden_act` .*'relu'"),
         ({"partial_rotary_factor": 0.5}, r"`partial_rotary_factor` .* is 0\.5"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, r"`layer_types` .* 3 layers"),
-        ({"num_hidden_layers": None}, r"`num_hidden_layers` .* must be a positive whole number: got None"),
+        ({"num_hidden_layers": None}, "`num_hidden_layers` .*got None"),
         ({"head_dim": 9}, r"`head_dim` .* must be even.* got 9"),
     ],
 )
@@ -78,11 +78,11 @@ def test_what_is_not_known_is_refused(tmp_path, fields, message):
 
 
 def test_no_config_or_none_that_can_be_read(tmp_path):
-    with pytest.raises(ValueError, match=r"There is no .*config\.json that says what the model is.*jzero\.Mapping"):
+    with pytest.raises(ValueError, match=r"There is no .*config\.json"):
         jzero.hf.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is no JSON"):
         jzero.hf.read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"must hold the fields of a model: got a list"):
+    with pytest.raises(ValueError, match="got a list"):
         jzero.hf.read_config(tmp_path)

@@ -108,7 +108,7 @@ def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
     there = hf_models.tensors(config)
     state, _ = born(config)
     hf_models.write_tensors(tmp_path, {**there, "lm_head.weight": there["model.embed_tokens.weight"] + 1})
-    with pytest.raises(ValueError, match=r"'lm_head\.weight' are one .*embed/embedding, but not.*untie the param"):
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' are one"):
         jzero.load_params(state, tmp_path, mapping="auto")
     hf_models.write_tensors(tmp_path, {**there, "lm_head.weight": there["model.embed_tokens.weight"]})
     loaded = jzero.load_params(state, tmp_path, mapping="auto")

@@ -165,28 +165,26 @@ def test_what_cannot_be_written_is_said_before(tmp_path):
     with pytest.raises(ValueError, match=listed):
         jzero.export_params(state, tmp_path / "out", mapping="auto", like=other)
     hf_models.write_folder(other, "llama", intermediate_size=64)
-    with pytest.raises(
-        ValueError, match=r"\(3\):\n    layers/down/kernel: \[3, 56, 36\] in the state, but \[3, 64, 36\]"
-    ):
+    with pytest.raises(ValueError, match=r"down/kernel: \[3, 56, 36\] in"):
         jzero.export_params(state, tmp_path / "out", mapping="auto", like=other)
     for file in other.glob("model*"):
         file.unlink()
-    with pytest.raises(ValueError, match=r"\(3\):\n    layers/down/kernel: .* from model\.layers\.0"):
+    with pytest.raises(ValueError, match=r"down/kernel: .*model\.layers\.0"):
         jzero.export_params(state, tmp_path / "out", mapping="auto", like=other)
     wide = hf_models.write_folder(other, "llama", num_hidden_layers=4) and other
-    with pytest.raises(ValueError, match=r"tensors without parameters \(9\):\n    model\.layers\.3\.input_layernorm"):
+    with pytest.raises(ValueError, match=r"\(9\):\n    model\.layers\.3"):
         jzero.export_params(state, tmp_path / "out", mapping="auto", like=wide)
     with pytest.raises(ValueError, match=r"`mapping='auto'` goes by .*`like`"):
         jzero.export_params(state, tmp_path / "out", mapping="auto")
     with pytest.raises(ValueError, match="`like` needs a `mapping`"):
         jzero.export_params(state, tmp_path / "out", like=tmp_path / "like")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"An export with `like` makes a folder, but .*like is a file or holds some"):
+    with pytest.raises(ValueError, match="`like` makes a folder"):
         jzero.export_params(state, tmp_path / "like", mapping="auto", like=tmp_path / "like")
     adapted, _ = born(config, lora=LORA)
-    with pytest.raises(ValueError, match="`rank` must be that of the adapters, 2: got 3"):
+    with pytest.raises(ValueError, match=r"`rank` .* 2: got 3"):
         jzero.hf.export_peft(adapted, tmp_path / "out", like=tmp_path / "like", rank=3, alpha=1)
-    with pytest.raises(ValueError, match=r"layers/\w+/lora_a, .* is no adapter of model\.layers\.2"):
+    with pytest.raises(ValueError, match=r"no adapter of model\.layers\.2"):
         jzero.hf.export_peft(
             adapted,
             tmp_path / "out",
@@ -196,7 +194,7 @@ def test_what_cannot_be_written_is_said_before(tmp_path):
         )
     with pytest.raises(ValueError, match="There are no adapters to export"):
         jzero.hf.export_peft(state, tmp_path / "out", like=tmp_path / "like", rank=3, alpha=1)
-    with pytest.raises(ValueError, match=r"(?s)layers/q/lora_a: no key of the mapping.*jzero\.lora\.merged"):
+    with pytest.raises(ValueError, match="layers/q/lora_a: no key"):
         jzero.export_params(adapted, tmp_path / "out", mapping="auto", like=tmp_path / "like")
 
 
@@ -241,7 +239,7 @@ def test_merged_adapters_are_those_of_the_model(tmp_path):
     wanted, found = logits(state, model), logits(plain, decoder.Decoder(jzero.hf.read_config(tmp_path / "out")))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
     assert np.abs(wanted - np.load(hf_models.LOGITS)["mistral"]).max() > 0.1, "the adapters do something"
-    with pytest.raises(ValueError, match=r"`rank` must be that of the adapters beside layers/.*/kernel, 2: got 4"):
+    with pytest.raises(ValueError, match=r"`rank` .*/kernel, 2: got 4"):
         jzero.export_params(
             state, tmp_path / "x", mapping="auto", like=tmp_path / "like", decode=jzero.lora.merged(4, 1)
         )
@@ -269,7 +267,7 @@ def test_adapters_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(type(epath.Path(tmp_path)), "write_text", fail)
-    with pytest.raises(jzero.CheckpointError, match=r"The adapters could not be written to .*adapter \(No space"):
+    with pytest.raises(jzero.CheckpointError, match=r"adapters .*\(No space"):
         jzero.hf.export_peft(state, tmp_path / "adapter", like=tmp_path / "like", rank=LORA.rank, alpha=LORA.alpha)
     assert not [*(tmp_path / "adapter").iterdir()]
 

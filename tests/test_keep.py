@@ -212,10 +212,10 @@ def test_micro_batches_keep_less():
     [
         ({"blocks": -1}, "Keep.blocks.*an integer >= 0: got -1"),
         ({"blocks": True}, "Keep.blocks.*an integer >= 0: got True"),
-        ({"params": 3}, "Keep.params.*'all', or regular expressions.*got 3"),
+        ({"params": 3}, "Keep.params.*got 3"),
         ({"params": ("(",)}, "Keep.params"),
         ({"remat": "offload"}, "Keep.remat.*got 'offload'"),
-        ({"remat": "as_written", "blocks": 2}, "Keep.blocks=2.*Keep.remat.*'as_written': drop one"),
+        ({"remat": "as_written", "blocks": 2}, "Keep.blocks=2.*Keep.remat"),
     ],
 )
 def test_impossible_fields_are_refused(fields, message):
@@ -224,7 +224,7 @@ def test_impossible_fields_are_refused(fields, message):
 
 
 def test_patterns_without_a_parameter_are_refused():
-    with pytest.raises(ValueError, match=r"match no parameter: \['heads'\].*whole path"):
+    with pytest.raises(ValueError, match=r"no parameter: \['heads'\]"):
         traced(loss_fn, jzero.Keep(params=("embed", "heads")))
 
 
@@ -240,10 +240,10 @@ def test_many_patterns_are_compiled_once(monkeypatch):
 
 def test_parameters_on_the_host_cannot_stay():
     state = make_state(offload=jzero.Offload(params="host"))
-    with pytest.raises(ValueError, match=r"Offload\(params='host'\).*drop one of the two"):
+    with pytest.raises(ValueError, match=r"Offload\(params='host'\)"):
         traced(loss_fn, ALL, state)
 
 
 def test_blocks_that_are_not_there_are_warned_about():
-    with pytest.warns(UserWarning, match=r"Keep\(blocks=2\).*keeps no block.*outside of loops"):
+    with pytest.warns(UserWarning, match=r"Keep\(blocks=2\).*no block"):
         traced(scan_loss, jzero.Keep(blocks=2), make_state(stacked_params()))

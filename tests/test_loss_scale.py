@@ -212,9 +212,7 @@ def test_overflow_at_the_minimum_raises_with_step_and_leaves():
     before = host(jzero.gather_params(state))
     state, metrics = step(state, batch(3, poisoned=9))  # 2 -> 1
     assert float(metrics["loss_scale"]) == 2.0
-    with pytest.raises(
-        jzero.LossScaleError, match=r"Step 3: .*minimum loss scale \(1.0\)[\s\S]*layer_1/bias"
-    ) as caught:
+    with pytest.raises(jzero.LossScaleError, match=r"Step 3: .*\(1.0\)[\s\S]*r_1/bias") as caught:
         step(state, batch(4, poisoned=9))
     assert caught.value.step == 3
     assert "layer_1/bias" in caught.value.leaves

@@ -358,7 +358,7 @@ def test_orders_of_axes(order):
     plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
     if order == "expert seq data" and jax.__version_info__ >= (0, 12):
-        with pytest.raises(ValueError, match=r"\['expert'\].*before ZeRO's axes, \['data'\], and \['seq'\] beside"):
+        with pytest.raises(ValueError, match=r"'expert'.*'data'.*'seq'"):
             jzero.value_and_grad(loss_fn)(state, batch)
         return
     by_column = np.repeat([1, 2], HIDDEN // 2)[None]

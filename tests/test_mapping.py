@@ -97,7 +97,7 @@ def test_one_error_lists_all_that_does_not_match(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     state = make_state({"layers/w": (3, 4, 8), "odd": (4, 9), "other": (8,), "lora": (8,)})
     mapping = jzero.Mapping({"layers/w": From("h.*.w", (1, 0)), "odd": From("odd", (1, 0)), "other": From("gone")})
-    with pytest.raises(ValueError, match="are not those of the state, in names as `mapping` takes them") as caught:
+    with pytest.raises(ValueError, match="not those of the state") as caught:
         jzero.load_params(state, tmp_path, mapping=mapping)
     message = str(caught.value)
     for line in (
@@ -113,7 +113,7 @@ def test_one_error_lists_all_that_does_not_match(tmp_path):
     assert all(word in message for word in ("`mapping`", "`ignore`", "`paths`", "`strict=False`"))
     with pytest.raises(ValueError, match=r"other shapes \(1\):\n    odd"):
         jzero.load_params(state, tmp_path, mapping=mapping, strict=False)
-    with pytest.warns(UserWarning, match=r"(?s)missing.*params/other.*only in the checkpoint.*more"):
+    with pytest.warns(UserWarning, match="(?s)params/other.*more"):
         loaded = jzero.load_params(state, tmp_path, mapping=mapping, strict=False, paths="(?!odd).*")
     np.testing.assert_array_equal(full(loaded, "layers/w"), full(state, "layers/w"))
 
@@ -121,9 +121,9 @@ def test_one_error_lists_all_that_does_not_match(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (From("w", (1, 0, 2)), r"permute \(1, 0, 2\) has another number of dimensions of w: \[8, 4\]"),
-        (From("w", section=(0, 6, 4)), r"section \(0, 6, 4\) is not inside of w: \[8, 4\]"),
-        (From("w", shape=(5, 5)), r"shape \(5, 5\) has another number of elements"),
+        (From("w", (1, 0, 2)), r"permute \(1, 0, 2\) .*\[8, 4\]"),
+        (From("w", section=(0, 6, 4)), r"section \(0, 6, 4\) .*\[8, 4\]"),
+        (From("w", shape=(5, 5)), r"shape \(5, 5\) .*of elements"),
         ((From("w"), From("w", (1, 0))), r"\[8, 4\] and \[4, 8\] from w: "),
         (From("*.*.*"), r"w: there is no 0\.0\.\*, nor 31 more"),
     ],
@@ -159,15 +159,15 @@ def test_mappings_that_say_nothing(tmp_path):
 def test_what_an_argument_names(tmp_path):
     state = make_state({"w": (8, 4)})
     save_file({"w": numbers(8, 4)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"`mapping` must be a `jzero.Mapping`, 'auto' or a preset .*got 'bert'"):
+    with pytest.raises(ValueError, match=r"`mapping` must .*'bert'"):
         jzero.load_params(state, tmp_path, mapping="bert")
     with pytest.raises(ValueError, match=r"There is no .*config\.json"):
         jzero.load_params(state, tmp_path, mapping="auto")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(ValueError, match=r"'auto'` goes by `model_type`, .* is 'bert'; jzero knows llama, .*Mapping"):
+    with pytest.raises(ValueError, match=r"'auto'` goes by .*'bert'"):
         jzero.load_params(state, tmp_path, mapping="auto")
     mapping = jzero.Mapping({"w": From("w")})
-    with pytest.raises(ValueError, match=r"`mapping` names every tensor, so `rename=.*` contradicts it"):
+    with pytest.raises(ValueError, match=r"`rename=.*` contradicts"):
         jzero.load_params(state, tmp_path, mapping=mapping, rename={"w": "v"})
     np.testing.assert_array_equal(full(jzero.load_params(state, tmp_path, mapping=mapping), "w"), numbers(8, 4))
 
@@ -188,5 +188,5 @@ def test_a_tied_parameter_is_known_by_each_of_its_names(tmp_path):
         jzero.export_params(loaded, out, mapping=jzero.Mapping(sources))
         np.testing.assert_array_equal(load_file(out / "model.safetensors")["w"], numbers(4, 8))
     both = jzero.Mapping({"first": From("w", (1, 0)), "second": From("again")})
-    with pytest.raises(ValueError, match=r"'w' and 'again' are one parameter of the state, .*, but not the same"):
+    with pytest.raises(ValueError, match="'w' and 'again' are one"):
         jzero.load_params(pair, tmp_path, mapping=both)

@@ -326,7 +326,7 @@ def test_plans_without_matrix_work_do_not_mention_any():
 
 def test_stacks_of_vectors_that_are_multiplied_cause_a_warning():
     stack = models.params("stack8")["stack"]
-    with pytest.warns(UserWarning, match=r"multiplies \['stack/s'\].*muon_weight_dimension_numbers="):
+    with pytest.warns(UserWarning, match=r"multiplies \['stack/s'\]"):
         sharded({"stack": stack}, models.soap())
     rules = {"stack/s": jzero.LeafRule(scan_dim=-1)}
     sharded({"stack": stack}, models.soap(), rules=rules)
@@ -335,7 +335,7 @@ def test_stacks_of_vectors_that_are_multiplied_cause_a_warning():
 def test_stacks_of_matrices_that_muon_leaves_to_adam_cause_a_warning():
     params = models.params("stack8")
     del params["stack"]["s"]
-    with pytest.warns(UserWarning, match=r"none of \['stack/a', 'stack/b'\].*muon_weight_dimension_numbers="):
+    with pytest.warns(UserWarning, match=r"none of \['stack/a', 'stack/b'\]"):
         sharded(params, optax.contrib.muon(1e-3))
     sharded(params, models.muon())  # told which matrices they are
 
@@ -347,7 +347,7 @@ def test_a_large_matrix_on_every_device_causes_a_warning():
         return {"a": updates["b"] @ updates["b"].T @ updates["a"], "b": updates["b"]}, state
 
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    with pytest.warns(UserWarning, match=r"a, b \(1024, 1024\): one product takes several parameters"):
+    with pytest.warns(UserWarning, match=r"a, b \(1024, 1024\): one product"):
         sharded(params, tx)
 
 

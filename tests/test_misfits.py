@@ -76,14 +76,14 @@ def test_checkpoints_are_refused_unless_they_fit(tmp_path):
         jzero.save_checkpoint(tmp_path / str(value), make_state(value, jnp.int32))
     state = make_state(0, jnp.int8)
     assert (jzero.restore_checkpoint(tmp_path / "100", state).params["q"] != 0).any()
-    with pytest.raises(ValueError, match=r"params/q: int32 numbers from 0 to 300, and int8 .*from -128 to 127"):
+    with pytest.raises(ValueError, match=r"params/q: int32 .*0 to 300"):
         jzero.restore_checkpoint(tmp_path / "300", state)
 
 
 def test_states_are_refused():
     plain = jzero.TrainState.create(params={"w": jnp.ones(8)}, tx=optax.sgd(0.1))
     plain = plain.replace(step=np.int64(5 * 10**9))
-    with pytest.raises(ValueError, match=r"step holds int64 numbers from 5000000000"):
+    with pytest.raises(ValueError, match=r"step holds int64 .*5000000000"):
         jzero.shard_train_state(plain, stage=1)
 
 
@@ -110,5 +110,5 @@ def test_keys_are_written_as_keys():
     state = jzero.shard_train_state(plain.replace(tx=tx, opt_state=tx.init(plain.params)), stage=1, trainable="w")
     edited = jzero.set_full_param(state, "k", value=jax.random.key(7))
     assert (jax.random.key_data(edited.params["k"]) == jax.random.key_data(jax.random.key(7))).all()
-    with pytest.raises(ValueError, match=r"'k' holds random keys.*`value` is uint32"):
+    with pytest.raises(ValueError, match=r"'k' holds random keys.*uint32"):
         jzero.set_full_param(state, "k", value=np.uint32(7))

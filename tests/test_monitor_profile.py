@@ -84,7 +84,7 @@ def test_profile_ends_with_the_loop(error, monkeypatch):
 
 def test_profile_that_was_not_taken_is_a_warning(monkeypatch):
     traces = Traces(monkeypatch)
-    with pytest.warns(UserWarning, match="ended after 3 steps, before the first of `profile_steps`, 10"):
+    with pytest.warns(UserWarning, match="after 3 steps, .*, 10"):
         run(quiet(profile_dir="p"), steps=3)
     assert not traces
 

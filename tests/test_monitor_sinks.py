@@ -57,7 +57,7 @@ def test_json_lines_go_on_after_a_crash(tmp_path):
 
     path.write_bytes(whole + b'{"step": 3, "lo')
     sink = jzero.JsonLines(path)
-    with pytest.warns(UserWarning, match=r"log\.jsonl was cut off and is removed: b'\{\"step\": 3"):
+    with pytest.warns(UserWarning, match=r"cut off .*step.: 3"):
         sink(3, {"loss": 1.0})
     sink.close()
     assert path.read_bytes().startswith(whole)
@@ -135,7 +135,7 @@ def test_csv_read_back(tmp_path):
 
 def test_csv_refuses_other_tables_and_its_own_names(tmp_path):
     (tmp_path / "other.csv").write_text("name,age\nAda,36\n")
-    with pytest.raises(ValueError, match=r"other.csv is no table of a `Csv`: its first line is \['name', 'age'\]"):
+    with pytest.raises(ValueError, match=r"no table .*\['name', 'age'\]"):
         jzero.Csv(tmp_path / "other.csv")(1, {"loss": 1.0})
     with pytest.raises(ValueError, match=r"rename the values \['time'\]"):
         jzero.Csv(tmp_path / "log.csv")(1, {"time": 1.0})

@@ -107,7 +107,7 @@ def test_drop_in_is_five_lines_and_changes_no_result(run):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_batch_that_does_not_fit_is_refused(script, run):
-    with pytest.raises(SystemExit, match=r"--batch-size must be a multiple of 8 \(devices\): got 60"):
+    with pytest.raises(SystemExit, match=r"--batch-size .* 8 .*got 60"):
         run(script, "--batch-size=60")
 
 

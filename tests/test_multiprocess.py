@@ -149,7 +149,7 @@ def test_checkpoints_of_two_processes_and_of_one(tmp_path):
     assert not (tmp_path / "x").exists()
     like = jzero.abstract_train_state(make(jax.random.key(0)), config=multiprocess_worker.config(2))
     assert multiprocess_worker.whole(jzero.restore_checkpoint(tmp_path / "kept", like)) == found[0]["trained"]
-    with pytest.raises(ValueError, match="saved by 2 processes, each at another place, but there are 1 now"):
+    with pytest.raises(ValueError, match=r"by 2 processes, .* are 1 now"):
         jzero.restore_checkpoint(tmp_path / "kept", like, data_iterator=multiprocess_worker.Position(0))
     exported = load_file(tmp_path / "exported.safetensors")
     for name, x in load_file(tmp_path / "whole.safetensors").items():

@@ -179,9 +179,9 @@ def test_editing_gathered_parameters():
 def test_a_swapped_pair_and_a_model_alone_are_refused_by_name():
     model = MLP(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    with pytest.raises(TypeError, match=r"The order of the pair is `\(model, optimizer\)`"):
+    with pytest.raises(TypeError, match="order of the pair"):
         jzero.shard_train_state((optimizer, model), stage=3)
-    with pytest.raises(TypeError, match=r"MLP alone has no optimizer: pass the pair `\(model, optimizer\)`"):
+    with pytest.raises(TypeError, match="MLP alone has no optimizer"):
         jzero.shard_train_state(model, stage=3)
 
 
@@ -277,5 +277,5 @@ def test_changes_that_a_step_cannot_keep_are_refused_by_name(write, message):
 
 def test_parameters_on_the_host_cannot_be_written():
     state = _sharded(_normalized(), offload=jzero.Offload(optimizer="host", params="host"))
-    with pytest.raises(ValueError, match=r"lies on the host .*'layer_instance/kernel'"):
+    with pytest.raises(ValueError, match=r"host .*'layer_instance/kernel'"):
         jzero.make_train_step(lambda model, x: model(x, update_stats=True).mean()).eval_shape(state, _batch())

@@ -38,7 +38,7 @@ def test_a_state_comes_back_as_it_was(stage, precision):
     assert kinds((away.params, away.opt_state)) == {"pinned_host"}
     assert kinds(away.step) == {"device"}
     assert_same_bits(arrays(away), before)
-    with pytest.raises(RuntimeError, match=r"`state = jzero\.reload_train_state\(state\)`"):
+    with pytest.raises(RuntimeError, match=r"reload_train_state\(state\)`"):
         step(away, models.mlp_batch(24))
     back = jzero.reload_train_state(away)
     assert_same_bits(arrays(back), before)
@@ -92,9 +92,7 @@ def test_checkpoints_and_exports_of_a_state_on_the_host(precision, tmp_path):
 
 
 def test_fields_that_are_not_there():
-    with pytest.raises(
-        ValueError, match=r"`include` must name fields.*\['extra', 'opt_state', 'params', 'step'\]: got \['mu'\]"
-    ):
+    with pytest.raises(ValueError, match=r"`include` .*got \['mu'\]"):
         jzero.offload_train_state(make_state(3), include=["mu"])
     with pytest.raises(ValueError, match="got 'params'"):
         jzero.offload_train_state(make_state(3), include="params")
@@ -103,6 +101,6 @@ def test_fields_that_are_not_there():
 def test_devices_without_host_memory(monkeypatch):
     monkeypatch.setattr(_mesh, "memory_kinds", lambda device: ["device"])
     state = make_state(3)
-    with pytest.raises(ValueError, match=r"\(cpu\) have no memory of the kind 'pinned_host', only \['device'\]"):
+    with pytest.raises(ValueError, match=r"'pinned_host', only \['device'\]"):
         jzero.offload_train_state(state)
     assert np.isfinite(float(state.params["layer_0"]["bias"][0])), "and nothing was moved"

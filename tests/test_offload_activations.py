@@ -86,7 +86,5 @@ def test_what_cannot_be():
         jzero.offload_activations([])
     with pytest.raises(ValueError, match=r"\['a'\] cannot be offloaded and kept"):
         jzero.offload_activations(["a", "b"], keep=["a"])
-    with pytest.raises(
-        ValueError, match=r"None, True, False, 'cheap', 'offload', 'as_written' or a `Keep`: got 'host'"
-    ):
+    with pytest.raises(ValueError, match="a `Keep`: got 'host'"):
         jzero.make_train_step(models.mlp_loss, remat="host")

@@ -114,7 +114,7 @@ def test_stochastic_rounding():
 
 def test_what_needs_more_than_elements_is_refused():
     state = mlp_state(3, offload=CPU, tx=optimizers.OPTIMIZERS["muon"]())
-    with pytest.raises(ValueError, match=r"compute='host'.*layer_0/kernel.*compute='device'"):
+    with pytest.raises(ValueError, match=r"compute='host'.*layer_0/kernel"):
         jzero.make_train_step(models.mlp_loss)(state, models.mlp_batch(48))
 
 
@@ -285,7 +285,7 @@ def test_what_waits_does_not_reach_other_parameters(tmp_path):
 
 def test_states_that_are_made_moved_and_serialized_by_others(tmp_path):
     state, _ = train(mlp_state(3, "bf16", LATE), steps=1)
-    with pytest.raises(ValueError, match=r"outside of programs \(`Offload\(delay=1\)`\) is made by"):
+    with pytest.raises(ValueError, match=r"`Offload\(delay=1\)`"):
         state.tx.init(state.params)
     with pytest.raises(TypeError, match=r"mu/.* is on disk.*save_checkpoint"):
         serialization.to_bytes(state.opt_state)
@@ -308,7 +308,7 @@ def test_states_that_are_made_moved_and_serialized_by_others(tmp_path):
 def test_an_own_loop_is_told_what_to_do():
     state = mlp_state(3, "bf16", LATE)
     _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(48))
-    with pytest.raises(ValueError, match=r"delay=1.*steps of `make_train_step` alone"):
+    with pytest.raises(ValueError, match=r"delay=1.*steps of"):
         state.apply_gradients(grads=grads)
 
 
@@ -333,7 +333,7 @@ class OwnState(TrainState):
 
 
 def test_what_cannot_be():
-    with pytest.raises(ValueError, match=r"`Offload.compute` must be one of .*'gpu'"):
+    with pytest.raises(ValueError, match=r"`Offload.compute` must .*'gpu'"):
         jzero.Offload(optimizer="host", compute="gpu")
     with pytest.raises(ValueError, match=r"compute='host'.*`optimizer` is 'none'"):
         jzero.Offload(compute="host")
@@ -346,7 +346,7 @@ def test_what_cannot_be():
     with pytest.raises(TypeError, match=r"OwnState.*gradients.*delay=1"):
         jzero.make_train_step(models.mlp_loss)(state, models.mlp_batch(48))
     plain = jzero.TrainState.create(params=models.mlp_params(), tx=optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"delay=1.*keeps nothing of a parameter's shape.*Set `delay=0`"):
+    with pytest.raises(ValueError, match=r"delay=1.*keeps nothing"):
         jzero.shard_train_state(plain, config=config(2, offload=LATE))
     plain = jzero.TrainState.create(params=models.mlp_params(), tx=optax.adam(0.1))
     with pytest.raises(ValueError, match=r"delay=1.*one step later"):

@@ -142,7 +142,7 @@ def test_evaluation_and_gradients():
     (loss, grads), (same, expected) = (jzero.value_and_grad(loss_fn)(state, batch) for state in (away, near))
     assert float(loss) == float(same)
     assert_same_bits(arrays(grads), arrays(expected))
-    with pytest.raises(ValueError, match=r"lie on the host .* are updated by steps of `make_train_step` alone"):
+    with pytest.raises(ValueError, match=r"lie on the host .*updated by"):
         away.apply_gradients(grads=grads)
     logits = jax.jit(lambda s: s.apply_fn({"params": jzero.natural_params(s)}, batch[:, :-1]))
     np.testing.assert_allclose(logits(away), logits(near), rtol=1e-5, atol=1e-5)
@@ -231,14 +231,14 @@ def test_a_state_with_its_own_apply_gradients_cannot():
     state = Clipped.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=optax.sgd(0.1))
     step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
     batch = np.ones((8, 64), np.float32)
-    with pytest.raises(TypeError, match=r"`Clipped` has an `apply_gradients` of its own"):
+    with pytest.raises(TypeError, match=r"`Clipped` .*`apply_gradients`"):
         step(jzero.shard_train_state(state, config=config(ALL)), batch)
     near, _ = step(jzero.shard_train_state(state, config=config(jzero.Offload(optimizer="host"))), batch)
     assert float(jnp.abs(jzero.gather_params(near)["w"]).max()) == np.float32(0.01)
 
 
 def test_below_stage_3():
-    with pytest.raises(ValueError, match=r"`Offload\(params='host'\)` needs stage 3, .*: got stage 2"):
+    with pytest.raises(ValueError, match=r"params='host'.*got stage 2"):
         jzero.ZeroConfig(stage=2, offload=PARAMS)
-    with pytest.raises(ValueError, match=r"`Offload.params` must be one of \('none', 'host', 'disk'\): got 'nvme'"):
+    with pytest.raises(ValueError, match=r"`Offload.params` .*'nvme'"):
         jzero.Offload(params="nvme")

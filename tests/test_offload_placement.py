@@ -75,7 +75,7 @@ def test_moved_by_hand_and_back():
     assert [x.sharding for x in jax.tree.leaves(back)] == shardings
     assert_same_bits(arrays(back), before)
     near = back.replace(opt_state=jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), back.opt_state))
-    with pytest.raises(RuntimeError, match=r"are on the devices, but the plan keeps them in host memory"):
+    with pytest.raises(RuntimeError, match="plan keeps them in host memory"):
         train(near, steps=1)
 
 
@@ -159,13 +159,13 @@ def test_a_budget_moves_no_more_than_it_must():
     assert one.host_bytes_per_device == (0, 0, 2 * kernel)
     least = jzero.plan_of(mlp_state(3)).bytes_per_device
     assert len(plan(least.params + least.opt_state).offloaded) == 6
-    with pytest.raises(ValueError, match=r"`Offload.device_budget_bytes=100` cannot be met: .* bytes more"):
+    with pytest.raises(ValueError, match="device_budget_bytes=100` cannot"):
         plan(100)
 
 
 def test_what_needs_more_than_elements_says_so():
     state = mlp_state(3, tx=optax.contrib.muon(1e-3))
-    with pytest.warns(UserWarning, match=r"as a whole: \['layer_0/kernel', 'layer_1/kernel'"):
+    with pytest.warns(UserWarning, match=r"as a whole: \['layer_0/kernel'"):
         train(state, steps=1)
     away = dataclasses.replace(SMALL, params="host")
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -204,7 +204,7 @@ def test_what_cannot_be():
     ):
         with pytest.raises(ValueError, match=message):
             jzero.Offload(**options)
-    with pytest.raises(ValueError, match=r"`offload` must be a `jzero.Offload`: got 'host'"):
+    with pytest.raises(ValueError, match=r"`offload` must .*'host'"):
         jzero.ZeroConfig(offload="host")
     with pytest.raises(ValueError, match=r"offload=True, but nothing is offloaded"):
         jzero.ZeroConfig(rules={"w": jzero.LeafRule(offload=True)})
@@ -212,7 +212,7 @@ def test_what_cannot_be():
 
 def test_devices_without_host_memory(monkeypatch):
     monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: ["device"])
-    with pytest.raises(ValueError, match=r"\(cpu\) have no memory of the kind 'pinned_host', only \['device'\]"):
+    with pytest.raises(ValueError, match=r"'pinned_host', only \['device'\]"):
         mlp_state(3)
 
 
@@ -228,5 +228,5 @@ def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
         lambda: jzero.shard_train_state(state, config=config(3)),
         lambda: jzero.init_train_state(lambda key: state, jax.random.key(0), config=config(3)),
     ):
-        with pytest.raises(ValueError, match=r"do not say what memories they have.*`offload=jzero.Offload\(\)`"):
+        with pytest.raises(ValueError, match="do not say what memories"):
             place()

@@ -66,7 +66,7 @@ def test_a_padded_leaf_is_used_as_an_array():
         np.testing.assert_allclose(got, expected, rtol=1e-6)
     edited = state.replace(params={**state.params, "embed": w.at[0].set(2)})
     assert jax.tree.structure(edited) == jax.tree.structure(state)
-    with pytest.raises(ValueError, match=r"'embed' is stored as \(64, 15\).*`jzero.update_params`"):
+    with pytest.raises(ValueError, match=r"'embed' .*`jzero.update_params`"):
         state.replace(params={**state.params, "embed": w * 2}).apply_gradients(grads=state.params)
     loaded = serialization.from_bytes(state, serialization.to_bytes(state))
     np.testing.assert_array_equal(jzero.gather_params(loaded)["embed"], want)
@@ -87,7 +87,7 @@ def test_layers_take_padded_leaves():
 
 def test_what_is_made_of_padding_is_refused():
     _, state = sharded(optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"'embed' has the shape \(61, 15\) and is stored padded.*natural_params"):
+    with pytest.raises(ValueError, match=r"'embed' .*natural_params"):
         float(jax.tree.map(jnp.mean, state.params)["embed"])
     with pytest.raises(ValueError, match="'embed' has the shape"):
         jax.lax.scan(lambda total, row: (total + row.max(), None), 0.0, state.params["embed"])
@@ -132,7 +132,7 @@ def test_the_gradient_that_a_line_search_keeps_is_that_of_the_stored_parameters(
     plain, state = sharded(optax.lbfgs())
     step = line_search(optax.value_and_grad_from_state, lambda state: state.params)
     assert_close(jzero.gather_params(step(state)), step(plain).params, atol=1e-3)
-    with pytest.raises(TypeError, match=r"stored with padding: .*`state.params` rather than `jzero.natural_params"):
+    with pytest.raises(TypeError, match="stored with padding"):
         line_search(optax.value_and_grad_from_state, jzero.natural_params)(state)
     with pytest.raises(ValueError, match=r"stored with padding: .*plain arrays"):
         jax.tree.map(jnp.add, state.params, plain.params)
@@ -150,7 +150,7 @@ def test_a_second_optimizer_over_padded_parameters(create, tx, tmp_path):
         return create(params=params, tx=tx)
 
     if create is create_flax and not hasattr(tx.init(plain.params)[0], "mu"):  # rows and columns of padded matrices
-        with pytest.raises(ValueError, match=r"(?s)v_col/embed: shape \(64,\), but \(61,\).*natural_params"):
+        with pytest.raises(ValueError, match=r"(?s)v_col/embed: .*\(61,\)"):
             jzero.shard_train_state(second(first.params), config=CONFIG)
         return
     state = jzero.shard_train_state(second(first.params), config=CONFIG, donate=True)
@@ -165,11 +165,9 @@ def test_a_step_refuses_leaves_that_another_plan_laid_out():
     plain, state = sharded(optax.sgd(0.1))
     config = dataclasses.replace(CONFIG, rules={"embed": jzero.LeafRule(dim=1)})
     mixed = state.replace(params=jzero.shard_train_state(plain, config=config).params)
-    with pytest.raises(ValueError, match=r"embed: stored as \(61, 16\), but the plan stores \(64, 15\)"):
+    with pytest.raises(ValueError, match=r"\(61, 16\), .*\(64, 15\)"):
         jzero.make_train_step(loss)(mixed, TOKENS)
-    with pytest.raises(
-        ValueError, match=r"'embed' is stored as \(64, 15\), .* hold it as \(61, 15\).*shard_train_state"
-    ):
+    with pytest.raises(ValueError, match=r"\(64, 15\), .*shard_train_state"):
         mixed.apply_gradients(grads=plain.params)
 
 
@@ -205,7 +203,7 @@ def test_two_optimizers_of_one_nnx_model_take_turns():
 def test_a_padded_leaf_is_not_assigned_to_in_place():
     model = nnx.Linear(5, 23, rngs=nnx.Rngs(0))
     model, _ = jzero.shard_train_state((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), config=CONFIG)
-    with pytest.raises(TypeError, match=r"'kernel' is stored padded, .*`jzero.update_params`"):
+    with pytest.raises(TypeError, match=r"'kernel' .*update_params"):
         model.kernel[...] = jnp.clip(model.kernel[...], -0.1, 0.1)
     model.kernel.set_value(model.kernel.at[...].set(jnp.clip(model.kernel[...], -0.1, 0.1)))
     np.testing.assert_allclose(jnp.abs(model.kernel[...]).max(), 0.1)

@@ -60,7 +60,7 @@ def test_a_weight_that_depends_on_parameters_is_differentiated(stage, precision)
 def test_a_weight_that_depends_on_parameters_needs_one_micro_batch():
     loss = lambda p, x: jzero.Weighted((gated(p, x) * x).sum(), gated(p, x).sum())
     state = sharded({"w": matrix()}, 2)
-    with pytest.raises(ValueError, match=r"`Weighted.weight` depends on parameters.*stop_gradient"):
+    with pytest.raises(ValueError, match=r"`Weighted.weight` depends on"):
         jzero.make_train_step(loss, accumulate_steps=2).lower(state, BATCH)
     fixed = lambda p, x: jzero.Weighted((gated(p, x) * x).sum(), lax.stop_gradient(gated(p, x).sum()))
     jzero.make_train_step(fixed, accumulate_steps=2).lower(state, BATCH)

@@ -232,7 +232,7 @@ def test_bf16_beside_a_tensor_parallel_axis(stage):
 def test_a_tree_of_another_dtype_is_refused():
     state = mlp_state(make_config(2))
     wide = state.replace(params=jax.tree.map(lambda x: x.astype(jnp.float32), state.params))
-    with pytest.raises(ValueError, match=r"layer_0/bias: float32, but the plan stores bfloat16[\s\S]*update_params"):
+    with pytest.raises(ValueError, match=r"layer_0/bias: .*stores bfloat16"):
         train(wide, 1)
 
 

@@ -55,7 +55,7 @@ def test_rows_are_all_tokens_in_order(folder):
 
 
 def test_tokens_of_another_width_are_refused(folder, monkeypatch):
-    with pytest.raises(ValueError, match=r"a token \d+, but the model has 61: is --token-dtype right"):
+    with pytest.raises(ValueError, match=r"a token \d+, .*--token-dtype"):
         run(folder, monkeypatch, "--token-dtype=uint32")
 
 

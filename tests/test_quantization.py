@@ -275,7 +275,7 @@ def test_crossing_nodes_at_each_use_is_a_violation(monkeypatch):
         lambda step, leaf: step.plan.traffic.way(leaf)._replace(is_secondary=False),
     )
     state = sharded(config_of(**SECONDARY), TWO)
-    with pytest.raises(jzero.PlanViolation, match=r"\(stack/w\) crosses nodes 3 times per step, once in the plan"):
+    with pytest.raises(jzero.PlanViolation, match="3 times per step, once in"):
         analyze(jzero.make_train_step(loss_fn), state, BATCH).verify()
 
 
@@ -294,9 +294,9 @@ def test_the_plan_names_what_stays_exact():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stage": 2, "gather": "int8"}, r"Quantization\(gather='int8'\)` needs stage 3"),
-        ({"stage": 2, "frozen": "int8"}, r"Quantization\(frozen='int8'\)` needs stage 3"),
-        ({"stage": 0, "reduce": "int4"}, r"Quantization\(reduce='int4'\)` needs stage 1"),
+        ({"stage": 2, "gather": "int8"}, "gather='int8'.* needs stage 3"),
+        ({"stage": 2, "frozen": "int8"}, "frozen='int8'.* needs stage 3"),
+        ({"stage": 0, "reduce": "int4"}, "reduce='int4'.* needs stage 1"),
         ({"reduce": "int8", "reduce_scatter": False}, "`reduce_scatter=False` contradicts it"),
         ({"gather": "int8", "offload": jzero.Offload(params="host")}, "keeps rounded shards of all parameters"),
     ],
@@ -307,11 +307,11 @@ def test_fields_that_contradict_each_other_are_named(fields, message):
 
 
 def test_kinds_that_do_not_exist_are_named():
-    with pytest.raises(ValueError, match=r"`Quantization.gather` must be one of .'none', 'int8'.: got 'int4'"):
+    with pytest.raises(ValueError, match=r"Quantization.gather` .*'int4'"):
         jzero.Quantization(gather="int4")
-    with pytest.raises(ValueError, match=r"`LeafRule.quantize` must be None or False: got True"):
+    with pytest.raises(ValueError, match=r"`LeafRule.quantize` .*got True"):
         jzero.LeafRule(quantize=True)
-    with pytest.raises(ValueError, match=r"`quantization` must be a `jzero.Quantization`: got 'int8'"):
+    with pytest.raises(ValueError, match=r"`quantization` .*got 'int8'"):
         jzero.ZeroConfig(quantization="int8")
 
 

@@ -74,7 +74,7 @@ def test_predictions_of_an_evaluation_step_are_refused():
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_step_warns_once_and_only_if_asked(maker):
     step = maker(masked_mean)
-    with pytest.warns(UserWarning, match=r"`div` at .*test_row_check\.py:\d+ \(masked_mean\).*jzero\.Weighted"):
+    with pytest.warns(UserWarning, match=r"test_row_check\.py:.*\(masked_m"):
         step(sharded(), BATCH)
     step(sharded(), BATCH[:16])  # traced again: pytest makes warnings errors
     maker(masked_mean, check_rows=False)(sharded(), BATCH)
@@ -96,11 +96,11 @@ def test_a_batch_in_one_part_is_not_checked():
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
-        (lambda params, x: each(params, x).sum(), r"loss is a sum over rows: return the mean, or `jzero\.Weighted"),
-        (lambda params, x: jnp.log(each(params, x).mean()), "loss applies a function to a sum over rows, `log` at"),
+        (lambda params, x: each(params, x).sum(), "loss is a sum over rows"),
+        (lambda params, x: jnp.log(each(params, x).mean()), "a sum over rows, `log` at"),
         (
             lambda params, x: jnp.square(x @ x.T).mean(),
-            "loss combines different rows, `dot_general` at .*\n.*all_gather",
+            "different rows, `dot_general`",
         ),
         (lambda params, x: jzero.Weighted(each(params, x).sum() ** 2, len(x) * 1.0), "loss.sum applies"),
     ],

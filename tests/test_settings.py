@@ -146,9 +146,9 @@ def test_what_is_no_key_is_named(key):
     step = jzero.make_train_step(lambda params, batch, rng: loss_fn(params, batch) + jax.random.normal(rng))
     for call in (step, step.lower, jax.jit(lambda state, batch, rng: step(state, batch, rng=key))):
         rng = key if isinstance(call, type(step)) or call == step.lower else jax.random.key(0)
-        with pytest.raises(ValueError, match=r"`rng` must be None or a PRNG key.*jax\.random\.key"):
+        with pytest.raises(ValueError, match="`rng` must be None or a PRNG"):
             call(state, batch, rng=rng)
-    with pytest.raises(ValueError, match=r"`key` must be a PRNG key.*jax\.random\.key"):
+    with pytest.raises(ValueError, match="`key` must be a PRNG key"):
         jzero.init_train_state(lambda key: plain, key, stage=1)
     with pytest.raises(TypeError, match="`make_state` must be a function"):
         jzero.init_train_state(key, jax.random.key(0), stage=1)
@@ -163,7 +163,7 @@ def test_keys_of_both_kinds_are_taken():
 
 @pytest.mark.parametrize("devices", [[0, 1], 4, "cpu", [None], jax.Device], ids=repr)
 def test_what_are_no_devices_is_named(devices):
-    with pytest.raises(TypeError, match=r"`devices` must be a sequence of devices, such as `jax\.devices"):
+    with pytest.raises(TypeError, match="`devices` must be a sequence"):
         jzero.make_mesh(devices=devices)
 
 

@@ -250,7 +250,7 @@ def test_json_and_table():
 
 def test_errors():
     state = stack_state(config_of(3))
-    with pytest.raises(TypeError, match="must be what `make_train_step` returned: got PjitFunction"):
+    with pytest.raises(TypeError, match="got PjitFunction"):
         jzero.estimate_step_memory(jax.jit(stack_loss), state, BATCH)
     step = jzero.make_train_step(stack_loss)
     plain = jzero.unshard_train_state(state)
@@ -260,7 +260,7 @@ def test_errors():
         jzero.estimate_step_memory(step, state, BATCH, topology="h300:8")
     with pytest.raises(ValueError, match="must be divisible by 64"):
         jzero.estimate_step_memory(step, state, BATCH, topology="h200:64")
-    with pytest.raises(ValueError, match=r"`topology` must be a GPU and how many, such as 'h200:8'.*: got 8"):
+    with pytest.raises(ValueError, match=r"`topology` must .*: got 8"):
         jzero.estimate_step_memory(step, state, BATCH, topology=8)
     with pytest.raises(TypeError, match="`config` must be a `ZeroConfig`: got 3"):
         jzero.estimate_step_memory(step, plain, BATCH, config=3)

@@ -190,9 +190,7 @@ def test_remat_looks_into_branches_and_checkpoints():
 
 @pytest.mark.parametrize("make", [jzero.make_train_step, jzero.value_and_grad])
 def test_remat_is_checked(make):
-    with pytest.raises(
-        ValueError, match="must be None, True, False, 'cheap', 'offload', 'as_written' or a `Keep`: got 'all'"
-    ):
+    with pytest.raises(ValueError, match="a `Keep`: got 'all'"):
         make(mlp_loss, remat="all")
 
 

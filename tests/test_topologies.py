@@ -58,14 +58,14 @@ def test_an_unknown_name_is_answered_with_the_known_ones(function, name):
 
 
 def test_gpus_have_no_slices():
-    with pytest.raises(ValueError, match=r"No machine has 'h200:8\*2': ask for 1 to 8 GPUs"):
+    with pytest.raises(ValueError, match=r"'h200:8\*2': ask for 1 to 8"):
         machine("h200:8*2")
 
 
 @pytest.mark.parametrize("name", ["h200:0", "h200:9", "h200:12", "b200:2x4"])
 @pytest.mark.parametrize("function", [machine, topology_devices])
 def test_a_count_that_no_hosts_have(function, name):
-    with pytest.raises(ValueError, match=rf"{name}'.* 1 to 8 .* multiple of 8, such as '{name[:4]}:16'"):
+    with pytest.raises(ValueError, match=f"{name}'.* 1 to 8 .*'{name[:4]}:16'"):
         function(name)
 
 

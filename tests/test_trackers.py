@@ -108,7 +108,7 @@ def test_wandb_without_a_network(wandb, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", NOWHERE)
     monkeypatch.setattr(trackers, "INIT_TIMEOUT", 3)
     sink = jzero.WandB("project", dir=str(tmp_path / "a"))
-    with pytest.warns(UserWarning, match=r"cannot be reached.*offline-run.*`wandb sync` uploads it") as caught:
+    with pytest.warns(UserWarning, match="offline-run.*`wandb sync`") as caught:
         run(sink, [3.0, 2.0])
     assert len(caught) == 1
     (offline,) = (tmp_path / "a").glob("**/offline-run-*")
@@ -213,5 +213,5 @@ def test_sinks_get_the_settings_as_data():
     assert json.loads(json.dumps(sink[0])) == sink[0]
     assert sink[0]["config"]["stage"] == 2
     assert (sink[0]["lr"], sink[0]["fn"], sink[0]["n"]) == (0.5, repr(len), [1, [2.0, None]])
-    with pytest.raises(TypeError, match="`config` must be a dictionary of settings: got list"):
+    with pytest.raises(TypeError, match=r"`config` must .*got list"):
         jzero.Monitor(config=[1])

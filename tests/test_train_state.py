@@ -270,7 +270,7 @@ def test_fp8_scales_that_flax_overwrites_with_their_gradients_are_refused():
     model = Model()
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 4)))
     state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=optax.sgd(0.1)), params)
-    with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*amax_history.*precision='bf16'"):
+    with pytest.raises(ValueError, match="_overwrite_with_gradient"):
         jzero.plan_train_state(state, stage=1)
 
 

@@ -214,15 +214,15 @@ def test_a_checkpoint_goes_from_two_hops_to_one_and_to_fewer_devices(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"node_axis": "data"}, "`node_axis` must be .* a mesh axis other than `axis`"),
+        ({"node_axis": "data"}, "`node_axis` .*other than `axis`"),
         ({"node_axis": "replica", "replica_axis": "replica"}, "`node_axis` must be"),
         ({"node_axis": "node", "reduce_scatter": False}, "`reduce_scatter=False` contradicts"),
-        ({"secondary_params": True}, "`secondary_params=True` needs `node_axis` and stage 3"),
+        ({"secondary_params": True}, "needs `node_axis` and stage 3"),
         ({"secondary_params": True, "node_axis": "node", "stage": 2}, "got node_axis='node', stage 2"),
         ({"secondary_grads": True, "node_axis": "node", "stage": 1}, "`secondary_grads=True` needs"),
         (
             {"secondary_params": True, "node_axis": "node", "offload": jzero.Offload(optimizer="host", params="host")},
-            "which `Offload.params='host'.` is to avoid",
+            "which `Offload.params='host'.`",
         ),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_mesh_must_say_how_many_nodes_there_are():
     plain = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"make_mesh\(node=..., data=...\)"):
         jzero.shard_train_state(plain, config=config_of(node_axis="node"))
-    with pytest.raises(ValueError, match="`node_axis` must name an axis of the mesh"):
+    with pytest.raises(ValueError, match="`node_axis` must name an axis"):
         jzero.shard_train_state(plain, config=config_of(node_axis="node"), mesh=jzero.make_mesh())
 
 

@@ -162,7 +162,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_values_of_one_devices_rows_are_refused_by_name(name):
     start, new, why = REFUSED[name]
-    with pytest.raises(ValueError, match=rf"(?s)one device's rows.* value: \w+\[.*{why}.*merge="):
+    with pytest.raises(ValueError, match=f"(?s)one device's.* value: .*{why}"):
         make_step(new).eval_shape(make_state(start), BATCH)
     make_step(new).eval_shape(make_state(start, n=1), BATCH)  # all rows are there
 
@@ -189,9 +189,7 @@ def test_a_name_that_the_loss_does_not_write_is_refused():
 
 def test_a_loss_that_holds_for_one_number_of_rows_says_that_its_counts_were_not_seen():
     write = lambda batch, value: value + batch["x"].reshape(ROWS, D).shape[0]
-    with pytest.warns(
-        UserWarning, match=r"equal on all devices: \['value'\].* cannot reshape .*merge=.'value': 'equal'"
-    ):
+    with pytest.warns(UserWarning, match=r"\['value'\].* cannot reshape"):
         make_step(write).eval_shape(make_state(0), BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

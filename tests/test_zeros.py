@@ -95,7 +95,7 @@ def test_frozen_variables_of_nnx_and_shared_arrays():
 
 
 def test_what_matches_nothing():
-    with pytest.raises(ValueError, match=r"`zeros` 'W' matches no parameter.*'embed'"):
+    with pytest.raises(ValueError, match="`zeros` 'W' matches no"):
         jzero.init_train_state(make_state, jax.random.key(0), config=CONFIG, zeros="W")
-    with pytest.raises(ValueError, match=r"`zeros` must be a regular expression.*'\('"):
+    with pytest.raises(ValueError, match=r"`zeros` must be .*'\('"):
         jzero.init_train_state(make_state, jax.random.key(0), config=CONFIG, zeros="(")
