@@ -210,9 +210,9 @@ def test_a_step_says_who_travels(prim, kept):
     ("stage", "accumulate_steps", "reduce", "role"),
     [
         (0, 1, None, Role.REPLICATED),
-        (1, 1, None, Role.REDUCED_AS_MADE),
+        (1, 1, None, Role.REDUCED_EARLY),
         (1, 2, None, Role.REDUCED_AT_END),
-        (2, 2, None, Role.REDUCED_AS_MADE),
+        (2, 2, None, Role.REDUCED_EARLY),
         (2, 2, "last", Role.REDUCED_AT_END),
         (3, 2, None, Role.SHARDED),
         (3, 2, "last", Role.SHARDED_REDUCED_AT_END),

@@ -64,8 +64,8 @@ class Bundle:
                 leaves.append(x)
             return i
 
-        made = tuple(map(template, values))
-        return cls(tuple(leaves), made)
+        recipes = tuple(map(template, values))
+        return cls(tuple(leaves), recipes)
 
     def values(self) -> list[Value]:
         """Returns the values; equal values are one object."""
@@ -77,14 +77,14 @@ class Bundle:
             return self._make(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
 
     def _make(self, apply: Callable[[Operation, list[T]], T]) -> list[T]:
-        made: dict[Recipe, T] = {}
+        results: dict[Recipe, T] = {}
 
         def value(x: Recipe) -> T:
             if isinstance(x, int):
                 return cast("T", self.leaves[x])
-            if x not in made:  # an operation that two values share runs once
-                made[x] = apply(x[0], [value(y) for y in x[1]])
-            return made[x]
+            if x not in results:  # an operation that two values share runs once
+                results[x] = apply(x[0], [value(y) for y in x[1]])
+            return results[x]
 
         return [value(x) for x in self.template]
 

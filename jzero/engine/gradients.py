@@ -132,14 +132,14 @@ def _run(
         plan.flat_params(inputs.params),  # global arrays
         *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
     ]
-    whole, handles = PartitionSpec(), PartitionSpec(tuple(plan.mesh.axis_names))
+    replicated, handles = PartitionSpec(), PartitionSpec(tuple(plan.mesh.axis_names))
     in_specs = (
         # If cut, a device gets [D/N, F]; of what is on disk, handles.
         [handles if leaf.param.in_records else leaf.param.manual_spec for leaf in plan.leaves],
-        [whole if leaf is None else leaf.manual_spec for leaf in carried],
+        [replicated if leaf is None else leaf.manual_spec for leaf in carried],
         traced.batch_specs,  # this device's rows
-        [whole] * len(leaves[3]),  # the key
-        [whole] * len(leaves[4]),  # the loss scale
+        [replicated] * len(leaves[3]),  # the key
+        [replicated] * len(leaves[4]),  # the loss scale
     )
     local_step = _LocalStep(traced, plan, micro, differentiates, carried, grads_to_host)
     # Outside `shard_map`: inside, constraints on other mesh axes would come out wrong.
@@ -213,13 +213,13 @@ class _LocalStep:
 
     def out_specs(self) -> dict[str, PyTree]:
         """Returns the specs of the result's fields."""
-        whole = PartitionSpec()
+        replicated = PartitionSpec()
         grads = [leaf.grad.manual_spec for leaf in self.plan.leaves] if self.differentiates else []
         return {
-            **dict.fromkeys(("loss", "weight", "factor", "grad_norm", "overflowed"), whole),
+            **dict.fromkeys(("loss", "weight", "factor", "grad_norm", "overflowed"), replicated),
             "aux": aux_specs(self.traced.out_shape[1][0], PartitionSpec(batch_axes(self.plan.config))),
-            "written": [whole if x.leaf is None else x.leaf.manual_spec for x in self.traced.written],
-            "grads": [whole if i in self.streamed else spec for i, spec in enumerate(grads)],
+            "written": [replicated if x.leaf is None else x.leaf.manual_spec for x in self.traced.written],
+            "grads": [replicated if i in self.streamed else spec for i, spec in enumerate(grads)],
             "reduced": grads,
         }
 
@@ -324,26 +324,28 @@ class _LocalStep:
         steps, none_yet = self.micro.steps, jnp.zeros(())
         if steps == 1:
             return evaluate(batch, key, none_yet, state)
-        whole = [x.ndim == 0 for x in batch]  # scalars have no rows to split
+        scalars = [x.ndim == 0 for x in batch]  # scalars have no rows to split
         # [steps * B, ...] -> [steps, B, ...]
         parts = [
-            x if w else x.reshape(steps, x.shape[0] // steps, *x.shape[1:]) for x, w in zip(batch, whole, strict=True)
+            x if is_scalar else x.reshape(steps, x.shape[0] // steps, *x.shape[1:])
+            for x, is_scalar in zip(batch, scalars, strict=True)
         ]
         like = {j: self.params[j].like_gradient() for j in joint.differentiable}
-        kept_in = {j: cast_dtype(x.dtype, self.params[j].kept_dtype) for j, x in like.items()}
+        dtypes = {j: cast_dtype(x.dtype, self.params[j].sum_dtype) for j, x in like.items()}
 
         def body(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             sums, divisor, state = carry
             part = [
-                x if w else lax.dynamic_index_in_dim(x, i, keepdims=False) for x, w in zip(parts, whole, strict=True)
+                x if is_scalar else lax.dynamic_index_in_dim(x, i, keepdims=False)
+                for x, is_scalar in zip(parts, scalars, strict=True)
             ]
             keys = [jax.random.fold_in(k, i) for k in key]  # and between micro-batches
             (values, divisor, state, aux), grads = evaluate(part, keys, divisor, state)
-            kept = {j: x.astype(kept_in[j]) for j, x in grads.items()}  # [D/N, F], or [D, F] if reduced later
-            return (jax.tree.map(jnp.add, sums, (values, kept)), divisor, state), aux
+            grads = {j: x.astype(dtypes[j]) for j, x in grads.items()}  # [D/N, F], or [D, F] if reduced later
+            return (jax.tree.map(jnp.add, sums, (values, grads)), divisor, state), aux
 
         zero = widen(jnp.zeros((), jax.tree.leaves(self.traced.out_shape)[0].dtype))
-        start = ((zero, zero), {j: jnp.zeros(x.shape, kept_in[j]) for j, x in like.items()})
+        start = ((zero, zero), {j: jnp.zeros(x.shape, dtypes[j]) for j, x in like.items()})
         carry, aux = lax.scan(body, (start, none_yet, state), jnp.arange(steps))  # aux: [steps, ...]
         (sums, grads), divisor, state = carry
         return (sums, divisor, state, aux), grads

@@ -74,10 +74,10 @@ def _trim(eqns: list[JaxprEqn], v: Atom, readers: int) -> tuple[Var, Left] | Non
         return result, last_hop
     elif eqn.primitive.name in RUNS:
         at = next(i for i, x in enumerate(eqn.outvars) if x is v)
-        found = _without_last_hop(called_jaxpr(eqn), at)
-        if found is None:
+        trimmed = _without_last_hop(called_jaxpr(eqn), at)
+        if trimmed is None:
             return None
-        inside, last_hop = found
+        inside, last_hop = trimmed
         result = _compat.variable(_compat.open_jaxpr(inside)[0].outvars[at].aval)
         params = params_of_call(eqn, inside, [x is v for x in eqn.outvars])
     else:

@@ -66,7 +66,7 @@ class ShardedParam:
     Attributes:
       shard: This device's part, on the device or in host memory, [..., P/N]; of what is on disk, a handle, int32 [2],
         and of a stack one per row, int32 [L, 2].
-      whole: The whole parameter if it was already gathered; usable if its dtype is `wire_dtype`. [..., D]
+      unsharded: The gathered parameter, if it was gathered before; usable if its dtype is `wire_dtype`. [..., D]
       cut: The position of the part in the natural shape.
       comm: How it travels.
       wire_dtype: The dtype of the gather: the shard is cast to it first.
@@ -78,7 +78,7 @@ class ShardedParam:
     """
 
     shard: jax.Array
-    whole: jax.Array | None
+    unsharded: jax.Array | None
     cut: Cut
     comm: Comm
     wire_dtype: DType
@@ -91,7 +91,7 @@ class ShardedParam:
     def tree_flatten(self) -> tuple[tuple[jax.Array, jax.Array | None], tuple[Any, ...]]:
         """Splits into arrays and static layout."""
         layout = (self.cut, self.comm, self.wire_dtype, self.dtype, self.row_of, self.path, self.on_disk, self.stays)
-        return (self.shard, self.whole), layout
+        return (self.shard, self.unsharded), layout
 
     @classmethod
     def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, ...]) -> ShardedParam:
@@ -115,8 +115,8 @@ class ShardedParam:
     def gather(self) -> jax.Array:
         """Returns the whole parameter, in `wire_dtype`. [..., P/N] -> [..., D]."""
         if not is_cut(self):
-            assert self.whole is not None
-            return self.whole
+            assert self.unsharded is not None
+            return self.unsharded
         shard = self.shard if self.on_disk is None else self._read()
         return gather_p.bind(shard, path=self.path, cut=self.cut, dtype=self.wire_dtype, comm=self.comm)
 
@@ -212,8 +212,8 @@ def is_lazy(x: object) -> TypeIs[ShardedParam | Deferred]:
 
 def is_cut(x: object) -> TypeGuard[ShardedParam]:
     """Whether `x` is a parameter that must be gathered before use."""
-    # `whole` in another dtype has another rounding, so it does not count.
-    return isinstance(x, ShardedParam) and (x.whole is None or x.whole.dtype != x.wire_dtype)
+    # An array in another dtype was rounded otherwise, so it does not count.
+    return isinstance(x, ShardedParam) and (x.unsharded is None or x.unsharded.dtype != x.wire_dtype)
 
 
 def is_constant(x: object) -> bool:

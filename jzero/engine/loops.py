@@ -55,10 +55,10 @@ Carry: TypeAlias = list["jax.Array | None"]
 def scan(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     """Evaluates a scan."""
     loop = _Loop(walk, eqn, inputs)
-    end, (ys, kept) = loop.run()
-    for j, whole in kept.items():
+    end, (ys, staying) = loop.run()
+    for j, unsharded in staying.items():
         # [L, D, F]: the backward loop scans the rows that the forward loop gathered.
-        walk.held.keep([dataclasses.replace(loop.params[j], wire_dtype=whole.dtype, whole=whole)])
+        walk.held.keep([dataclasses.replace(loop.params[j], wire_dtype=unsharded.dtype, unsharded=unsharded)])
     # Unchanged values never went through the loop, so lazy ones are still lazy.
     last = [x.start if y is None else y for x, y in zip(loop.carried, end, strict=True)]
     return [*last, *(restore(y) for restore, y in zip(loop.restored, ys, strict=True))]
@@ -127,15 +127,15 @@ class _Loop:
         self.gathered_rows = inner.gathered_rows  # what the turn gathered, for `_choose_prefetched`
         # A carry has the same type in every turn, so it cannot be lazy; unchanged values leave it.
         new: Carry = [*inner.gather([None if x.is_fixed else y for x, y in zip(self.carried, outputs, strict=False)])]
-        kept: dict[int, jax.Array] = {}
+        staying: dict[int, jax.Array] = {}
         for j, (stack, row) in enumerate(zip(self.stacks, rows, strict=True)):
-            whole = inner.held.get(row) if is_cut(stack) and stack.stays else None
-            kept |= {} if whole is None else {j: whole}  # [D, F]; the scan stacks them
+            unsharded = inner.held.get(row) if is_cut(stack) and stack.stays else None
+            staying |= {} if unsharded is None else {j: unsharded}  # [D, F]; the scan stacks them
         ys = outputs[self.num_carry :]
-        results = [self._split_result(inner, finished.get(i, y), rows, kept) for i, y in enumerate(ys)]
+        results = [self._split_result(inner, finished.get(i, y), rows, staying) for i, y in enumerate(ys)]
         self.restored = [restore for _, restore in results]
         unfinished = {i: cast("jax.Array", ys[i]) for i in self.late}
-        return new, unfinished, ([arrays for arrays, _ in results], kept)
+        return new, unfinished, ([arrays for arrays, _ in results], staying)
 
     def finish(self, late: Late) -> Late:
         """Returns late results of a turn after their last hop. [D/M, F] -> [D/N, F]."""
@@ -151,17 +151,17 @@ class _Loop:
 
         def gather(rows: Mapping[int, ShardedParam]) -> dict[int, jax.Array]:
             # [D/N, F] -> [D, F]
-            return {j: dataclasses.replace(x, whole=None, wire_dtype=ahead[j]).gather() for j, x in rows.items()}
+            return {j: dataclasses.replace(x, unsharded=None, wire_dtype=ahead[j]).gather() for j, x in rows.items()}
 
         def body(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
-            carry, late, whole, at = state  # whole: rows of this turn, [D, F]
+            carry, late, prefetched, at = state  # prefetched: rows of this turn, [D, F]
             following = gather({j: _slice_row(self.params[j], at + step) for j in ahead})  # unused after the last turn
-            carry, late, (arrays, kept) = self.turn(carry, self._rows(stacks, whole), late)
-            return (carry, late, following, at + step), (arrays, self._after(kept, [*carry, *following.values()]))
+            carry, late, (arrays, staying) = self.turn(carry, self._rows(stacks, prefetched), late)
+            return (carry, late, following, at + step), (arrays, self._after(staying, [*carry, *following.values()]))
 
         def plain(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
-            carry, late, (arrays, kept) = self.turn(state[0], self._rows(stacks, {}), state[1])
-            return (carry, late), (arrays, self._after(kept, carry))
+            carry, late, (arrays, staying) = self.turn(state[0], self._rows(stacks, {}), state[1])
+            return (carry, late), (arrays, self._after(staying, carry))
 
         late = self._none_late()
         if not ahead:
@@ -171,22 +171,22 @@ class _Loop:
             rows = self.walk.order.order_first_rows(self.stacks, rows, init)
             state: PyTree = init, late, gather(rows), start
             (end, late, *_), results = lax.scan(body, state, self.stacks, **options)
-        ys, kept = results
+        ys, staying = results
         for i, row in self.finish(late).items():  # the last turn's; the others are one turn late
             (stack,) = ys[i]
             parts = [row[None], stack[:-1]] if step < 0 else [stack[1:], row[None]]
             ys[i] = [jnp.concatenate(parts)]
-        return end, (ys, kept)
+        return end, (ys, staying)
 
-    def _after(self, kept: dict[int, jax.Array], others: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
+    def _after(self, staying: dict[int, jax.Array], others: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
         """Returns the whole rows that a turn keeps, not written to their stacks before the turn is done.
 
         The compiler for GPUs would write a row as early as it can, and so gather it before its use, beside nothing.
         """
         if self.walk.order.ahead == 0:
-            return kept
-        behind, _ = wait([*kept.values()], [x for x in others if isinstance(x, jax.Array)], "barrier")
-        return dict(zip(kept, behind, strict=True))
+            return staying
+        behind, _ = wait([*staying.values()], [x for x in others if isinstance(x, jax.Array)], "barrier")
+        return dict(zip(staying, behind, strict=True))
 
     def _none_late(self) -> Late:
         """Returns what the first turn finishes: zeros."""
@@ -194,16 +194,16 @@ class _Loop:
         types = {i: _compat.type_of(results[i]) for i in self.late}
         return {i: jnp.zeros(x.shape, x.dtype) for i, x in types.items()}  # [D/M, F]
 
-    def _rows(self, stacks: Sequence[Leaf], whole: Mapping[int, jax.Array]) -> list[Leaf]:
+    def _rows(self, stacks: Sequence[Leaf], prefetched: Mapping[int, jax.Array]) -> list[Leaf]:
         """Returns one row of each stack, with the parameters that are already whole."""
         # A stack may be scanned twice, but is gathered ahead once.
-        at_hand = IdDict((self.params[j].shard, x) for j, x in whole.items())
+        at_hand = IdDict((self.params[j].shard, x) for j, x in prefetched.items())
 
         def row(j: int, x: Leaf) -> Leaf:
             if not isinstance(x, ShardedParam):
                 return x
-            array = at_hand.get(self.params[j].shard, x.whole)
-            return dataclasses.replace(x.drop_leading(), whole=array, row_of=RowOf(self.walk.depth + 1, j))
+            array = at_hand.get(self.params[j].shard, x.unsharded)
+            return dataclasses.replace(x.drop_leading(), unsharded=array, row_of=RowOf(self.walk.depth + 1, j))
 
         return [row(j, x) for j, x in enumerate(stacks)]
 
@@ -223,7 +223,7 @@ class _Loop:
         return choose_prefetched({j: (self.params[j], dtype) for j, dtype in first.values()}, self.length, limit)
 
     def _split_result(
-        self, inner: Walk, x: Value, rows: list[Leaf], kept: Mapping[int, jax.Array]
+        self, inner: Walk, x: Value, rows: list[Leaf], staying: Mapping[int, jax.Array]
     ) -> tuple[list[jax.Array], Restore]:
         """Returns a turn's arrays for one result, and a function that makes the result from the stacks of all turns.
 
@@ -231,13 +231,13 @@ class _Loop:
         """
         number = IdDict((row.shard, j) for j, row in enumerate(rows) if isinstance(row, ShardedParam))
         bundle = Bundle.of([x])
-        known = {j for j in number.values() if j in kept or not is_cut(self.stacks[j])}
-        is_known = all(
-            isinstance(y, ShardedParam) and y.shard in number and number[y.shard] in known for y in bundle.leaves
+        unsharded = {j for j in number.values() if j in staying or not is_cut(self.stacks[j])}
+        is_unsharded = all(
+            isinstance(y, ShardedParam) and y.shard in number and number[y.shard] in unsharded for y in bundle.leaves
         )
         # What is made of a parameter that stays is kept whole, too, unless whole rows are.
         stays = any(isinstance(y, ShardedParam) and y.stays for y in bundle.leaves)
-        if not is_lazy(x) or (stays and not is_known):
+        if not is_lazy(x) or (stays and not is_unsharded):
             return [jnp.asarray(inner.gather([x])[0])], lambda ys: ys[0]
         closed = IdDict((y, None) for y in jax.tree.leaves(self.consts))  # the same in all turns, so not stacked
         arrays: list[jax.Array] = []
@@ -269,7 +269,7 @@ class _Loop:
 def _restore_scanned(row: ShardedParam, stack: ShardedParam) -> Callable[[list[jax.Array]], ShardedParam]:
     """Returns a function that makes a result from the stack that the loop scanned."""
     wire_dtype, dtype = row.wire_dtype, row.dtype
-    return lambda ys: dataclasses.replace(stack, whole=None, row_of=None, wire_dtype=wire_dtype, dtype=dtype)
+    return lambda ys: dataclasses.replace(stack, unsharded=None, row_of=None, wire_dtype=wire_dtype, dtype=dtype)
 
 
 def _restore_stacked(row: Value, index: int) -> Callable[[list[jax.Array]], Leaf]:
@@ -291,8 +291,8 @@ def _prepare_inputs(walk: Walk, body: Jaxpr, inputs: list[Value], fixed: list[bo
         is_lazy(x) and ((same and is_constant(x)) or _is_only_indexed(body, v))
         for x, v, same in zip(inputs, body.invars, fixed, strict=False)
     ]
-    whole = walk.gather([None if lazy else x for x, lazy in zip(inputs, lazily, strict=True)])
-    return [x if lazy else y for x, y, lazy in zip(inputs, whole, lazily, strict=True)]
+    arrays = walk.gather([None if lazy else x for x, lazy in zip(inputs, lazily, strict=True)])
+    return [x if lazy else y for x, y, lazy in zip(inputs, arrays, lazily, strict=True)]
 
 
 def _make_sliceable(walk: Walk, x: Operand) -> Leaf:
@@ -321,7 +321,7 @@ def _slice_row(stack: ShardedParam, at: ArrayLike) -> ShardedParam:
 
 def _slice_rows(stacks: list[Leaf], at: ArrayLike) -> list[Leaf]:
     """Returns the arrays of one row of each stack, as a scan would slice them."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), stacks)  # and of `whole`, if any
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), stacks)  # `unsharded`, too
 
 
 def _is_only_indexed(jaxpr: Jaxpr, var: Var) -> bool:

@@ -31,19 +31,21 @@ class Makers:
         atoms = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
         # An output is a use, too: what is returned and read elsewhere cannot be a shard.
         self._uses = collections.Counter(v for v in atoms if not isinstance(v, Literal))
-        self._made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self._makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self._first: dict[Var, int] = {}  # caches `_find_first_maker`
         self.eqns, self.reductions = jaxpr.eqns, reductions
 
     def is_free(self, atom: Atom) -> bool:
         """Whether nothing else reads a value, so that it can be a shard."""
         return (
-            not isinstance(atom, Literal) and self._uses[atom] == 1 and (atom in self._made or atom in self.reductions)
+            not isinstance(atom, Literal)
+            and self._uses[atom] == 1
+            and (atom in self._makers or atom in self.reductions)
         )
 
     def find(self, atom: Atom) -> JaxprEqn | None:
         """Returns the equation that made a value; `None` for literals and inputs."""
-        return None if isinstance(atom, Literal) or atom not in self._made else self.eqns[self._made[atom]]
+        return None if isinstance(atom, Literal) or atom not in self._makers else self.eqns[self._makers[atom]]
 
     def is_zero(self, atom: Atom) -> bool:
         """Whether a value is known to be zero."""
@@ -63,12 +65,12 @@ class Makers:
 
     def _find_first_maker(self, atom: Atom) -> int:
         """Returns the index of the first equation that made a summand of a gradient; -1 for inputs and literals."""
-        if isinstance(atom, Literal) or atom not in self._made:
+        if isinstance(atom, Literal) or atom not in self._makers:
             return -1
         if atom not in self._first:
-            eqn = self.eqns[self._made[atom]]
+            eqn = self.eqns[self._makers[atom]]
             relabels = eqn.primitive.name in RELABELS or eqn.primitive.name == "add_any"
-            self._first[atom] = min(map(self._find_first_maker, eqn.invars)) if relabels else self._made[atom]
+            self._first[atom] = min(map(self._find_first_maker, eqn.invars)) if relabels else self._makers[atom]
         return self._first[atom]
 
 

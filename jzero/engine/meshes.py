@@ -45,7 +45,7 @@ class MeshFacts:
     """Facts about the meshes in the jaxprs of one trace; looks at each jaxpr once."""
 
     def __init__(self) -> None:
-        self._known: IdDict[Jaxpr, Meshes] = IdDict()
+        self._facts: IdDict[Jaxpr, Meshes] = IdDict()
 
     def in_equation(self, eqn: JaxprEqn) -> Meshes:
         """Returns facts about the jaxprs in an equation."""
@@ -55,15 +55,15 @@ class MeshFacts:
     def of(self, jaxpr: AnyJaxpr) -> Meshes:
         """Returns facts about a jaxpr."""
         opened, _ = _compat.open_jaxpr(jaxpr)
-        if opened not in self._known:
+        if opened not in self._facts:
             inside = [self.in_equation(eqn) for eqn in opened.eqns]
             named = any(map(names_mesh, opened.eqns)) or any(x.named for x in inside)
             atoms = itertools.chain(opened.constvars, opened.invars, *((*e.invars, *e.outvars) for e in opened.eqns))
             # The lowering of these reads the manual axes off the mesh of the trace.
             asks = any(eqn.primitive in PLACED or eqn.primitive.name == "axis_index" for eqn in opened.eqns)
             carried = named or asks or any(x.carried for x in inside) or any(map(_compat.has_mesh, atoms))
-            self._known[opened] = Meshes(named, carried)
-        return self._known[opened]
+            self._facts[opened] = Meshes(named, carried)
+        return self._facts[opened]
 
 
 def names_mesh(eqn: JaxprEqn) -> bool:

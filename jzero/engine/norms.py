@@ -31,18 +31,18 @@ def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: Z
         for x, factor in zip(inexact, factors, strict=True)
     ]
     dtype = functools.reduce(np.promote_types, (square.dtype for square, _ in sums), zero.dtype)
-    cut = whole = zero.astype(dtype)  # sums of squares: of shards, and of whole leaves
+    sharded = replicated = zero.astype(dtype)  # sums of squares: of shards, and of whole leaves
     for (square, _), (_, leaf) in zip(sums, pairs, strict=True):
         if leaf.grad.cut is None:
-            whole = whole + square.astype(dtype)  # equal on all devices, so it counts once
+            replicated = replicated + square.astype(dtype)  # equal on all devices, so it counts once
         else:
-            cut = cut + square.astype(dtype)  # of this device's [D/N, F]
+            sharded = sharded + square.astype(dtype)  # of this device's [D/N, F]
     if not plan.config.policy.skips or not reduced:
-        return jnp.sqrt(sum_along(cut, *plan.comm.shard_axes) + whole), jnp.zeros((0,), jnp.bool_)
+        return jnp.sqrt(sum_along(sharded, *plan.comm.shard_axes) + replicated), jnp.zeros((0,), jnp.bool_)
     # Leaves that every device holds whole are counted N times, which does not change whether the count is 0.
     counts = [count for _, count in sums]
-    cut, totals = sum_along((cut, jnp.stack(counts)), *plan.comm.shard_axes)  # one `psum` for both
-    return jnp.sqrt(cut + whole), totals > 0
+    sharded, totals = sum_along((sharded, jnp.stack(counts)), *plan.comm.shard_axes)  # one `psum` for both
+    return jnp.sqrt(sharded + replicated), totals > 0
 
 
 @jax.jit  # traced once per shape; uses `lax`, which traces three times as fast as `jnp`

@@ -116,25 +116,25 @@ class _Sweep:
         if isinstance(how, Unreduced):
             self.eqns.append(_compat.new_equation(unreduced_p, [v], [out], params, near))
             return
-        made = self.place(how, out, near)
+        shard = self.place(how, out, near)
         params |= {"cut": how.cut, "dtype": how.dtype, "comm": how.comm, "sums": how.sums}
-        self.eqns.append(_compat.new_equation(reduce_p, [v], [made], params, near))
+        self.eqns.append(_compat.new_equation(reduce_p, [v], [shard], params, near))
 
     def name(self, how: GradientExit | None, out: Var, near: JaxprEqn) -> Var:
         """Puts a shard's name before what is there, if it comes out of a call; returns the call's result."""
         if how is None or near.primitive.name not in CALLS:
             return out
-        made = _compat.variable(out.aval)
-        self.eqns.append(_compat.new_equation(named_p, [made], [out], {"path": how.path}, near))
-        return made
+        result = _compat.variable(out.aval)
+        self.eqns.append(_compat.new_equation(named_p, [result], [out], {"path": how.path}, near))
+        return result
 
     def place(self, how: Reduction, out: Var, near: JaxprEqn | None) -> Var:
         """Puts before what is there a shard's way to the host, if it goes there; returns the shard on the device."""
         if not how.to_host:
             return out
-        made = _compat.variable(how.on_device().shard_type())
-        self.compute(how.place, [made], out, near)
-        return made
+        shard = _compat.variable(how.on_device().shard_type())
+        self.compute(how.place, [shard], out, near)
+        return shard
 
     def compute(self, fn: Callable[..., jax.Array], inputs: Sequence[Atom], out: Var, near: JaxprEqn | None) -> None:
         """Puts before what is there the equations of a function, whose result is `out`."""

@@ -3,7 +3,7 @@
     role                    held   the loss gets     its gradient is                    stage
     REPLICATED              whole  the array         all-reduced at the end             0; leaves too small to cut
     REDUCED_AT_END          whole  the array         reduce-scattered at the end        1 with micro-batches
-    REDUCED_AS_MADE         whole  the array         reduce-scattered where it is made  1, 2; small leaves at 3
+    REDUCED_EARLY         whole  the array         reduce-scattered where it is made  1, 2; small leaves at 3
     SHARDED                 shard  a lazy parameter  reduce-scattered where it is made  3
     SHARDED_REDUCED_AT_END  shard  a lazy parameter  reduce-scattered at the end        3 with `reduce="last"`
 
@@ -37,7 +37,7 @@ class Role(enum.Enum):
 
     REPLICATED = (False, False, False)
     REDUCED_AT_END = (False, True, False)
-    REDUCED_AS_MADE = (False, True, True)
+    REDUCED_EARLY = (False, True, True)
     SHARDED = (True, True, True)
     SHARDED_REDUCED_AT_END = (True, True, False)
 
@@ -85,16 +85,16 @@ class Parameter:
     @property
     def gradient_exit(self) -> GradientExit | None:
         """How its gradient leaves the program; `None` if it is all-reduced after that, and nothing waits for it."""
-        is_held_cut, is_cut, as_made = self.role.value
+        is_held_cut, is_cut, early = self.role.value
         cut = self.leaf.grad.cut_for_collectives
         if not is_cut or cut is None:
             return Unreduced(self.leaf.path) if self.stage == 0 else None
         # Parameters that stay whole at stage 3 are small: waiting for the final norm's exposes communication.
         is_awaited = is_held_cut or self.stage < 3
-        if not as_made:
+        if not early:
             return Unreduced(self.leaf.path, is_awaited)  # [D, F]: summed over micro-batches, then reduced
         by_use = self.stage > 1  # stage 1 has the memory to sum whole gradients
-        dtype, comm, levels = jnp.dtype(self.kept_dtype), self.comm, self._levels
+        dtype, comm, levels = jnp.dtype(self.sum_dtype), self.comm, self._levels
         if levels is not None:
             cut, comm = levels.cut_within(cut), levels.within
         return Reduction(self.leaf.path, cut, comm, self.sums, dtype, by_use, self.to_host, is_awaited)
@@ -104,7 +104,7 @@ class Parameter:
         return self.comm.split() if self.is_late else None
 
     @property
-    def kept_dtype(self) -> DType:
+    def sum_dtype(self) -> DType:
         """The dtype in which its reduced gradient is kept and summed: 8 bits have no room for a sum."""
         dtype = self.leaf.grad.dtype
         return wide_dtype(dtype) if is_float8(dtype) else dtype
@@ -139,5 +139,5 @@ class Parameter:
             cut, comm, sums = levels.cut_between(cut), levels.between, dataclasses.replace(sums, predivide=1)
         if cut is None:
             return reduce_whole(grad, sums)
-        dtype = jnp.dtype(self.kept_dtype if levels else sums.dtype_of(grad.dtype))
+        dtype = jnp.dtype(self.sum_dtype if levels else sums.dtype_of(grad.dtype))
         return reduce_p.bind(grad, path=self.leaf.path, is_awaited=False, cut=cut, dtype=dtype, comm=comm, sums=sums)

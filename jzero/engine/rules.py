@@ -43,8 +43,8 @@ from jzero.jaxpr.structure import is_worth_a_call
 from jzero.layout.placement import memory_of, on_device
 
 _EMPTY = Static("empty")
-Known: TypeAlias = Value | Static[str] | None
-"""What a branch returns, as far as it is known before the branch runs."""
+BranchValue: TypeAlias = Value | Static[str] | None
+"""A value in a branch that is lazy or empty; `None` for one that only running the branch makes."""
 
 
 def _call(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
@@ -162,10 +162,10 @@ def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
         returned = [[x for x in values if x is not _EMPTY] for values in zip(*by_branch, strict=True)]
         lazily = [x[0] if len(x) == 1 else None for x in returned]  # one branch alone fills it
     if all(x is None for x in lazily):
-        return walk.bind_whole(eqn, inputs)
+        return walk.bind_unsharded(eqn, inputs)
 
     def others(branch: AnyJaxpr, *operands: jax.Array) -> list[Value]:
-        outputs = walk.enter_block().evaluate_whole(branch, *operands)
+        outputs = walk.enter_block().evaluate_unsharded(branch, *operands)
         return [x for x, y in zip(outputs, lazily, strict=True) if y is None]
 
     anew = params_retraced(eqn, lambda branch: functools.partial(others, branch))
@@ -173,11 +173,11 @@ def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     return [next(outputs) if y is None else y for y in lazily]
 
 
-def _lazy_outputs(jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Known]:
+def _lazy_outputs(jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[BranchValue]:
     """Returns, for each output of a branch, its lazy value, `_EMPTY` if the branch leaves it empty, else `None`."""
 
-    def apply(eqn: JaxprEqn, values: list[Known]) -> list[Known]:
-        unknown: list[Known] = [None] * len(eqn.outvars)
+    def apply(eqn: JaxprEqn, values: list[BranchValue]) -> list[BranchValue]:
+        unknown: list[BranchValue] = [None] * len(eqn.outvars)
         if eqn.primitive.name in ("empty", "empty2") or any(x is _EMPTY for x in values):
             return [_EMPTY, *unknown[1:]]
         operands = [x for x in values if x is not None and not isinstance(x, Static | Rows)]
@@ -186,8 +186,8 @@ def _lazy_outputs(jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Known]:
         return unknown
 
     opened, _ = _compat.open_jaxpr(jaxpr)
-    known: list[Known] = [*[None] * len(opened.constvars), *(x if is_lazy(x) else None for x in inputs)]
-    outputs = propagate(opened, known, apply, _compat.value_of)
+    values: list[BranchValue] = [*[None] * len(opened.constvars), *(x if is_lazy(x) else None for x in inputs)]
+    outputs = propagate(opened, values, apply, _compat.value_of)
     return [x if x is _EMPTY or is_lazy(x) else None for x in outputs]
 
 
@@ -213,7 +213,7 @@ def _shard_map(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value
     inner = walk.enter_block()
 
     def body(*xs: jax.Array) -> tuple[jax.Array, ...]:
-        outputs = inner.evaluate_whole(eqn.params["jaxpr"], *xs)
+        outputs = inner.evaluate_unsharded(eqn.params["jaxpr"], *xs)
         return tuple(x for x, y in zip(outputs, lazily, strict=True) if y is None)
 
     fn = jax.shard_map(
@@ -233,13 +233,13 @@ def _cast_to_varying(eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Deferred | 
     """Returns, for each result of a `shard_map`, a lazy value if it is a parameter cast to vary: copies of it."""
     jaxpr, sizes = eqn.params["jaxpr"], jax.sharding.get_abstract_mesh().shape
     pairs = zip(inputs, eqn.params["in_specs"], strict=True)
-    found: dict[Var, tuple[Value | None, PartitionSpec | None]] = dict(zip(jaxpr.invars, pairs, strict=True))
+    sources: dict[Var, tuple[Value | None, PartitionSpec | None]] = dict(zip(jaxpr.invars, pairs, strict=True))
     for inner in jaxpr.eqns:
         if inner.primitive.name in ("pvary", "pcast") and not _compat.is_literal(inner.invars[0]):
-            found[inner.outvars[0]] = found.get(inner.invars[0], (None, None))
+            sources[inner.outvars[0]] = sources.get(inner.invars[0], (None, None))
 
     def copies(var: Var, spec: PartitionSpec) -> Deferred | None:
-        x, in_spec = (None, None) if _compat.is_literal(var) else found.get(var, (None, None))
+        x, in_spec = (None, None) if _compat.is_literal(var) else sources.get(var, (None, None))
         names, *others = spec or (None,)
         # Known are copies along dimension 0 of a parameter that enters uncut.
         if not is_lazy(x) or in_spec != PartitionSpec() or names is None or any(others):

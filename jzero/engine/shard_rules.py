@@ -35,10 +35,10 @@ def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> ShardedParam | N
     if rule is None or not isinstance(lazy, ShardedParam):
         return None
     # Indices made of literals count as literals.
-    known = [Bundle.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in inputs[1:]]
-    others = [x for x in known if not is_lazy(x)]
+    operands = [Bundle.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in inputs[1:]]
+    others = [x for x in operands if not is_lazy(x)]
     shape = tuple(_compat.type_of(eqn.outvars[0]).shape)
-    return rule(lazy, others, eqn.params, shape) if len(others) == len(known) else None
+    return rule(lazy, others, eqn.params, shape) if len(others) == len(operands) else None
 
 
 def constrain_lazy(x: ShardedParam | Deferred, spec: PartitionSpec) -> ShardedParam | Deferred:
@@ -60,8 +60,8 @@ def constrain_lazy(x: ShardedParam | Deferred, spec: PartitionSpec) -> ShardedPa
     if not cut.other_axes or cut == x.cut:
         return x
     shard = lax.with_sharding_constraint(x.shard, PartitionSpec(*cut.other_axes[: x.shard.ndim]))  # [D/N, F]
-    whole = None if x.whole is None else lax.with_sharding_constraint(x.whole, spec)
-    return dataclasses.replace(x, shard=shard, whole=whole, cut=cut)
+    unsharded = None if x.unsharded is None else lax.with_sharding_constraint(x.unsharded, spec)
+    return dataclasses.replace(x, shard=shard, unsharded=unsharded, cut=cut)
 
 
 def widens(old: DType, new: DType) -> bool:
@@ -172,7 +172,7 @@ def _map_arrays(
         lazy,
         # e.g. [L, D/N, F] -> [1, D/N, F], and [L, D, F] -> [1, D, F]
         shard=fn(lazy.shard, of_shard),
-        whole=None if lazy.whole is None else fn(lazy.whole, lambda values, of_cut: values),
+        unsharded=None if lazy.unsharded is None else fn(lazy.unsharded, lambda values, of_cut: values),
         cut=lazy.cut.for_shape(shape, dims),
     )
 

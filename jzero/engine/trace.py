@@ -111,10 +111,10 @@ class TracedLoss:
 
     def by_field(self, values: Sequence[T]) -> dict[str, dict[str, T]]:
         """Returns values, one for each written variable, by field of the state and path in the field."""
-        found: dict[str, dict[str, T]] = {}
+        fields: dict[str, dict[str, T]] = {}
         for x, value in zip(self.written, values, strict=True):
-            found.setdefault(x.field, {})[x.path] = value
-        return found
+            fields.setdefault(x.field, {})[x.path] = value
+        return fields
 
 
 def axis_env(plan: ZeroPlan) -> AxisEnv:

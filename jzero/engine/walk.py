@@ -63,30 +63,30 @@ class HeldParameters:
 
     def __init__(self, *, keeps: bool) -> None:
         self.keeps = keeps
-        self._whole: dict[ParamKey, dict[DType, jax.Array]] = {}  # by parameter and the dtype of the gather
-        self._known: dict[ParamKey, ShardedParam] = {}  # keeps shards alive, since their identities are keys
+        self._arrays: dict[ParamKey, dict[DType, jax.Array]] = {}  # by parameter and the dtype of the gather
+        self._params: dict[ParamKey, ShardedParam] = {}  # keeps shards alive, since their identities are keys
 
     def fill(self, x: ShardedParam) -> ShardedParam:
         """Returns a parameter, with the whole array if that is kept."""
         if not is_cut(x):
             return x
-        arrays = self._whole.get(x.key, {})
-        whole = arrays.get(x.wire_dtype, next(iter(arrays.values()), None))
-        return x if whole is None else dataclasses.replace(x, whole=whole)
+        arrays = self._arrays.get(x.key, {})
+        unsharded = arrays.get(x.wire_dtype, next(iter(arrays.values()), None))
+        return x if unsharded is None else dataclasses.replace(x, unsharded=unsharded)
 
     def get(self, x: object) -> jax.Array | None:
         """Returns the kept array of a parameter, if any."""
-        return next(iter(self._whole.get(x.key, {}).values()), None) if isinstance(x, ShardedParam) else None
+        return next(iter(self._arrays.get(x.key, {}).values()), None) if isinstance(x, ShardedParam) else None
 
     def keep(self, params: Sequence[ShardedParam]) -> None:
         """Keeps parameters that were gathered for one equation; drops the others, unless all are kept."""
-        new = [x for x in params if x.wire_dtype not in self._whole.get(x.key, {})]
+        new = [x for x in params if x.wire_dtype not in self._arrays.get(x.key, {})]
         if new and not self.keeps:  # another gather ends the reuse
             self._drop_but({x.key for x in params})
         for x in new:
-            assert x.whole is not None
-            self._whole.setdefault(x.key, {})[x.whole.dtype] = x.whole
-            self._known[x.key] = x
+            assert x.unsharded is not None
+            self._arrays.setdefault(x.key, {})[x.unsharded.dtype] = x.unsharded
+            self._params[x.key] = x
 
     def drop(self) -> None:
         """Drops all parameters, unless they are kept to the end."""
@@ -94,7 +94,7 @@ class HeldParameters:
             self._drop_but(set())
 
     def _drop_but(self, needed: set[ParamKey]) -> None:
-        self._whole = {k: x for k, x in self._whole.items() if k in needed or self._known[k].stays}
+        self._arrays = {k: x for k, x in self._arrays.items() if k in needed or self._params[k].stays}
 
 
 @dataclasses.dataclass
@@ -154,7 +154,7 @@ class Walk:
             result = self._without_arrays(eqn, inputs)
             if result is not None:
                 return [result]
-        return self.bind_whole(eqn, inputs)
+        return self.bind_unsharded(eqn, inputs)
 
     def _without_arrays(self, eqn: JaxprEqn, inputs: list[Value]) -> ShardedParam | Deferred | None:
         """Returns the result of an equation over parameters and literals, if it can wait; `None` if it cannot."""
@@ -163,13 +163,13 @@ class Walk:
             return None
         return apply_on_shard(eqn, operands) or defer(eqn, operands)  # on the shard first: its gather moves less
 
-    def bind_whole(self, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[jax.Array]:
+    def bind_unsharded(self, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[jax.Array]:
         """Applies an equation to whole values."""
         name, meshes, inputs = eqn.primitive.name, self.meshes.in_equation(eqn), self.gather(inputs)
         anew: Params = {}
         if meshes.carried and name in _TRACED_ANEW:  # see [Note: Meshes in types]
             inner = self.enter_block()
-            anew = params_retraced(eqn, lambda jaxpr: functools.partial(inner.evaluate_whole, jaxpr))
+            anew = params_retraced(eqn, lambda jaxpr: functools.partial(inner.evaluate_unsharded, jaxpr))
         elif meshes.named:
             raise ValueError(
                 f"The loss holds a sharding constraint or `shard_map` inside a `{name}`, which jzero "
@@ -179,7 +179,7 @@ class Walk:
         self.order.note_used(outputs)
         return outputs
 
-    def evaluate_whole(self, jaxpr: AnyJaxpr, *inputs: Value) -> list[jax.Array]:
+    def evaluate_unsharded(self, jaxpr: AnyJaxpr, *inputs: Value) -> list[jax.Array]:
         """Evaluates a jaxpr to whole values."""
         return self.gather(self(jaxpr, inputs))
 
@@ -193,16 +193,18 @@ class Walk:
         leaves = [self.held.fill(x) if isinstance(x, ShardedParam) else x for x in bundle.leaves]
         self.gathered_rows += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
         params = [x for x in leaves if isinstance(x, ShardedParam)]
-        made: dict[tuple[ParamKey, DType], jax.Array] = {}  # shared by parameters that differ only in their final dtype
+        gathered: dict[
+            tuple[ParamKey, DType], jax.Array
+        ] = {}  # shared by parameters that differ only in their final dtype
         arrays: list[Value] = []
         for before, x in zip(leaves, self.order.order_use(leaves), strict=True):
             if not isinstance(x, ShardedParam) or not isinstance(before, ShardedParam):
                 arrays.append(x)
                 continue
             key = before.key, x.wire_dtype  # a shard that waits is another object: the old one is the key
-            whole = made[key] if key in made else made.setdefault(key, x.gather())  # [D, F]
-            arrays.append(whole.astype(x.dtype))  # widening casts follow the gather
-        self.held.keep([dataclasses.replace(x, whole=made[x.key, x.wire_dtype]) for x in params])
+            unsharded = gathered[key] if key in gathered else gathered.setdefault(key, x.gather())  # [D, F]
+            arrays.append(unsharded.astype(x.dtype))  # widening casts follow the gather
+        self.held.keep([dataclasses.replace(x, unsharded=gathered[x.key, x.wire_dtype]) for x in params])
         return Bundle(tuple(arrays), bundle.template).compute()
 
     def gather_staying(self, jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
@@ -216,14 +218,14 @@ class Walk:
         read = {i: _as_read(x, body, variables.get(x)) for i, x in staying.items()}
         self.gather([x for x in map(self.held.fill, read.values()) if is_cut(x)])
         for i, x in read.items():
-            leaves[i] = dataclasses.replace(staying[i], whole=self.held.fill(x).whole)
+            leaves[i] = dataclasses.replace(staying[i], unsharded=self.held.fill(x).unsharded)
         return Bundle(tuple(leaves), bundle.template).values()
 
     def _gather_rows(self, x: Rows) -> jax.Array:
         """Returns all rows of a loop's result, whole."""
         stacks, shared = self.gather(x.stacks), self.gather(x.shared)  # stacks: [L, D, F]
-        of_whole = dataclasses.replace(x, shared=tuple(shared))
-        return jax.vmap(lambda rows: Bundle.of([of_whole.row(rows)]).compute()[0])(stacks)  # [L, ...]
+        unsharded = dataclasses.replace(x, shared=tuple(shared))
+        return jax.vmap(lambda rows: Bundle.of([unsharded.row(rows)]).compute()[0])(stacks)  # [L, ...]
 
 
 def _as_read(x: ShardedParam, jaxpr: Jaxpr, var: Var | None) -> ShardedParam:

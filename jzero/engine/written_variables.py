@@ -89,7 +89,7 @@ def pair_written(
 
     bad = [f"  {name(path)}: {_kind(x)}, deleted" for path, x in before.items() if path not in after]
     bad += [f"  {name(path)}: {_kind(_array(x))}, added" for path, x in after.items() if path not in before]
-    found: dict[str, WrittenVariable] = {}
+    variables: dict[str, WrittenVariable] = {}
     for path, old in before.items():
         if path not in after or after[path] is old:
             continue
@@ -97,8 +97,8 @@ def pair_written(
         shape = written_shape(name(path), old.shape)
         if not hasattr(value, "dtype") or value.shape != shape or not holds(dtypes[path], value.dtype):
             bad.append(f"  {name(path)}: {_kind(jax.ShapeDtypeStruct(shape, dtypes[path]))}, then {_kind(value)}")
-        found[path] = WrittenVariable(value, old, name(path))
-    return found, bad
+        variables[path] = WrittenVariable(value, old, name(path))
+    return variables, bad
 
 
 def _array(x: PyTree) -> PyTree:
@@ -124,14 +124,14 @@ def split_mutable(
     """
     returned = aux if isinstance(aux, Mapping) else {}
     bad: list[str] = []
-    found: dict[str, dict[str, WrittenVariable]] = {}
+    variables: dict[str, dict[str, WrittenVariable]] = {}
     for name, tree in carried.items():
         if name not in returned:
             bad.append(f"  {name}: not there")
             continue
         before = by_path(tree)
         dtypes = {path: x.dtype for path, x in before.items()}
-        found[name], wrong = pair_written(before, by_path(returned[name]), dtypes, written_shape, field=name)
+        variables[name], wrong = pair_written(before, by_path(returned[name]), dtypes, written_shape, field=name)
         bad += wrong
     if bad:
         raise ValueError(
@@ -140,7 +140,7 @@ def split_mutable(
             + "\n".join(bad[:10])
             + "\nA field whose shape changes cannot be carried on: shard a state that has the new shape."
         )
-    return found, {k: x for k, x in returned.items() if k not in carried}
+    return variables, {k: x for k, x in returned.items() if k not in carried}
 
 
 def drop_unwritten(traced: TracedLoss) -> TracedLoss:
@@ -194,10 +194,10 @@ def _forwarded_inputs(eqn: JaxprEqn) -> Sequence[int | None]:
         return _match_outputs_to_inputs(next(_compat.contained_jaxprs(eqn)))
     if name == "scan":
         first, num_carry = _compat.scan_groups(eqn)
-        found = _match_outputs_to_inputs(next(_compat.contained_jaxprs(eqn)))
+        sources = _match_outputs_to_inputs(next(_compat.contained_jaxprs(eqn)))
         # Equal are a carried value that the body returns in its place, and a stack whose rows the body returns.
-        carried = [j if j == first + i else None for i, j in enumerate(found[:num_carry])]
-        return [*carried, *(j if j is not None and j >= first + num_carry else None for j in found[num_carry:])]
+        carried = [j if j == first + i else None for i, j in enumerate(sources[:num_carry])]
+        return [*carried, *(j if j is not None and j >= first + num_carry else None for j in sources[num_carry:])]
     if name == "while":
         first, (body, _) = eqn.params["body_nconsts"], _compat.open_jaxpr(eqn.params["body_jaxpr"])
         skipped = eqn.params["cond_nconsts"]  # inputs: the condition's constants, the body's, the carry

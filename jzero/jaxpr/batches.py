@@ -48,12 +48,12 @@ def slice_program(jaxpr: AnyJaxpr, dims: Dims, size: int) -> tuple[ClosedJaxpr, 
       dims: For each input the dimension of the slices.
       size: The number of slices.
     """
-    found: list[int | None] = []
+    out_dims: list[int | None] = []
 
     def run(*inputs: jax.Array) -> list[jax.Array]:
         *values, number = inputs
         outs = _Slices(size, number).evaluate(jaxpr, list(map(_Sliced, values, dims)))
-        found.extend(out.dim for out in outs)
+        out_dims.extend(out.dim for out in outs)
         return [out.x for out in outs]
 
     def one(v: Var, dim: int | None) -> jax.ShapeDtypeStruct:
@@ -62,7 +62,7 @@ def slice_program(jaxpr: AnyJaxpr, dims: Dims, size: int) -> tuple[ClosedJaxpr, 
 
     opened, _ = _compat.open_jaxpr(jaxpr)
     shapes = list(map(one, opened.invars, dims))
-    return jax.make_jaxpr(run)(*shapes, jax.ShapeDtypeStruct((), jnp.int32)), found
+    return jax.make_jaxpr(run)(*shapes, jax.ShapeDtypeStruct((), jnp.int32)), out_dims
 
 
 def _with(values: Sequence[int], position: int, value: int) -> tuple[int, ...]:
@@ -113,15 +113,15 @@ class _Slices:
 
     def dims_of(self, jaxpr: AnyJaxpr, inputs: Sequence[_Sliced]) -> list[int | None]:
         """Returns the dimensions of the outputs of a jaxpr; its inputs may be abstract."""
-        found: list[int | None] = []
+        out_dims: list[int | None] = []
 
         def run(xs: Sequence[jax.Array]) -> list[jax.Array]:
             outs = self.evaluate(jaxpr, _like(inputs, xs))
-            found.extend(out.dim for out in outs)
+            out_dims.extend(out.dim for out in outs)
             return [out.x for out in outs]
 
         jax.eval_shape(run, [jax.ShapeDtypeStruct(jnp.shape(x.x), jnp.result_type(x.x)) for x in inputs])
-        return found
+        return out_dims
 
     def run_with(self, jaxpr: AnyJaxpr, inputs: Sequence[_Sliced], dims: Dims) -> list[jax.Array]:
         """Returns the outputs of a jaxpr as arrays, sliced on `dims`."""

@@ -94,7 +94,7 @@ TRAITS = {name: traits for traits, names in _ROWS for name in names.split()}
 @functools.cache
 def primitives_with(traits: Trait) -> frozenset[str]:
     """Returns the names of the primitives that have any of the given traits."""
-    return frozenset(name for name, found in TRAITS.items() if found & traits)
+    return frozenset(name for name, own in TRAITS.items() if own & traits)
 
 
 def called_jaxpr(eqn: JaxprEqn) -> AnyJaxpr:

@@ -60,29 +60,29 @@ class _Graph:
       eqns: Its equations.
       outputs: Its results.
       reads: The variables that each equation reads, once each.
-      made_by: The equation that makes a variable.
-      read_by: The equations that read it.
+      producers: For each variable, the equation that makes it.
+      readers_of: The equations that read it.
       owners: The parameters that it belongs to.
     """
 
     eqns: Sequence[JaxprEqn]
     outputs: frozenset[Var]
     reads: list[list[Var]] = dataclasses.field(default_factory=list)
-    made_by: dict[Var, int] = dataclasses.field(default_factory=dict)
-    read_by: dict[Var, list[int]] = dataclasses.field(default_factory=dict)
+    producers: dict[Var, int] = dataclasses.field(default_factory=dict)
+    readers_of: dict[Var, list[int]] = dataclasses.field(default_factory=dict)
     owners: dict[Var, Owners] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, jaxpr: Jaxpr, owners: Mapping[Var, Owners]) -> _Graph:
         graph = cls(jaxpr.eqns, frozenset(v for v in jaxpr.outvars if not _compat.is_literal(v)))
-        graph.owners.update((v, found if _is_big(v) else frozenset()) for v, found in owners.items())
+        graph.owners.update((v, params if _is_big(v) else frozenset()) for v, params in owners.items())
         for i, eqn in enumerate(jaxpr.eqns):
             graph.reads.append(list(dict.fromkeys(v for v in eqn.invars if not _compat.is_literal(v))))
             for v in graph.reads[i]:
-                graph.read_by.setdefault(v, []).append(i)
-            found = graph.owner(i)
-            graph.owners.update((v, found if _is_big(v) else frozenset()) for v in eqn.outvars)
-            graph.made_by.update(dict.fromkeys(eqn.outvars, i))
+                graph.readers_of.setdefault(v, []).append(i)
+            params = graph.owner(i)
+            graph.owners.update((v, params if _is_big(v) else frozenset()) for v in eqn.outvars)
+            graph.producers.update(dict.fromkeys(eqn.outvars, i))
         return graph
 
     def owner(self, i: int) -> Owners:
@@ -91,11 +91,11 @@ class _Graph:
 
     def readers(self, i: int) -> list[int]:
         """Returns the equations that read what an equation makes."""
-        return [r for v in self.eqns[i].outvars for r in self.read_by.get(v, [])]
+        return [r for v in self.eqns[i].outvars for r in self.readers_of.get(v, [])]
 
     def makers(self, i: int) -> list[int]:
         """Returns the equations that make what an equation reads."""
-        return [self.made_by[v] for v in self.reads[i] if v in self.made_by]
+        return [self.producers[v] for v in self.reads[i] if v in self.producers]
 
 
 class _NoRegionError(Exception):
@@ -128,11 +128,11 @@ def find_regions(
     seeds: dict[int, set[int]] = {}
     refused: dict[int, tuple[Owners, str]] = {}
     for i in (i for i, eqn in enumerate(jaxpr.eqns) if mixes(eqn) and any(map(_is_big, eqn.invars))):
-        found = graph.owner(i)
-        if len(found) == 1:
-            seeds.setdefault(next(iter(found)), set()).add(i)
+        params = graph.owner(i)
+        if len(params) == 1:
+            seeds.setdefault(next(iter(params)), set()).add(i)
         else:
-            refused[i] = found, "one product takes several parameters" if found else "it belongs to no parameter"
+            refused[i] = params, "one product takes several parameters" if params else "it belongs to no parameter"
     regions: list[Region] = []
     taken: set[int] = set()
     for owner, first in seeds.items():
@@ -167,7 +167,7 @@ def _grown(graph: _Graph, owner: int, seeds: set[int], is_anchor: IsAnchor) -> s
         inside = [v for i in members for v in graph.eqns[i].outvars if _is_big(v) and not is_anchor(v, owner)]
         for v in graph.outputs.intersection(inside):
             raise _NoRegionError(f"a result of shape {_compat.type_of(v).shape} has no layout")
-        members.update(i for v in inside for i in graph.read_by.get(v, []))
+        members.update(i for v in inside for i in graph.readers_of.get(v, []))
     return members
 
 
@@ -176,63 +176,63 @@ def _between(graph: _Graph, members: set[int]) -> set[int]:
     first, last = min(members), max(members)
 
     def reached(step: Callable[[int], list[int]]) -> set[int]:
-        found: set[int] = set()
+        visited: set[int] = set()
         pending = list(members)
         while pending:
-            new = {i for i in step(pending.pop()) if first <= i <= last} - found
-            found |= new
+            new = {i for i in step(pending.pop()) if first <= i <= last} - visited
+            visited |= new
             pending += new
-        return found
+        return visited
 
     return reached(graph.readers) & reached(graph.makers)
 
 
 def _producers(graph: _Graph, owner: int, members: set[int], is_anchor: IsAnchor) -> set[int]:
     """Returns what makes the operands whose layout is not known."""
-    found: set[int] = set()
+    producers: set[int] = set()
     pending = [v for i in members for v in graph.reads[i]]
     while pending:
         v = pending.pop()
-        i = graph.made_by.get(v)
+        i = graph.producers.get(v)
         is_own = graph.owners.get(v) == frozenset([owner]) and not is_anchor(v, owner)
         is_common = _is_big(v) and not graph.owners.get(v)
-        if i is not None and i not in members and i not in found and (is_own or is_common):
-            found.add(i)
+        if i is not None and i not in members and i not in producers and (is_own or is_common):
+            producers.add(i)
             pending += graph.reads[i]
-    return found
+    return producers
 
 
 def _norms(graph: _Graph, owner: int, members: set[int]) -> set[int]:
     """Returns what makes single numbers from nothing but operands of the region."""
-    read = [v for i in members for v in graph.reads[i] if graph.made_by.get(v) not in members]
+    read = [v for i in members for v in graph.reads[i] if graph.producers.get(v) not in members]
     operands = {v for v in read if graph.owners.get(v) == frozenset([owner])}
     return set().union(*(_norm(graph, owner, v, operands, members) for v in dict.fromkeys(read) if not _is_big(v)))
 
 
 def _norm(graph: _Graph, owner: int, number: Var, operands: set[Var], members: set[int]) -> set[int]:
     """Returns the equations from operands, or results, of a region to a number; none if it needs anything else."""
-    found: set[int] = set()
+    eqns: set[int] = set()
     pending, depends = [number], False
     while pending:
         v = pending.pop()
-        i = graph.made_by.get(v)
+        i = graph.producers.get(v)
         if v in operands or i in members:
             depends = True
         elif _is_big(v) and (i is None or graph.owners[v] != frozenset([owner])):
             return set()
-        elif i is not None and i not in found:
-            found.add(i)
+        elif i is not None and i not in eqns:
+            eqns.add(i)
             pending += graph.reads[i]
-        if len(found) > LONGEST:
+        if len(eqns) > LONGEST:
             return set()
-    return found if depends else set()
+    return eqns if depends else set()
 
 
 def _region(graph: _Graph, owner: int, members: set[int]) -> Region:
     order = sorted(members)
     eqns = [graph.eqns[i] for i in order]
-    made = {v for eqn in eqns for v in eqn.outvars}
-    read = list(dict.fromkeys(v for i in order for v in graph.reads[i] if v not in made))
+    results = {v for eqn in eqns for v in eqn.outvars}
+    read = list(dict.fromkeys(v for i in order for v in graph.reads[i] if v not in results))
     inputs = [v for v in read if graph.owners.get(v)]
     shared = [v for v in read if not graph.owners.get(v)]
     # What precedes the first product is copied, not replaced: others may need it, and it is cheap.
@@ -243,7 +243,7 @@ def _region(graph: _Graph, owner: int, members: set[int]) -> Region:
         v
         for i in sorted(core)
         for v in graph.eqns[i].outvars
-        if v in graph.outputs or not members.issuperset(graph.read_by.get(v, []))
+        if v in graph.outputs or not members.issuperset(graph.readers_of.get(v, []))
     ]
     return Region(owner, 0, Piece([*inputs, *shared], outputs, eqns), inputs, shared, outputs, frozenset(core))
 
@@ -251,17 +251,17 @@ def _region(graph: _Graph, owner: int, members: set[int]) -> Region:
 def _levels(graph: _Graph, regions: Sequence[Region]) -> list[int] | None:
     """Returns how many regions precede each on the longest path; `None` if there is a circle."""
     replaced = frozenset[int]().union(*(region.eqns for region in regions))
-    found = [0] * len(regions)
+    levels = [0] * len(regions)
     for _ in range(len(regions) + 1):
-        before = list(found)
+        before = list(levels)
         level: dict[Var, int] = {}  # how many regions precede a variable
         for r, region in enumerate(regions):
-            level.update(dict.fromkeys(region.outputs, found[r] + 1))
+            level.update(dict.fromkeys(region.outputs, levels[r] + 1))
         for i, eqn in enumerate(graph.eqns):
             if i not in replaced:
                 level.update(dict.fromkeys(eqn.outvars, max((level.get(v, 0) for v in graph.reads[i]), default=0)))
         for r, region in enumerate(regions):
-            found[r] = max([found[r], *(level.get(v, 0) for v in (*region.inputs, *region.shared))])
-        if found == before:
-            return found
+            levels[r] = max([levels[r], *(level.get(v, 0) for v in (*region.inputs, *region.shared))])
+        if levels == before:
+            return levels
     return None

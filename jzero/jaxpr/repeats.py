@@ -107,15 +107,15 @@ def _blocks(jaxpr: Jaxpr, last_read: Mapping[Var, int]) -> set[tuple[int, int]]:
     signatures = [_signature(eqn) for eqn in jaxpr.eqns]
     heavy = np.array([_is_heavy(eqn) for eqn in jaxpr.eqns], bool)
     crossing = _bytes_across(jaxpr, last_read)
-    found: set[tuple[int, int]] = set()
+    blocks: set[tuple[int, int]] = set()
     pending = [(0, len(jaxpr.eqns))]
     while pending:
         begin, end = pending.pop()
         bounds = [begin + i for i in _bounds(signatures[begin:end], heavy[begin:end], crossing[begin:end])]
         if bounds:
-            found |= set(itertools.pairwise(bounds))
+            blocks |= set(itertools.pairwise(bounds))
             pending += [(begin, bounds[0]), (bounds[-1], end)]
-    return found
+    return blocks
 
 
 def _bounds(signatures: Sequence[Hashable], heavy: np.ndarray, crossing: np.ndarray) -> list[int]:
@@ -172,9 +172,9 @@ def _longest_repetition(signatures: Sequence[Hashable]) -> tuple[int, int, int]:
 
 def _bytes_across(jaxpr: Jaxpr, last_read: Mapping[Var, int]) -> np.ndarray:
     """Returns for each equation the bytes that earlier equations made and that it, or a later one, reads."""
-    made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    producers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     change = np.zeros(len(jaxpr.eqns) + 2, np.int64)
-    for v, i in made.items():
+    for v, i in producers.items():
         if v in last_read and hasattr(v.aval, "dtype"):
             change[i + 1] += aval_bytes(_compat.type_of(v))
             change[last_read[v] + 1] -= aval_bytes(_compat.type_of(v))
@@ -187,7 +187,7 @@ def _read(eqn: JaxprEqn) -> Iterator[Var]:
 
 def _part(jaxpr: Jaxpr, begin: int, end: int, last_read: Mapping[Var, int], *, is_block: bool) -> Part:
     eqns = jaxpr.eqns[begin:end]
-    made = {v for eqn in eqns for v in eqn.outvars}
-    reads = dict.fromkeys(v for eqn in eqns for v in _read(eqn) if v not in made)
+    results = {v for eqn in eqns for v in eqn.outvars}
+    reads = dict.fromkeys(v for eqn in eqns for v in _read(eqn) if v not in results)
     outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) >= end]
     return Part(list(reads), outvars, eqns, is_block)

@@ -34,17 +34,17 @@ def moved(layout: Layout, place: Callable[[int], int | None]) -> Layout:
 
 def scattered(layout: Layout, shape: Sequence[int], dims: Iterable[int] = ()) -> Layout:
     """Returns a layout of the same dimensions and `dims`, in an array of this shape, that tells no order."""
-    kept = {dim for dim, _ in layout} | set(dims)
-    return tuple((dim, ((int(shape[dim]), 1),)) for dim in sorted(kept) if dim < len(shape))
+    row_dims = {dim for dim, _ in layout} | set(dims)
+    return tuple((dim, ((int(shape[dim]), 1),)) for dim in sorted(row_dims) if dim < len(shape))
 
 
 def merged(layouts: Iterable[Layout]) -> Layout:
     """Returns a layout with the dimensions of all; the first one's factors count."""
-    found: dict[int, Factors] = {}
+    factors_of: dict[int, Factors] = {}
     for layout in layouts:
         for dim, factors in layout:
-            found.setdefault(dim, factors)
-    return tuple(sorted(found.items()))
+            factors_of.setdefault(dim, factors)
+    return tuple(sorted(factors_of.items()))
 
 
 def without_units(layout: Layout) -> Layout:
@@ -98,10 +98,10 @@ def reshaped(layout: Layout, old: Sequence[int], new: Sequence[int]) -> Layout |
 
 def _normal(factors: Sequence[tuple[int, int]]) -> Factors:
     """Joins neighbours that are one factor."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for size, step in factors:
-        if found and found[-1][1] == step * size:
-            found[-1] = (found[-1][0] * size, step)
+        if joined and joined[-1][1] == step * size:
+            joined[-1] = (joined[-1][0] * size, step)
         else:
-            found.append((size, step))
-    return tuple(found)
+            joined.append((size, step))
+    return tuple(joined)

@@ -46,8 +46,8 @@ def _squeeze(eqn: JaxprEqn, ins: list[Value]) -> Value:
 @rule("expand_dims")
 def _expand(eqn: JaxprEqn, ins: list[Value]) -> Value:
     dims = set(eqn.params["dimensions"])
-    kept = [d for d in range(_compat.type_of(eqn.outvars[0]).ndim) if d not in dims]
-    return ins[0].at(moved(ins[0].layout, kept.__getitem__))
+    old_dims = [d for d in range(_compat.type_of(eqn.outvars[0]).ndim) if d not in dims]
+    return ins[0].at(moved(ins[0].layout, old_dims.__getitem__))
 
 
 @rule("transpose")
@@ -122,9 +122,9 @@ def _concatenate(eqn: JaxprEqn, ins: list[Value]) -> Value:
         return ins[0]
     layout = merged(x.layout for x in moving)
     if all(d != dim for d, _ in layout):
-        whole = collected(ins, eqn, layout, keeps_order=True)
-        is_list = whole.kind is Kind.ROW and not whole.origin.is_exact and all(x.origin.is_exact for x in moving)
-        return whole.at(scattered(layout, shape, (dim,))) if is_list else whole  # e.g. [x[0], x[1]]
+        value = collected(ins, eqn, layout, keeps_order=True)
+        is_list = value.kind is Kind.ROW and not value.origin.is_exact and all(x.origin.is_exact for x in moving)
+        return value.at(scattered(layout, shape, (dim,))) if is_list else value  # e.g. [x[0], x[1]]
     if len(moving) == len(ins) and all(x.layout == layout and x.origin == ins[0].origin for x in ins):
         copies = ((d, ((len(ins), 0), *f) if d == dim else f) for d, f in layout)
         return collected(ins, eqn, tuple(copies), keeps_order=True)
@@ -136,9 +136,9 @@ def _stack(eqn: JaxprEqn, ins: list[Value]) -> Value:
     axis, shape = eqn.params["axis"], _compat.type_of(eqn.outvars[0]).shape
     lifted = [x.at(moved(x.layout, lambda d: d + (d >= axis))) for x in ins]
     layout, moving = merged(x.layout for x in lifted), [x for x in lifted if x.kind]
-    whole = collected(lifted, eqn, layout, keeps_order=True)
-    is_list = whole.kind is Kind.ROW and not whole.origin.is_exact and all(x.origin.is_exact for x in moving)
-    return whole.at(scattered(layout, shape, (axis,))) if is_list else whole
+    value = collected(lifted, eqn, layout, keeps_order=True)
+    is_list = value.kind is Kind.ROW and not value.origin.is_exact and all(x.origin.is_exact for x in moving)
+    return value.at(scattered(layout, shape, (axis,))) if is_list else value
 
 
 @rule("dynamic_slice")
@@ -173,15 +173,15 @@ def _gather(eqn: JaxprEqn, ins: list[Value]) -> Value:
     ids = indices.at(moved(indices.layout, lambda d: free[d] if d < len(free) else None))
     cut = {d for d, size in enumerate(eqn.params["slice_sizes"]) if size != sizes[d]} | {*numbers.collapsed_slice_dims}
     cut -= {*numbers.operand_batching_dims}
-    kept = x.at(moved(x.layout, lambda d: None if d in cut else windows[d]))
+    windowed = x.at(moved(x.layout, lambda d: None if d in cut else windows[d]))
     if all(dim not in cut for dim, _ in x.layout):
-        return applied([kept, ids], eqn) if ids.kind else kept
+        return applied([windowed, ids], eqn) if ids.kind else windowed
     # Rows are chosen by the indices, as in `x[permutation]` and `logits[jnp.arange(8), labels]`.
     if ids.kind is Kind.ROW and x.kind is Kind.ROW:
         return ids
     if ids.kind:
         return lost([x, ids])
-    return _shuffled(x, tuple((d, ()) for d in {*free, *(d for d, _ in kept.layout)}), eqn, shape)
+    return _shuffled(x, tuple((d, ()) for d in {*free, *(d for d, _ in windowed.layout)}), eqn, shape)
 
 
 @rule("scatter scatter-add scatter_add scatter_mul scatter-mul scatter_min scatter_max scatter-min scatter-max")

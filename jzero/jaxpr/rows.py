@@ -110,14 +110,14 @@ class _Interpreter:
 
     def __init__(self, axes: frozenset[str]) -> None:
         self.axes = axes
-        self._known: IdDict[Jaxpr, dict[tuple[RowFacts, ...], list[RowFacts]]] = IdDict()
+        self._facts: IdDict[Jaxpr, dict[tuple[RowFacts, ...], list[RowFacts]]] = IdDict()
 
     def __call__(self, jaxpr: AnyJaxpr, inputs: Sequence[RowFacts]) -> list[RowFacts]:
         opened, _ = _compat.open_jaxpr(jaxpr)
-        known, key = self._known.setdefault(opened, {}), tuple(inputs)
-        if key not in known:
-            known[key] = propagate(opened, [*[EQUAL] * len(opened.constvars), *inputs], self._results, _literal)
-        return known[key]
+        facts, key = self._facts.setdefault(opened, {}), tuple(inputs)
+        if key not in facts:
+            facts[key] = propagate(opened, [*[EQUAL] * len(opened.constvars), *inputs], self._results, _literal)
+        return facts[key]
 
     def _results(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         name = eqn.primitive.name
@@ -136,8 +136,8 @@ class _Interpreter:
         values = [x.value for x in ins]
         if not any(x.kind for x in values):
             return [RowFacts(differs, _without_rows(eqn, values))] * len(eqn.outvars)
-        found = [lost(values)] * len(eqn.outvars) if rule is None else rule(eqn, values)
-        return [RowFacts(differs, x) for x in (found if isinstance(found, list) else [found])]
+        results = [lost(values)] * len(eqn.outvars) if rule is None else rule(eqn, values)
+        return [RowFacts(differs, x) for x in (results if isinstance(results, list) else [results])]
 
     def _contained(self, eqn: JaxprEqn, ins: list[RowFacts], inner: list[Jaxpr]) -> list[RowFacts]:
         """Interprets an equation that runs the one jaxpr that it holds on its operands, as it seems."""
@@ -149,8 +149,8 @@ class _Interpreter:
         return [RowFacts(differs, lost(values) if values else SAME)] * len(eqn.outvars)
 
     def _collective(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
-        names, is_whole = _named_axes(eqn), eqn.params.get("axis_index_groups") is None
-        equalizes = eqn.primitive.name in EQUALIZING and is_whole
+        names, is_ungrouped = _named_axes(eqn), eqn.params.get("axis_index_groups") is None
+        equalizes = eqn.primitive.name in EQUALIZING and is_ungrouped
         if equalizes and self.axes <= names:
             return [EQUAL] * len(eqn.outvars)
         is_local = names.isdisjoint(self.axes)  # over other axes of the mesh, each part has the same rows
@@ -202,8 +202,8 @@ class _Interpreter:
     def _cond(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         index, operands = ins[0], ins[1:]
         first, *others = [self(branch, operands) for branch in eqn.params["branches"]]
-        for found in others:
-            first = [_joined(x, y, eqn, i) for i, (x, y) in enumerate(zip(first, found, strict=True))]
+        for branch in others:
+            first = [_joined(x, y, eqn, i) for i, (x, y) in enumerate(zip(first, branch, strict=True))]
         if not index.kind:
             return [RowFacts(x.differs or index.differs, x.value) for x in first]
         return [RowFacts(True, applied([index.value, x.value], eqn)) for x in first]
@@ -252,10 +252,10 @@ def _from_call(eqn: JaxprEqn, ins: list[RowFacts], outs: list[RowFacts]) -> list
     """Puts the line of the call in place of lines that jax does not tell."""
     if not any(x.value.cause for x in outs):
         return outs
-    known = {x.value.cause for x in ins}
+    causes = {x.value.cause for x in ins}
     return [
         x
-        if (cause := x.value.cause) is None or cause in known or cause.source
+        if (cause := x.value.cause) is None or cause in causes or cause.source
         else RowFacts(x.differs, x.value._replace(cause=Cause(cause.eqn, cause.how, eqn)))
         for x in outs
     ]

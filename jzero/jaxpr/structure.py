@@ -100,31 +100,31 @@ class Structures:
     def __init__(self, *, in_rule: bool = False) -> None:
         self._of_rules = None if in_rule else Structures(in_rule=True)  # in a rule, functions count without theirs
         self._numbers: dict[Hashable, int] = {}
-        self._known: IdDict[AnyJaxpr | Program[JaxprEqn], int] = IdDict()
+        self._ids: IdDict[AnyJaxpr | Program[JaxprEqn], int] = IdDict()
 
     def __call__(self, jaxpr: AnyJaxpr | Program[JaxprEqn]) -> int:
         """Returns the number of an open or closed jaxpr."""
-        if jaxpr not in self._known:
-            self._known[jaxpr] = self._numbers.setdefault(self._structure(jaxpr), len(self._numbers))
-        return self._known[jaxpr]
+        if jaxpr not in self._ids:
+            self._ids[jaxpr] = self._numbers.setdefault(self._structure(jaxpr), len(self._numbers))
+        return self._ids[jaxpr]
 
     def _structure(self, jaxpr: AnyJaxpr | Program[JaxprEqn]) -> Hashable:
         program, consts = open_program(jaxpr)
         numbers: dict[Var, int] = {}
 
-        def made(variables: Sequence[Var]) -> Hashable:
+        def define(variables: Sequence[Var]) -> Hashable:
             numbers.update({v: len(numbers) + i for i, v in enumerate(variables)})
             return tuple(v.aval for v in variables)
 
         def read(atom: Atom) -> Hashable:
             return (atom.aval, _bits(atom.val)) if _compat.is_literal(atom) else numbers[atom]
 
-        inputs = made([*program.constvars, *program.invars])
+        inputs = define([*program.constvars, *program.invars])
         eqns = tuple(
             (
                 eqn.primitive,
                 tuple(map(read, eqn.invars)),
-                made(eqn.outvars),
+                define(eqn.outvars),
                 self._comparable(self._params(eqn)),
                 eqn.ctx,
                 _compat.names_of(eqn),

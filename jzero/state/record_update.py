@@ -22,7 +22,7 @@ from jzero.state.next_state import StepGrads, next_state, settled_state
 from jzero.state.train_state import map_state
 from jzero.update.columns import Columns
 from jzero.update.find_visits import NextPass
-from jzero.update.records import GivenArrays, Programs, RecordRun
+from jzero.update.records import Programs, RecordRun, StepArrays
 from jzero.update.visits import FromDisk, Visit, VisitOperands
 from jzero.update.whole import Grad
 
@@ -87,7 +87,7 @@ class RecordUpdate:
             for i, g in enumerate(step_grads.grads)
         ]
         params = self.plan.flat_params(state.params)
-        arrays = GivenArrays(
+        arrays = StepArrays(
             {i: step_grads.grads[i].reduced for i in self.plan.disk_fields},
             {i: params[i] for i in self.plan.disk_fields},
         )
@@ -125,7 +125,7 @@ class RecordUpdate:
     ) -> RecordRun:
         """Returns a pass with gradients in float32 from the host, by parameter and device, ready to run."""
         params = self.plan.flat_params(state.params)
-        arrays = GivenArrays(grads, {i: params[i] for i in self.plan.disk_fields})
+        arrays = StepArrays(grads, {i: params[i] for i in self.plan.disk_fields})
         return RecordRun(files, self.programs, NextPass(self._late_visits, list(operands), {}, False), -1, arrays)
 
     def wait(self, x: Any) -> None:

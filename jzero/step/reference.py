@@ -151,7 +151,7 @@ class Reference:
 
         def evaluate(*inputs: Any) -> Any:
             return jax.tree.unflatten(
-                jax.tree.structure(out_shape), walk.evaluate_whole(jaxpr, *jax.tree.leaves(inputs))
+                jax.tree.structure(out_shape), walk.evaluate_unsharded(jaxpr, *jax.tree.leaves(inputs))
             )
 
         return evaluate

@@ -104,8 +104,8 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
         def step(chunk: Chunk, results: list[jax.Array]) -> list[jax.Array]:
             now = [results[held[k]] if k in held else view for k, view in enumerate(views)]
             here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
-            made = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
-            new = [y.astype(z.dtype) for y, z in zip(made, results, strict=True)]
+            outs = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
+            new = [y.astype(z.dtype) for y, z in zip(outs, results, strict=True)]
             new = [_to_host(y) if memory_of(z) == "host" else y for y, z in zip(new, results, strict=True)]
             return [write_chunk(z, y, chunk, pieces) for y, z in zip(new, results, strict=True)]
 
@@ -118,9 +118,9 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
         stays = [t in on_host for t in x.targets]
 
         def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            made = compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
-            staying = [y for y, s in zip(made, stays, strict=True) if s]
-            rising = [y for y, s in zip(made, stays, strict=True) if not s]
+            outs = compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
+            staying = [y for y, s in zip(outs, stays, strict=True) if s]
+            rising = [y for y, s in zip(outs, stays, strict=True) if not s]
             return [y.astype(arrays[t].dtype) for y, t in zip(staying, on_host, strict=True)], rising
 
         there, here = map(iter, _on_cpu(plan, fn, (first_index(plan, x.leaf, shape), arrays, numbers)))
@@ -151,8 +151,8 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
 
         def step(chunk: Chunk, total: jax.Array) -> jax.Array:
             here = [on_device(read_chunk(y, chunk, pieces)) for y in views]
-            found = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
-            return join(total, found)
+            number = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
+            return join(total, number)
 
         return for_each_chunk(step, jnp.asarray(nothing, dtype), pieces)[None]
 
@@ -209,8 +209,8 @@ def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
 
 def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[PyTree, PyTree]], args: PyTree) -> tuple[PyTree, PyTree]:
     """Runs a function on the host's CPU; its first results stay there, its second ones go to the device."""
-    kept = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
-    return compute_on_host(fn, jax.tree.map(functools.partial(_to_cpu, plan), args), (kept, jax.memory.Space.Device))
+    memory = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
+    return compute_on_host(fn, jax.tree.map(functools.partial(_to_cpu, plan), args), (memory, jax.memory.Space.Device))
 
 
 def _to_cpu(plan: ZeroPlan, x: jax.Array) -> jax.Array:

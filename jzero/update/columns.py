@@ -72,12 +72,12 @@ class Columns:
                 return jnp.broadcast_to(first[d] + index, shape)
 
             part = Part(leaf, along)
-            known = {"disk": lambda x: fields[x.number], "number": lambda x: numbers[x.number]}
-            known |= {"positions": lambda x: part.positions()}
-            values = [known[x.kind](x) if x.kind in known else next(taken) for x in visit.sources]
-            made = zip(visit.targets, visit.kernel(values, shape), strict=True)
+            readers = {"disk": lambda x: fields[x.number], "number": lambda x: numbers[x.number]}
+            readers |= {"positions": lambda x: part.positions()}
+            values = [readers[x.kind](x) if x.kind in readers else next(taken) for x in visit.sources]
+            outs = zip(visit.targets, visit.kernel(values, shape), strict=True)
             new, result = list(fields), old
-            for target, x in made:
+            for target, x in outs:
                 x = part.without_padding(x, 0)  # noqa: PLW2901
                 if isinstance(target, int):
                     new[target] = x.astype(fields[target].dtype)
@@ -117,14 +117,14 @@ def choose_columns(plan: ZeroPlan, grads: Mapping[int, jax.Array]) -> dict[int, 
     return {i: of(i, grad) for i, grad in grads.items()}
 
 
-def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, made: jax.Array, chosen: jax.Array | None) -> jax.Array:
+def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, new: jax.Array, chosen: jax.Array | None) -> jax.Array:
     """Returns a parameter with new values in all columns but the chosen ones, in its layout; inside `jit`.
 
     Args:
       plan: The plan.
       leaf: The parameter.
       old: Its value as stored.
-      made: The new values of all columns, laid out like the gradient.
+      new: The new values of all columns, laid out like the gradient.
       chosen: The columns that keep theirs; `None` if none do.
     """
     grad = leaf.grad
@@ -133,11 +133,11 @@ def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, made: jax.Array,
         like, entries = _specs(plan, grad)
         dim = grad.column_dim
 
-        def local(made: jax.Array, stored: jax.Array, chosen: jax.Array) -> jax.Array:
+        def local(new: jax.Array, stored: jax.Array, chosen: jax.Array) -> jax.Array:
             place = (*[slice(None)] * dim, chosen)
-            return made.at[place].set(jnp.take(stored, chosen, dim), unique_indices=True)
+            return new.at[place].set(jnp.take(stored, chosen, dim), unique_indices=True)
 
         specs = (like, like, entries)
         mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=like, check_vma=False)
-        made = mapped(made, stored, chosen)
-    return made
+        new = mapped(new, stored, chosen)
+    return new

@@ -46,12 +46,12 @@ def said_clearly() -> Iterator[None]:
             _add_note(error)
             raise
         names = re.findall(r"'(\w+)'", missing[1])
-        given = ", ".join(f"{name}=..." for name in names)
+        arguments = ", ".join(f"{name}=..." for name in names)
         raise TypeError(
             f"The optimizer (`tx`) asks for {names}, which it was not given. A step of `make_train_step` hands over "
             "`value`, the loss, and `grad`. "
             "Else take a step of your own: `loss, grads = jzero.value_and_grad(loss_fn)(state, batch)`, then "
-            f"`state.tx.update(grads, state.opt_state, state.params, {given})`."
+            f"`state.tx.update(grads, state.opt_state, state.params, {arguments})`."
         ) from error
     except ValueError as error:
         _add_note(error)

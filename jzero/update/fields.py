@@ -92,10 +92,10 @@ def placed_fields(plan: ZeroPlan, stored: Before[Stored], far: frozenset[int]) -
 
     def of_param(i: int, x: Stored | None, name: str = "") -> Input | None:
         leaf = plan.leaves[i]
-        is_given = leaf.param.cut == leaf.grad.cut
+        shares_cut = leaf.param.cut == leaf.grad.cut
         if x is None or i in plan.keys:
             return None
-        return place(x, i, leaf.grad if leaf.trained else leaf.param, name if is_given else "")
+        return place(x, i, leaf.grad if leaf.trained else leaf.param, name if shares_cut else "")
 
     grads = [
         None if g is None else Grad(place(g.reduced, i, plan.leaves[i].grad, "grads"), g.factors)

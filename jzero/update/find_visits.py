@@ -63,19 +63,19 @@ def find_visits(update: WholeUpdate, stored: Before[Stored], sums: Mapping[int, 
     outs, numbers = run.split.jaxpr.outvars, numbers_of(out)
     targets_of_param = {i: run.targets(i, inputs, numbers) for i in plan.disk_fields}
     if run.pending:
-        found = _sum_visits(run)
+        visits = _sum_visits(run)
     else:
-        found = [
+        visits = [
             visit_of(run, i, [outs[k] for k in x], targets_of(run, i, x)) for i, x in targets_of_param.items() if x
         ]
-    made = {k for targets in targets_of_param.values() for k in targets}
-    needs = _needs_grads(run, [v for k, v in enumerate(outs) if k not in made])
-    return NextPass([x for x, _ in found], [x for _, x in found], run.sums, needs)
+    from_records = {k for targets in targets_of_param.values() for k in targets}
+    needs = _needs_grads(run, [v for k, v in enumerate(outs) if k not in from_records])
+    return NextPass([x for x, _ in visits], [x for _, x in visits], run.sums, needs)
 
 
-def check_adds_up(found: NextPass) -> None:
+def check_adds_up(next_pass: NextPass) -> None:
     """Raises unless an update can take the mean over the gradients of several steps, element by element."""
-    if found.needs_grads or any(visit.makes_sums for visit in found.visits):
+    if next_pass.needs_grads or any(visit.makes_sums for visit in next_pass.visits):
         raise ValueError(
             "`Offload.zenflow` applies means of gradients element by element, but this optimizer needs sums over its "
             "state (LAMB's norms), or rows of the gradient (Adafactor): use `delay=1`, or an optimizer such as AdamW."
@@ -100,7 +100,7 @@ def _needs_grads(run: Run, outputs: Sequence[Atom]) -> bool:
     waiting, visited = [v for v in outputs if not _compat.is_literal(v)], set[Var]()
     while waiting:
         v = waiting.pop()
-        field, i = run.fields.get(v), run.split.made_by.get(v)
+        field, i = run.fields.get(v), run.split.producers.get(v)
         if field is not None and field.before_name == "grads":
             return True
         if v not in visited and i is not None and i not in run.record_sums:
@@ -122,18 +122,18 @@ def _sum_visits(run: Run) -> list[tuple[Visit, VisitOperands]]:
     ready: dict[int, list[int]] = {}
     for i in run.pending:
         eqn = run.split.jaxpr.eqns[i]
-        if i in run.record_sums and all(map(run.is_known, eqn.invars)):
+        if i in run.record_sums and all(map(run.is_available, eqn.invars)):
             read = next(v for v in run.kernel(eqn.invars).reads if v in run.fields)
             ready.setdefault(run.fields[read].number, []).append(i)
-    found = []
+    visits = []
     for param, members in sorted(ready.items()):
         eqns = [run.split.jaxpr.eqns[i] for i in members]
         targets = [
             SumTarget(run.record_sums[i], x.primitive.name, len(x.invars), _compat.type_of(x.outvars[0]).dtype)
             for i, x in zip(members, eqns, strict=True)
         ]
-        found.append(visit_of(run, param, [v for x in eqns for v in x.invars], targets))
-    return found
+        visits.append(visit_of(run, param, [v for x in eqns for v in x.invars], targets))
+    return visits
 
 
 def visit_of(

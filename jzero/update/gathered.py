@@ -29,7 +29,7 @@ class Everywhere:
 
     def __init__(self, plan: ZeroPlan) -> None:
         self.plan = plan
-        self._whole: IdDict[jax.Array, jax.Array] = IdDict()
+        self._gathered: IdDict[jax.Array, jax.Array] = IdDict()
 
     def __call__(self, eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
         """Returns the results of an equation."""
@@ -56,6 +56,6 @@ class Everywhere:
         """Returns an array whole on every device; the same one for each use."""
         if not jnp.ndim(x):
             return x
-        if x not in self._whole:
-            self._whole[x] = lax.with_sharding_constraint(x, self.plan.whole_sharding)
-        return self._whole[x]
+        if x not in self._gathered:
+            self._gathered[x] = lax.with_sharding_constraint(x, self.plan.whole_sharding)
+        return self._gathered[x]

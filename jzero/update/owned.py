@@ -95,14 +95,14 @@ class _Group:
     def shards(self, rows: Sequence[jax.Array]) -> list[list[jax.Array]]:
         """Returns this device's shard of each work's results. [count, 1, D/N, F] -> per work [L, D/N, F]."""
 
-        def whole(x: jax.Array, port: Port) -> jax.Array:
+        def of_leaf(x: jax.Array, port: Port) -> jax.Array:
             shape = list(port.cut.shard_shape)
             order = [*port.dims, *(d for d in range(len(shape)) if d not in port.dims)]
             return x.reshape([shape[d] for d in order]).transpose(np.argsort(order))
 
         ends = list(itertools.accumulate(w.count for w in self.works))
         parts = [jnp.split(x, ends[:-1]) for x in rows]
-        return [list(map(whole, x, self.outputs)) for x in zip(*parts, strict=True)]
+        return [list(map(of_leaf, x, self.outputs)) for x in zip(*parts, strict=True)]
 
     def unit(self, shared: Sequence[Sequence[jax.Array]]) -> Callable[..., list[jax.Array]]:
         """Returns the function of one unit: from operands, and its number in the group, to results.
@@ -231,13 +231,13 @@ def _in_slots(
 
     arrived = exchanged(list(map(packed, slots)), swap)
     replies = [_computed(groups, slot, x, units, me) for slot, x in zip(slots, arrived, strict=True)]
-    found = {}
+    results = {}
     for slot, returned in zip(slots, exchanged(replies, swap), strict=True):
         for device, x in enumerate(slot):
             if x is not None:
                 mine = {dtype: y[device : device + 1] for dtype, y in returned.items()}
-                found[x] = [y[0] for y in unpack(mine, _shards_of(groups[x[0]].outputs))]
-    return found
+                results[x] = [y[0] for y in unpack(mine, _shards_of(groups[x[0]].outputs))]
+    return results
 
 
 def _computed(groups: Sequence[_Group], slot: Slot, arrived: Buffers, units: Sequence[Unit], me: jax.Array) -> Buffers:
@@ -261,8 +261,8 @@ def _computed(groups: Sequence[_Group], slot: Slot, arrived: Buffers, units: Seq
     def wide(branch: Callable[..., Buffers]) -> Callable[..., Buffers]:
         return lambda *args: widened(branch(*args), widths, len(slot))
 
-    made: Buffers = lax.switch(which, list(map(wide, branches)), arrived, number)
-    return made
+    reply: Buffers = lax.switch(which, list(map(wide, branches)), arrived, number)
+    return reply
 
 
 def _shards_of(ports: Sequence[Port]) -> list[tuple[tuple[int, ...], DType]]:

@@ -39,8 +39,8 @@ RecordResults: TypeAlias = tuple[list[jax.Array], list[jax.Array], list[jax.Arra
 """The new fields, the results and the numbers of a record."""
 
 
-class GivenArrays(NamedTuple):
-    """What visits read of a step, as stored: by parameter its reduced gradient, and itself.
+class StepArrays(NamedTuple):
+    """What visits read of a step, as stored: reduced gradients and parameters, by the parameter's number.
 
     Gradients may be parts on the host, by device.
     """
@@ -74,16 +74,16 @@ class Programs:
 
     def __init__(self, plan: ZeroPlan) -> None:
         self.plan = plan
-        self._made: dict[Hashable, Callable[..., RecordResults]] = {}
+        self._jitted: dict[Hashable, Callable[..., RecordResults]] = {}
 
     def compute(self, visit: Visit, level: int) -> Callable[..., RecordResults]:
         """Returns `_compute` for a visit; `level` is the number of the pass, whose structures it compares."""
         leaf = self.plan.leaves[visit.param].grad
         targets = tuple(x._replace(number=0) if isinstance(x, SumTarget) else x for x in visit.targets)
         key = (level, visit.structure, visit.sources, targets, leaf.cut, leaf.shape)
-        if key not in self._made:
-            self._made[key] = jax.jit(functools.partial(_compute, visit, leaf), static_argnames="shape")
-        return self._made[key]
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(functools.partial(_compute, visit, leaf), static_argnames="shape")
+        return self._jitted[key]
 
 
 class RecordRun:
@@ -94,19 +94,21 @@ class RecordRun:
     Args:
       files: The files of the state.
       programs: The programs of its records.
-      found: The visits of the pass and their operands, as global arrays.
+      next_pass: The visits of the pass and their operands, as global arrays.
       level: The number of the pass in its step.
-      given: What else the visits read.
+      step_arrays: What else the visits read.
     """
 
-    def __init__(self, files: StateFiles, programs: Programs, found: NextPass, level: int, given: GivenArrays) -> None:
+    def __init__(
+        self, files: StateFiles, programs: Programs, next_pass: NextPass, level: int, step_arrays: StepArrays
+    ) -> None:
         self.files, self.plan = files, files.plan
-        self.visits = {visit.param: visit for visit in found.visits}
-        self.compute = {visit.param: programs.compute(visit, level) for visit in found.visits}
+        self.visits = {visit.param: visit for visit in next_pass.visits}
+        self.compute = {visit.param: programs.compute(visit, level) for visit in next_pass.visits}
         self.cpu = host_cpu() if self.plan.config.offload.compute == "host" else None
         self.calls: dict[tuple[int, jax.Device], _Call] = {}
-        for visit, operands in zip(found.visits, found.operands, strict=True):
-            self._prepare(visit, operands, given)
+        for visit, operands in zip(next_pass.visits, next_pass.operands, strict=True):
+            self._prepare(visit, operands, step_arrays)
 
     @property
     def writes(self) -> bool:
@@ -122,11 +124,11 @@ class RecordRun:
         pipeline = self.files.pipeline if pipeline is None else pipeline
         return pipeline.run(self._visit, None if self.writes else numbers, writes=self.writes)
 
-    def _prepare(self, visit: Visit, operands: VisitOperands, given: GivenArrays) -> None:
+    def _prepare(self, visit: Visit, operands: VisitOperands, step_arrays: StepArrays) -> None:
         """Splits the operands of a visit over the devices that have a part of its parameter."""
         i, leaf = visit.param, self.plan.leaves[visit.param]
         arrays: dict[str, list[Any]] = {"near": operands.near}
-        arrays |= {"grads": [given.grads.get(i)], "params": [given.params.get(i)]}
+        arrays |= {"grads": [step_arrays.grads.get(i)], "params": [step_arrays.params.get(i)]}
         near = [_by_device(arrays[x.kind][x.number]) for x in visit.sources if x.kind in arrays]
         counts = [_by_device(operands.numbers[x.number]) for x in visit.sources if x.kind == "number"]
         dtypes = [x for x in visit.targets if not isinstance(x, int | SumTarget)]
@@ -190,13 +192,13 @@ class RecordRun:
 
     def sums(self) -> dict[int, jax.Array]:
         """Returns the numbers over all records of all processes."""
-        found = {}
+        sums = {}
         for i, visit in self.visits.items():
             targets = [x for x in visit.targets if isinstance(x, SumTarget)]
             for k, target in enumerate(targets):
                 values = {d: call.sums[k] for (j, d), call in self.calls.items() if j == i}
-                found[target.number] = _over_devices(self.plan, self.plan.leaves[i].grad, values, target.how)
-        return found
+                sums[target.number] = _over_devices(self.plan, self.plan.leaves[i].grad, values, target.how)
+        return sums
 
 
 def host_cpu() -> jax.Device:
@@ -232,19 +234,19 @@ def _compute(  # noqa: PLR0913  # operands of a program, by kind
       shape: The shape of the record.
     """
     part = Part(leaf, lambda dim: start[dim] + lax.broadcasted_iota(jnp.int32, shape, dim))
-    given = {"disk": iter(fields), "near": iter(slices), "number": iter(numbers)}
-    given |= {"grads": given["near"], "params": given["near"]}
-    values = [part.positions() if x.kind == "positions" else next(given[x.kind]) for x in visit.sources]
-    made = iter(visit.kernel(values, shape))
+    operands = {"disk": iter(fields), "near": iter(slices), "number": iter(numbers)}
+    operands |= {"grads": operands["near"], "params": operands["near"]}
+    values = [part.positions() if x.kind == "positions" else next(operands[x.kind]) for x in visit.sources]
+    outs = iter(visit.kernel(values, shape))
     new: list[jax.Array] = []
     results: list[jax.Array] = []
     sums: list[jax.Array] = []
     for target in visit.targets:
         if isinstance(target, SumTarget):
-            factors = [next(made) for _ in range(target.num_factors)]
+            factors = [next(outs) for _ in range(target.num_factors)]
             sums.append(number_of_part(part, factors, target.how, target.dtype))
         else:
-            (new if isinstance(target, int) else results).append(part.without_padding(next(made), 0))
+            (new if isinstance(target, int) else results).append(part.without_padding(next(outs), 0))
     return new, results, sums
 
 

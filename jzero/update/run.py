@@ -111,7 +111,7 @@ class Run:
       env: What is known of its variables: numbers, and arrays in natural shape.
       fields: The variables that are fields.
       matrix_results: The results of matrix work on one device each.
-      whole: Fields, and what is computed from them element by element, in natural shape on the devices.
+      materialized: Fields, and values elementwise in fields, that were needed on the devices, in natural shape.
       fetched: Paths of the parameters whose state on the host was needed whole.
       record_sums: The equations that make numbers over a parameter in records, with the number of each.
       sums: Those that are known.
@@ -129,7 +129,7 @@ class Run:
         self.env: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, consts, strict=True))
         self.env.update((v, x) for v, x in pairs if not isinstance(x, Field))
         self.matrix_results = frozenset[Var]()
-        self.whole: dict[Var, jax.Array] = {}
+        self.materialized: dict[Var, jax.Array] = {}
         self.fetched: set[str] = set()
         self.number_of, self.shared = Structures(), dict[int, Callable[..., list[jax.Array]]]()
         self.apply = Everywhere(plan)
@@ -143,10 +143,10 @@ class Run:
         Args:
           owners: For each input the parameter that it belongs to, if matrix work is to run on one device each.
         """
-        found = Matrices([], []) if owners is None else find_matrices(self.plan, self.split.jaxpr, owners)
-        works = found.works
+        matrices = Matrices([], []) if owners is None else find_matrices(self.plan, self.split.jaxpr, owners)
+        works = matrices.works
         if self.plan.matrices.unknown:  # the plan could not warn
-            warn_of_whole(found.notes)
+            warn_of_whole(matrices.notes)
         replaced = frozenset[int]().union(*(work.region.eqns for work in works))
         self.matrix_results = frozenset(v for work in works for v in work.region.outputs)
         kinds = enumerate(self.split.kinds)
@@ -162,7 +162,7 @@ class Run:
         for i in numbers:
             eqn = self.split.jaxpr.eqns[i]
             may_wait = self.matrix_results or len(self.sums) < len(self.record_sums)
-            if may_wait and not all(map(self.is_known, eqn.invars)):
+            if may_wait and not all(map(self.is_available, eqn.invars)):
                 waiting.append(i)
                 continue
             number = self.record_sums.get(i)
@@ -191,13 +191,13 @@ class Run:
         read = [self.fields[v] for v in self.kernel(elements).reads if v in self.fields] if elements else []
         return next((x.leaf.path for x in read if isinstance(x.array, OnDisk)), "")
 
-    def is_known(self, atom: Atom) -> bool:
-        """Whether a value is there, or can be computed from what is, element by element."""
+    def is_available(self, atom: Atom) -> bool:
+        """Whether a value exists, or can be computed element by element from values that do."""
         if _compat.is_literal(atom) or atom in self.env or atom in self.fields:
             return True
         if atom in self.matrix_results or atom not in self.split.elements:
             return False
-        return all(map(self.is_known, self.kernel([atom]).reads))
+        return all(map(self.is_available, self.kernel([atom]).reads))
 
     def kernel(self, outputs: Sequence[Atom]) -> Kernel:
         """Returns the elementwise function that computes some values from what is there."""
@@ -209,16 +209,16 @@ class Run:
             return _compat.value_of(atom)
         if atom in self.env:
             return self.env[atom]
-        if atom not in self.whole:
+        if atom not in self.materialized:
             if atom in self.fields:
-                self.whole[atom] = self._fetch(self.fields[atom])
+                self.materialized[atom] = self._fetch(self.fields[atom])
             else:
                 kernel = self.kernel([atom])
                 reads = [
                     x.reshape(_compat.type_of(atom).shape) if jnp.ndim(x) else x for x in map(self.value, kernel.reads)
                 ]
-                self.whole[atom] = kernel(reads, _compat.type_of(atom).shape)[0]
-        return self.whole[atom]
+                self.materialized[atom] = kernel(reads, _compat.type_of(atom).shape)[0]
+        return self.materialized[atom]
 
     def _fetch(self, field: Field) -> jax.Array:
         if field.array is None:
@@ -237,8 +237,8 @@ class Run:
         fields = [self.fields[v] for v in self.kernel(eqn.invars).reads if v in self.fields]
         if not any(memory_of(x.array) == "host" for x in fields):
             return _compat.bind(eqn, [self.value(v) for v in eqn.invars])
-        found = self._pass(fields[0].number, eqn.invars)
-        return [reduce_pass(self.plan, found, eqn.primitive.name, _compat.type_of(eqn.outvars[0]).dtype)]
+        operands = self._pass(fields[0].number, eqn.invars)
+        return [reduce_pass(self.plan, operands, eqn.primitive.name, _compat.type_of(eqn.outvars[0]).dtype)]
 
     def targets(self, i: int, inputs: Before[Input], numbers: After[int]) -> Targets:
         """Returns what becomes of the results of a parameter with state on the host or on disk.
@@ -267,8 +267,8 @@ class Run:
                 overwritten[k] = array
         if not targets:
             return {}
-        made = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
-        new = dict(zip(targets, made, strict=True))
+        results = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
+        new = dict(zip(targets, results, strict=True))
         return new | {k: leaf.grad.load(round_to(new[k], dtype)) for k, dtype in near.items()}
 
     def from_disk(self, i: int, inputs: Before[Input], targets: Targets, result: jax.Array | None) -> dict[int, Stored]:
@@ -291,8 +291,8 @@ class Run:
         fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
 
         reads = [self.stored(v, leaf) for v in kernel.reads]
-        known = IdDict((x, None) for x in (*reads, *targets) if isinstance(x, jax.Array))
-        arrays, numbers = ([x for x in known if bool(x.ndim) == has_dims] for has_dims in (True, False))
+        distinct = IdDict((x, None) for x in (*reads, *targets) if isinstance(x, jax.Array))
+        arrays, numbers = ([x for x in distinct if bool(x.ndim) == has_dims] for has_dims in (True, False))
 
         def on_chunks(
             chunks: Sequence[jax.Array], positions: Callable[[], jax.Array], some: Sequence[jax.Array]

@@ -23,10 +23,10 @@ Buffers: TypeAlias = dict[str, jax.Array]
 
 def pack(arrays: Sequence[jax.Array]) -> Buffers:
     """Returns arrays of as many rows side by side."""
-    found: dict[str, list[jax.Array]] = collections.defaultdict(list)
+    parts: dict[str, list[jax.Array]] = collections.defaultdict(list)
     for x in arrays:
-        found[x.dtype.name].append(x.reshape(len(x), -1))
-    return {dtype: jnp.concatenate(parts, 1) for dtype, parts in found.items()}
+        parts[x.dtype.name].append(x.reshape(len(x), -1))
+    return {dtype: jnp.concatenate(xs, 1) for dtype, xs in parts.items()}
 
 
 def unpack(buffers: Buffers, shapes: Sequence[tuple[Sequence[int], DType]]) -> list[jax.Array]:
@@ -37,21 +37,21 @@ def unpack(buffers: Buffers, shapes: Sequence[tuple[Sequence[int], DType]]) -> l
       shapes: The shape of a row of each array, and its dtype.
     """
     offsets: dict[str, int] = collections.defaultdict(int)
-    found = []
+    arrays = []
     for shape, dtype in shapes:
         name, size = jnp.dtype(dtype).name, math.prod(shape)
         part = buffers[name][:, offsets[name] : offsets[name] + size]
-        found.append(part.reshape(-1, *shape))
+        arrays.append(part.reshape(-1, *shape))
         offsets[name] += size
-    return found
+    return arrays
 
 
 def widest(buffers: Sequence[Mapping[str, jax.Array | jax.ShapeDtypeStruct]]) -> dict[str, int]:
     """Returns for each dtype the width of the widest buffer."""
-    found: dict[str, int] = collections.defaultdict(int)
+    widths: dict[str, int] = collections.defaultdict(int)
     for dtype, x in itertools.chain.from_iterable(x.items() for x in buffers):
-        found[dtype] = max(found[dtype], x.shape[1])
-    return dict(sorted(found.items()))
+        widths[dtype] = max(widths[dtype], x.shape[1])
+    return dict(sorted(widths.items()))
 
 
 def widened(buffers: Buffers, widths: Mapping[str, int], num_rows: int) -> Buffers:
@@ -73,11 +73,11 @@ def rows_below(buffers: Sequence[Buffers]) -> Buffers:
 
 def exchanged(buffers: Sequence[Buffers], swap: Callable[[jax.Array], jax.Array]) -> list[Buffers]:
     """Returns buffers after `swap`, which is called once per dtype."""
-    found: list[Buffers] = [{} for _ in buffers]
+    results: list[Buffers] = [{} for _ in buffers]
     for dtype in sorted(set().union(*buffers)):
         having = [i for i, x in enumerate(buffers) if dtype in x]
         parts = [buffers[i][dtype] for i in having]
         ends = list(itertools.accumulate(x.shape[1] for x in parts))
         for i, x in zip(having, jnp.split(swap(jnp.concatenate(parts, 1)), ends[:-1], axis=1), strict=True):
-            found[i][dtype] = x
-    return found
+            results[i][dtype] = x
+    return results

@@ -107,13 +107,13 @@ class Split(NamedTuple):
       kinds: The kind of each equation.
       elements: The parameter of each variable that is a field or computed from fields element by element; `None` for
         numbers in an array's shape.
-      made_by: The number of the equation that makes a variable.
+      producers: For each variable, the number of the equation that makes it.
     """
 
     jaxpr: Jaxpr
     kinds: list[Kind]
     elements: dict[Var, int | None]
-    made_by: dict[Var, int]
+    producers: dict[Var, int]
 
     @property
     def mixed(self) -> list[str]:
@@ -136,14 +136,14 @@ def split(jaxpr: Jaxpr, fields: Mapping[Var, int]) -> Split:
     """
     elements: dict[Var, int | None] = dict(fields)
     kinds: list[Kind] = []
-    made_by: dict[Var, int] = {}
+    producers: dict[Var, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         kind, owner = _kind_of(eqn, elements)
         kinds.append(kind)
-        made_by.update((v, i) for v in eqn.outvars)
+        producers.update((v, i) for v in eqn.outvars)
         if kind in (Kind.ELEMENT, Kind.FILL):
             elements.update((v, owner) for v in eqn.outvars)
-    return Split(jaxpr, kinds, elements, made_by)
+    return Split(jaxpr, kinds, elements, producers)
 
 
 def _kind_of(eqn: JaxprEqn, elements: Mapping[Var, int | None]) -> tuple[Kind, int | None]:
@@ -190,7 +190,7 @@ def kernel_of(of: Split, outputs: Sequence[Atom], available: Collection[Var] = (
     waiting = [v for v in outputs if not _compat.is_literal(v)]
     while waiting:
         v = waiting.pop()
-        i = of.made_by.get(v)
+        i = of.producers.get(v)
         if i is None or v in available or v not in of.elements:
             reads[v] = None
         elif i not in needed:

@@ -175,8 +175,8 @@ class ZeroTransformation:
           chosen: By parameter, the columns that have been updated meanwhile, see `jzero.update.columns`.
         """
         plan, leaves = self.plan, self.plan.flat_params(params)
-        for i, made in results.items():
-            new = with_others(plan, plan.leaves[i], leaves[i], made, chosen.get(i))
+        for i, result in results.items():
+            new = with_others(plan, plan.leaves[i], leaves[i], result, chosen.get(i))
             leaves[i] = _store_new(new, plan.leaves[i], plan, leaves[i])
         return plan.stored_params(leaves)
 
@@ -210,9 +210,9 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
     plan = tx.plan
     leaves = plan.flat_params(params)
     optimizer_inputs = [optimizer_view(leaf.param.load(x), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
-    made = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(optimizer_inputs)))
+    initial = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(optimizer_inputs)))
     inner = plan.inner_treedef.unflatten(
-        [leaf.store(round_to(x, leaf.dtype)) for x, leaf in zip(made, plan.inner_leaves, strict=True)]
+        [leaf.store(round_to(x, leaf.dtype)) for x, leaf in zip(initial, plan.inner_leaves, strict=True)]
     )
     masters = [
         None if leaf.master is None else leaf.master.store(x.astype(leaf.master.dtype))
@@ -237,19 +237,19 @@ def _update(
         overflowed = _find_overflows(plan, grads) if applied is None and plan.config.policy.skips else None
         if overflowed is not None:
             applied = ~jnp.any(overflowed)
-        known = [None] * len(plan.leaves) if params is None else plan.flat_params(tx.constrain(params))
+        stored = [None] * len(plan.leaves) if params is None else plan.flat_params(tx.constrain(params))
         # A rounded sum is not determined by the update alone.
         rounded = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.dtype != x.update_dtype}
         new_params = frozenset[int]() if params is None else frozenset(rounded)
         extra = {name: _natural(plan, x) for name, x in arrays.items()}
-        before = _before(plan, own, [Grad(x) for x in grads], known, applied=applied, value=tx.value, extra=extra)
+        before = _before(plan, own, [Grad(x) for x in grads], stored, applied=applied, value=tx.value, extra=extra)
         after = run_update(WholeUpdate(plan, tx.inner, new_params, functions), before)
         results, new = _results(plan, own, after, applied)
         if overflowed is not None:
             new = with_next_loss_scale(own, new, plan.config.policy.loss_scale, overflowed)
-        changes = [_change(plan, i, known[i], x, i in new_params) for i, x in enumerate(results)]
-        made = plan.stored_params(changes) if params is None else jax.tree.structure(params).unflatten(changes)
-        return made, _to_opt_state(plan, new, like=state)
+        changes = [_change(plan, i, stored[i], x, i in new_params) for i, x in enumerate(results)]
+        result = plan.stored_params(changes) if params is None else jax.tree.structure(params).unflatten(changes)
+        return result, _to_opt_state(plan, new, like=state)
 
 
 _update_jit = jax.jit(_update, static_argnums=(0, 5))

@@ -127,10 +127,10 @@ class WholeUpdate:
         state = [y.astype(leaf.update_dtype or y.dtype) for y, leaf in zip(x.inner, plan.inner_leaves, strict=True)]
         extra = {**extra_args(self.tx, x.value, grads), **(x.extra or {}), **dict(self.functions)}
         with said_clearly():
-            made, new = self.tx.update(
+            returned, new = self.tx.update(
                 grads, plan.inner_treedef.unflatten(state), tree(optimizer_inputs) if knows else None, **extra
             )
-        updates = [self._as_update(*y) for y in zip(plan.leaves, plan.flat_params(made), strict=True)]
+        updates = [self._as_update(*y) for y in zip(plan.leaves, plan.flat_params(returned), strict=True)]
         results = [self._result(i, x, *y) for i, y in enumerate(zip(optimizer_inputs, updates, strict=True))]
         inner = [self._new_inner(j, x, y) for j, y in enumerate(plan.inner_treedef.flatten_up_to(new))]
         return After([result for result, _ in results], [master for _, master in results], inner)

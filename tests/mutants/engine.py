@@ -87,8 +87,8 @@ MUTANTS = [
     Mutant(
         "shards_read_by_others",
         "engine/makers.py",
-        "and self._uses[atom] == 1 and",
-        "and",
+        "and self._uses[atom] == 1",
+        "",
         "test_passes.py::test_what_something_else_reads_is_no_shard",
     ),
     Mutant(
@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant(
         "shards_kept_as_reduced",
         "engine/roles.py",
-        "dtype, comm, levels = jnp.dtype(self.kept_dtype), self.comm",
+        "dtype, comm, levels = jnp.dtype(self.sum_dtype), self.comm",
         "dtype, comm, levels = jnp.dtype(self.sums.dtype_of(self.leaf.compute_dtype)), self.comm",
         "test_reductions.py::test_shards_of_uses_are_summed_in_the_accumulate_dtype",
     ),
@@ -228,7 +228,7 @@ MUTANTS = [
     Mutant(
         "parameters_that_stay_dropped",
         "engine/walk.py",
-        "if k in needed or self._known[k].stays}",
+        "if k in needed or self._params[k].stays}",
         "if k in needed}",
         "test_keep.py::test_parameters_that_stay_are_gathered_once",
         "loss_fn",

@@ -30,8 +30,8 @@ MUTANTS = [
     Mutant(
         "norm_sums_whole_leaves",
         "engine/norms.py",
-        "            whole = whole + square",
-        "            cut = cut + square",
+        "            replicated = replicated + square",
+        "            sharded = sharded + square",
         "test_accumulation.py::test_clip_norm_equals_optax_clipping",
         "[0]",
     ),
