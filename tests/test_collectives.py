@@ -72,7 +72,7 @@ def test_no_all_reduce_beyond_small_whole_leaves(stage, scan):
     plan, _, collectives = _compiled(stage, scan=scan)
     small = sum(leaf.grad.size for leaf in plan.leaves if leaf.grad.cut is None)
     assert small < 100
-    assert all(c.whole_size <= small + 4 for c in _of(collectives, "all-reduce"))
+    assert all(c.full_size <= small + 4 for c in _of(collectives, "all-reduce"))
     assert not [c for c in collectives if c.kind in ("all-to-all", "collective-permute")]
 
 
@@ -84,7 +84,7 @@ def test_stage_3_gathers_a_scanned_layer_inside_the_loop(remat):
     outside = [leaf for leaf in plan.leaves if leaf.scan_dim is None]
     limit = max(largest_layer, *(leaf.param.size for leaf in outside))
     gathers = _of(collectives, "all-gather")
-    assert all(c.whole_size <= limit for c in gathers)
+    assert all(c.full_size <= limit for c in gathers)
     inside = [c for c in gathers if c.in_loop]
     assert {c.times for c in inside} == {3}
     layer = sum(leaf.param.size // leaf.param.shape[0] for leaf in stacked)

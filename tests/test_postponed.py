@@ -78,6 +78,6 @@ def test_concatenated_features_are_joined_for_each_reader():
     params = [jnp.ones((8 * WIDTH, WIDTH)), *PARAMS[1:]]
     parts = [X] * 8
     jaxpr = jax.jit(jax.grad(loss)).trace(params, parts).jaxpr
-    kept = footprint(trace_program(jaxpr, [1] * len(jaxpr.jaxpr.invars)), gpu=True).kept
+    kept = footprint(trace_program(jaxpr, [1] * len(jaxpr.jaxpr.invars)), gpu=True).residuals
     assert max(x.num_bytes for x in kept) == ACTIVATION
     assert not [x.name for x in kept if "concatenate" in x.name]

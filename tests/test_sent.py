@@ -187,10 +187,10 @@ def test_gathers_of_the_loss_may_have_the_name_of_the_update(facts):
     """XLA for GPUs merges them with gathers of the update, under the name of one."""
     compiled, plan = facts
     compiled = dataclasses.replace(compiled, platform="gpu")
-    largest = max((c for c in compiled.collectives if c.kind == "all-gather"), key=lambda c: c.whole_size)
+    largest = max((c for c in compiled.collectives if c.kind == "all-gather"), key=lambda c: c.full_size)
     renamed = dataclasses.replace(largest, op_name="jit(step)/zero_update/sharding_constraint")
     collectives = tuple(renamed if c is largest else c for c in compiled.collectives)
-    assert largest.whole_size > MISSING * sum(leaf.param.size for leaf in plan.leaves)
+    assert largest.full_size > MISSING * sum(leaf.param.size for leaf in plan.leaves)
     before = find_violations(compiled, plan)
     assert find_violations(dataclasses.replace(compiled, collectives=collectives), plan) == before
 

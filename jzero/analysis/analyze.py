@@ -91,7 +91,7 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
         )
     devices = None if topology is None else topology_devices(topology)
     placed = [relaid(x, devices=devices, mesh=mesh, config=config, trainable=trainable) for x in args]
-    plans = [found for x in placed if (found := plan_of_argument(x)) is not None]
+    plans = [x for x in map(plan_of_argument, placed) if x is not None]
     if isinstance(fn, TrainStep | ValueAndGrad) and isinstance(fn.remat, Keep) and plans:
         plans[0] = fn.plan(*placed, **keywords)
     mesh = mesh or (plans[0].mesh if plans and isinstance(plans[0].mesh, Mesh) else None)
@@ -208,14 +208,14 @@ def _report(
         )
     violations: list[str] = []
     if plan is not None:
-        violations, found = find_violations(facts, plan)
-        notes += found
+        violations, remarks = find_violations(facts, plan)
+        notes += remarks
     timeline = None
     if hardware is None:
         notes.append(f"No bandwidth figures for these {facts.platform} devices: exposed_communication is unavailable.")
     else:
-        timeline, found = simulate(facts.programs[0], hardware)
-        notes += [*found, *filter(None, [hardware.remark])]
+        timeline, remarks = simulate(facts.programs[0], hardware)
+        notes += [*remarks, *filter(None, [hardware.remark])]
     axes = ["+".join(axes_of(c.group, mesh)) if mesh is not None else "" for c in facts.collectives]
     nodes = [_num_nodes(c.group, hardware, plan) for c in facts.collectives]
     return AnalysisReport(

@@ -179,16 +179,16 @@ class TracedProgram:
 
     def reads(self, values: Iterable[Value]) -> frozenset[int]:
         """Returns the buffers that are read to compute values: their own, or those of their sources."""
-        found, seen, pending = set(), set(), list(values)
+        buffers, visited, pending = set(), set(), list(values)
         while pending:
             x = pending.pop()
             x = self._written.get(x, x)
             if x.buffer is not None:
-                found.add(x.buffer)
-            elif x not in seen:
-                seen.add(x)
+                buffers.add(x.buffer)
+            elif x not in visited:
+                visited.add(x)
                 pending += x.sources
-        return frozenset(found)
+        return frozenset(buffers)
 
     def is_written(self, x: Value) -> bool:
         """Returns whether a value has a buffer."""
@@ -196,20 +196,20 @@ class TracedProgram:
 
     def bytes_read(self, values: Iterable[Value]) -> int:
         """Returns how much of the buffers is read to compute values, each once; of what is sliced, the slices."""
-        found: dict[int, float] = {}
-        seen: dict[Value, float] = {}
+        sizes: dict[int, float] = {}
+        bounds: dict[Value, float] = {}
         pending: list[tuple[Value, float]] = [(x, math.inf) for x in values]
         while pending:
             x, most = pending.pop()
             x = self._written.get(x, x)
             if x.buffer is not None:
-                found[x.buffer] = max(found.get(x.buffer, 0), min(x.num_bytes, most))
-            elif seen.get(x, -1) < most:
-                seen[x] = most
+                sizes[x.buffer] = max(sizes.get(x.buffer, 0), min(x.num_bytes, most))
+            elif bounds.get(x, -1) < most:
+                bounds[x] = most
                 if x.name.endswith(SLICE_NAMES):
                     most = min(most, x.num_bytes)
                 pending += [(source, most) for source in x.sources]
-        return int(sum(found.values()))
+        return int(sum(sizes.values()))
 
     def write(self, x: Value, *, backward: bool, keep: bool = True) -> Value:
         """Returns a value with a buffer; writes it unless it has one or was written before, for others only if kept."""

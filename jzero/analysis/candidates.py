@@ -254,10 +254,10 @@ class Fit(Report):
             "secondary": lambda x: "yes" if x.config.secondary_params or x.config.secondary_grads else "",
             "states": lambda x: format_bytes(x.memory.states.total),
             "estimated": lambda x: format_bytes(x.memory.peak),
-            "compiled": lambda x: "refused" if x.refused else _known(x.compiled_peak, format_bytes),
+            "compiled": lambda x: "refused" if x.refused else _or_blank(x.compiled_peak, format_bytes),
             "sends": lambda x: format_bytes(x.memory.sent_bytes),
             "ms": lambda x: "" if x.memory.seconds is None else _milliseconds(x.cost()),
-            "compiled ms": lambda x: _known(x.compiled_cost(), _milliseconds),
+            "compiled ms": lambda x: _or_blank(x.compiled_cost(), _milliseconds),
             "host": lambda x: format_bytes(x.memory.host) if x.memory.host else "",
             "disk": lambda x: f"{x.disk_seconds:.3g} s" if x.memory.disk else "",
             "verdict": lambda x: x.verdict,
@@ -273,7 +273,7 @@ OPTIONAL = ("secondary", "ms", "compiled ms", "host", "disk")
 """The columns of the table that may be missing."""
 
 
-def _known(x: Any, show: Callable[[Any], str]) -> str:
+def _or_blank(x: Any, show: Callable[[Any], str]) -> str:
     return "" if x is None else show(x)
 
 
@@ -285,13 +285,13 @@ def _recomputation(remat: Any) -> Recomputation:
     """Returns the names of an option `remat`; a policy is its own name."""
     if isinstance(remat, Keep):
         params = "all parameters" if remat.params == "all" else _count(len(remat.params), "parameter")
-        kept = f"keeps {' and '.join(filter(None, [params, _count(remat.blocks, 'block')]))}"
-        return Recomputation(remat, kept, kept)
+        name = f"keeps {' and '.join(filter(None, [params, _count(remat.blocks, 'block')]))}"
+        return Recomputation(remat, name, name)
     return next((x for x in RECOMPUTED if x.remat == remat), Recomputation(remat, str(remat), str(remat)))
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number > 1)}" if number else ""
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}" if number else ""
 
 
 def recomputation_rank(remat: Any) -> int:
@@ -339,8 +339,8 @@ def _why_not(x: Candidate, chosen: Candidate) -> str:
             return f"fits; waits {seconds:.3g} s for the {link}"
     cost, least = (x.best_cost(), chosen.best_cost()) if x.is_compiled else (x.cost(), chosen.cost())
     if cost > NEARLY * least:
-        what = "communication" if x.memory.seconds is None else "time"
-        return f"fits; {cost / max(least, 1e-30):.2f}x the {what}"
+        measure = "communication" if x.memory.seconds is None else "time"
+        return f"fits; {cost / max(least, 1e-30):.2f}x the {measure}"
     if x.memory.flops > NEARLY * chosen.memory.flops:
         return f"fits; {x.memory.flops / max(chosen.memory.flops, 1):.2f}x the arithmetic"
     if x.accumulate_steps > chosen.accumulate_steps:

@@ -68,7 +68,7 @@ class Collective:
         return len(self.group)
 
     @property
-    def whole_size(self) -> int:
+    def full_size(self) -> int:
         """Elements of the whole array that it gathers, scatters or sums, in one run."""
         size = sum(x.size for x in self.results)
         return size * self.num_devices if self.kind == "reduce-scatter" else size
@@ -76,15 +76,15 @@ class Collective:
     @property
     def elements(self) -> int:
         """Elements per step in ZeRO's count: a gather or reduce-scatter of Ψ counts Ψ, an all-reduce 2Ψ."""
-        return self.whole_size * self.times * (2 if self.kind == "all-reduce" else 1)
+        return self.full_size * self.times * (2 if self.kind == "all-reduce" else 1)
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that one device of a ring sends per run: (N-1)/N of the whole array, twice that for an all-reduce."""
-        whole = sum(x.num_bytes for x in self.results) * (self.num_devices if self.kind == "reduce-scatter" else 1)
+        num_bytes = sum(x.num_bytes for x in self.results) * (self.num_devices if self.kind == "reduce-scatter" else 1)
         if self.kind == "collective-permute":
-            return float(whole)
-        return whole * (self.num_devices - 1) / self.num_devices * (2 if self.kind == "all-reduce" else 1)
+            return float(num_bytes)
+        return num_bytes * (self.num_devices - 1) / self.num_devices * (2 if self.kind == "all-reduce" else 1)
 
     def nic_bytes(self, devices_per_node: int) -> float:
         """Bytes that one network port sends per run, if each device has one; see `bytes_on_port`."""
@@ -155,8 +155,8 @@ def collective_of(program: Program, instruction: Instruction) -> Collective | No
             )
         root = called.source(called.root.name)
         if inner[0].opcode == "all-reduce" and root is not None and root.opcode == "dynamic-slice":
-            found = _collective(program, "reduce-scatter", inner[0], instruction.results)
-            return dataclasses.replace(found, name=instruction.name)
+            reduction = _collective(program, "reduce-scatter", inner[0], instruction.results)
+            return dataclasses.replace(reduction, name=instruction.name)
     return None
 
 
@@ -179,11 +179,12 @@ def _walk(
     program: Program, computation: Computation, times: int | None, in_loop: bool, unknown_trips: int | None
 ) -> Iterator[Collective]:
     for instruction in computation.instructions:
-        found = collective_of(program, instruction)
-        if found is not None:
+        collective = collective_of(program, instruction)
+        if collective is not None:
             if times is None:
-                raise ValueError(f"A collective runs in a loop of unknown trip count: {found.name}, {found.op_name}")
-            yield dataclasses.replace(found, times=times, in_loop=in_loop)
+                where = f"{collective.name}, {collective.op_name}"
+                raise ValueError(f"A collective runs in a loop of unknown trip count: {where}")
+            yield dataclasses.replace(collective, times=times, in_loop=in_loop)
         elif instruction.called and not continues_collective(program, instruction):
             inner, is_loop = times, instruction.opcode == "while"
             if is_loop:
@@ -195,7 +196,7 @@ def _walk(
                 for called in program.called_computations(instruction)
             ]
             if instruction.opcode == "conditional":
-                runs = sorted(runs, key=lambda found: sum(c.sent_bytes * c.times for c in found))[-1:]
+                runs = sorted(runs, key=lambda branch: sum(c.sent_bytes * c.times for c in branch))[-1:]
             yield from itertools.chain(*runs)
 
 
@@ -228,8 +229,8 @@ def _results(instruction: Instruction) -> tuple[Array, ...]:
         return instruction.results
     if instruction.opcode == "all-reduce-start" and isinstance(result[0], Array):
         return instruction.results  # in this form without the operands
-    whole = result[1]
-    return (whole,) if isinstance(whole, Array) else tuple(x for x in whole if isinstance(x, Array))
+    outputs = result[1]
+    return (outputs,) if isinstance(outputs, Array) else tuple(x for x in outputs if isinstance(x, Array))
 
 
 def _group(attributes: str) -> tuple[int, ...]:
@@ -245,8 +246,8 @@ def _group(attributes: str) -> tuple[int, ...]:
     named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
     if named:
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named.group(1))}
-        axes_kept = re.findall(r"'([^']+)'", named.group(2))
+        group_axes = re.findall(r"'([^']+)'", named.group(2))
         ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        first = ids[tuple(slice(None) if axis in axes_kept else 0 for axis in sizes)]
+        first = ids[tuple(slice(None) if axis in group_axes else 0 for axis in sizes)]
         return tuple(int(i) for i in first.ravel())
     return ()

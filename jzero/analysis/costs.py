@@ -86,7 +86,7 @@ def _convolution_flops(computation: Computation, x: Instruction) -> float:
         return 0.0
     ins, kernel, outs = labels.groups()
     out = max(x.results, key=lambda array: array.size)
-    window = dict(re.findall(r"(\w+)=([\w\-]+)", found.group(1))) if (found := _WINDOW.search(x.attributes)) else {}
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", match.group(1))) if (match := _WINDOW.search(x.attributes)) else {}
     groups = re.search(r"batch_group_count=(\d+)", x.attributes)
     flops = 2.0 * out.shape[outs.index("f")] * rhs[0].shape[kernel.index("i")]
     flops *= lhs[0].shape[ins.index("b")] / (int(groups.group(1)) if groups else 1)

@@ -108,8 +108,8 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
     if plan is None:
         raise TypeError("The state is not sharded by jzero: pass what `shard_train_state` returned.")
     if are_several(plan.mesh):
-        said = {"the memory that a step may take": f"{limit} bytes"}
-        agree("fill_memory", plan.mesh, lambda: None, lambda _: said)
+        limits = {"the memory that a step may take": f"{limit} bytes"}
+        agree("fill_memory", plan.mesh, lambda: None, lambda _: limits)
     filling = Filling(step=step, arguments=(state, batch, rng), plan=plan, machine=hardware, topology=topology)
     if (excess := filling.estimated(0).peak - limit) > 0:
         warnings.warn(
@@ -148,19 +148,19 @@ class Filling:
     paths: list[str] = dataclasses.field(init=False)
     num_blocks: int = dataclasses.field(init=False)
     is_all: bool = dataclasses.field(init=False)
-    _known: dict[int, StepMemory] = dataclasses.field(default_factory=dict, init=False)
+    _estimates: dict[int, StepMemory] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         state, batch, rng = self.arguments
         traced = self.step.trace(state, batch, rng=rng)
-        self._known[0] = memory_of_step(self.step, self.arguments, self.plan, self.machine, traced)
-        again, time = _gathered_again(sent(traced.jaxpr), self.plan, self.step.micro.steps), self._known[0].time
+        self._estimates[0] = memory_of_step(self.step, self.arguments, self.plan, self.machine, traced)
+        again, time = _gathered_again(sent(traced.jaxpr), self.plan, self.step.micro.steps), self._estimates[0].time
         has_busy_links = time is not None and time.communication > BUSY_LINKS * time.compute
         self.paths = [path for path, is_row in again if has_busy_links or not is_row]
         self.is_all = len(self.paths) == len(again)
         recomputes = self.step.recomputation(state, batch, rng=rng) == "cheap"
-        kept = self.step.with_remat(Keep()).plan(state, batch, rng=rng).kept if recomputes else None
-        self.num_blocks = 0 if kept is None else kept.of_blocks
+        kept_counts = self.step.with_remat(Keep()).plan(state, batch, rng=rng).kept if recomputes else None
+        self.num_blocks = 0 if kept_counts is None else kept_counts.of_blocks
 
     def step_keeping(self, number: int) -> TrainStep:
         """Returns the step that keeps the first `number` of the list."""
@@ -177,9 +177,9 @@ class Filling:
 
     def estimated(self, number: int) -> StepMemory:
         """Returns the estimated memory of that step."""
-        if number not in self._known:
-            self._known[number] = memory_of_step(self.step_keeping(number), self.arguments, self.plan, self.machine)
-        return self._known[number]
+        if number not in self._estimates:
+            self._estimates[number] = memory_of_step(self.step_keeping(number), self.arguments, self.plan, self.machine)
+        return self._estimates[number]
 
     def longest(self, limit: float) -> int:
         """Returns the length of the longest prefix whose estimated peak is within a limit; 0 if there is none.
@@ -192,16 +192,16 @@ class Filling:
                 low = end
                 break
             high = end
-        turn = 0
+        iteration = 0
         while high - low > 1:
             a, b = self.estimated(low).peak, self.estimated(high).peak
-            share = 0.5 if turn % 3 == 2 or a >= b else (limit - a) / (b - a)  # now and then a half: it ends soon
+            share = 0.5 if iteration % 3 == 2 or a >= b else (limit - a) / (b - a)  # now and then a half: it ends soon
             middle = min(max(self._at(low, high, share), low + 1), high - 1)
             if self.estimated(middle).peak <= limit:
                 low = middle
             else:
                 high = middle
-            turn += 1
+            iteration += 1
         return low
 
     def _at(self, low: int, high: int, share: float) -> int:
@@ -222,15 +222,15 @@ class Filling:
         longest, fails = 0, len(self.paths) + self.num_blocks + 1
         number, most = self.longest(limit), len(self.compiled) + MOST_COMPILED
         while number > longest and len(self.compiled) < most:
-            found = self.compiled[number] = self._compile(number)
+            figures = self.compiled[number] = self._compile(number)
             estimated = self.estimated(number).peak
-            if found is None:
+            if figures is None:
                 fails, number = number, self.longest(NEAR * estimated)
                 continue
-            fits = found.peak <= limit
+            fits = figures.peak <= limit
             longest, fails = (number, fails) if fits else (longest, number)
             # The next may be off by as much, or in the same ratio: where there is room, the bolder guess is compiled.
-            guesses = self.longest(limit - (found.peak - estimated)), self.longest(limit * estimated / found.peak)
+            guesses = self.longest(limit - (figures.peak - estimated)), self.longest(limit * estimated / figures.peak)
             number = min(max(guesses) if fits else min(guesses), fails - 1)
         if longest == 0 or self.machine is None:
             return longest

@@ -168,9 +168,9 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         tried, chosen = [filled, *tried], filled
     name = hardware.name if hardware is not None else f"{search.num_devices} {jax.devices()[0].device_kind} devices"
     notes += [] if chosen is None else _notes_on(search, chosen)
-    found = tuple(judge(tried, chosen, limit))
-    chosen = next((x for x in found if x.verdict == CHOSEN), None)
-    return Fit(name, limit, found, chosen, tuple(notes), _workload(search.state, batch))
+    judged = tuple(judge(tried, chosen, limit))
+    chosen = next((x for x in judged if x.verdict == CHOSEN), None)
+    return Fit(name, limit, judged, chosen, tuple(notes), _workload(search.state, batch))
 
 
 def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None:
@@ -191,8 +191,8 @@ def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None
     number = filling.confirmed(search.limit) if compiles else filling.longest(NEAR * search.limit)
     if not number:
         return None
-    found = filling.compiled.get(number)
-    peak, seconds = (None, None) if found is None else found
+    figures = filling.compiled.get(number)
+    peak, seconds = (None, None) if figures is None else figures
     remat, memory = filling.step_keeping(number).remat, filling.estimated(number)
     filled = dataclasses.replace(x, remat=remat, memory=memory, compiled_peak=peak, compiled_seconds=seconds)
     return filled if filled.best_cost() <= x.best_cost() else None
@@ -210,19 +210,19 @@ def _notes_on(search: Search, chosen: Candidate) -> list[str]:
 def _offloads(search: Search, *, from_start: bool) -> tuple[list[Offload], tuple[Offload, ...], list[str]]:
     """Returns where to keep optimizer state, where if nothing else fits, and why not on the disk or the host."""
     base, *on_disk = search.node.offloads(search.base.offload)
-    found, notes = [base], []
+    offloads, notes = [base], []
     for offload in on_disk:
         why_not = search.why_not_on_disk(offload)
-        found += [] if why_not else [offload]
+        offloads += [] if why_not else [offload]
         notes += [f"Optimizer state on disk was not tried: {why_not}"] if why_not else []
     if base.optimizer != "none":
-        return found, (), notes
+        return offloads, (), notes
     host = dataclasses.replace(base, optimizer="host")
     try:
         dataclasses.replace(search.base, stage=search.stages[-1], offload=host)
     except ValueError as error:
-        return found, (), [*notes, f"Optimizer state in host memory was not tried: {error}"]
-    return ([*found, host], (), notes) if from_start else (found, (host,), notes)
+        return offloads, (), [*notes, f"Optimizer state in host memory was not tried: {error}"]
+    return ([*offloads, host], (), notes) if from_start else (offloads, (host,), notes)
 
 
 def _workload(state: Any, batch: Any) -> str:

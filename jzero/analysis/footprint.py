@@ -22,7 +22,7 @@ class Footprint:
 
     peak: int
     at_peak: Mapping[Kind, int]
-    kept: tuple[Buffer, ...]
+    residuals: tuple[Buffer, ...]
 
 
 def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, is_awaited: bool = False) -> Footprint:
@@ -41,8 +41,8 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, is_
         if op.inner is not None
     }
     last = _last_uses(program, gpu=gpu)
-    kept = _find_residuals(program, last)
-    kinds: list[Kind] = ["activations" if i in kept else x.kind for i, x in enumerate(program.buffers)]
+    residuals = _find_residuals(program, last)
+    kinds: list[Kind] = ["activations" if i in residuals else x.kind for i, x in enumerate(program.buffers)]
     sizes = [x.num_bytes for x in program.buffers]
     for i in () if gpu else (*program.regathered, *program.copies.values()):
         sizes[i] = 0
@@ -63,11 +63,11 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, is_
         for i in set(op.writes) - live:
             held[kinds[i]] += sizes[i]
         live.update(op.writes)
-        found = {**held, "working": held["working"] + reduced.get(t, 0)}
+        in_use = {**held, "working": held["working"] + reduced.get(t, 0)}
         for kind, num_bytes in bodies[t].at_peak.items() if t in bodies else ():
-            found[kind] += num_bytes
-        if sum(found.values()) >= best:
-            best, at_peak = sum(found.values()), found
+            in_use[kind] += num_bytes
+        if sum(in_use.values()) >= best:
+            best, at_peak = sum(in_use.values()), in_use
         unread = (i for i in op.writes if last.get(i, -1) <= t)
         dead = live.intersection((*ends.get(t, ()), *unread))
         for i in dead:
@@ -76,8 +76,8 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, is_
     regathered = regathered_bytes([sizes[i] for i in program.regathered], limit)
     if regathered > best:
         at_peak = {**_no_bytes(), "gathered": regathered}
-    inside = [x for t, body in bodies.items() if not program.operations[t].backward for x in body.kept]
-    return Footprint(sum(at_peak.values()), at_peak, (*(program.buffers[i] for i in sorted(kept)), *inside))
+    inside = [x for t, body in bodies.items() if not program.operations[t].backward for x in body.residuals]
+    return Footprint(sum(at_peak.values()), at_peak, (*(program.buffers[i] for i in sorted(residuals)), *inside))
 
 
 def regathered_bytes(sizes: list[int], limit: float) -> int:
@@ -108,12 +108,12 @@ def _last_uses(program: TracedProgram, *, gpu: bool) -> dict[int, int]:
 def _find_reused(op: Operation, live: set[int], sizes: list[int], last: Mapping[int, int], t: int) -> set[int]:
     """Returns the buffers that an operation reads last and whose memory its outputs of equal size take over."""
     dying = [i for i in op.reads if i in live and last[i] <= t]
-    taken: set[int] = set()
+    reused: set[int] = set()
     for i in op.writes:
-        match = next((j for j in dying if j not in taken and sizes[j] == sizes[i]), None)
+        match = next((j for j in dying if j not in reused and sizes[j] == sizes[i]), None)
         if match is not None:
-            taken.add(match)
-    return taken
+            reused.add(match)
+    return reused
 
 
 def _find_residuals(program: TracedProgram, last: Mapping[int, int]) -> set[int]:

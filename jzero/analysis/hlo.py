@@ -208,12 +208,12 @@ def _instruction(line: str) -> Instruction | None:
 def _type(line: str, at: int) -> tuple[Any, int]:
     """Parses an array type, or a tuple of types, at a position; returns it with the position behind it."""
     if line[at] != "(":
-        found = _ARRAY.match(line, at)
-        if found is None:  # `token[]` and the like are arrays too: this is none of them
+        match = _ARRAY.match(line, at)
+        if match is None:  # `token[]` and the like are arrays too: this is none of them
             return (), line.find(" ", at)
-        space = re.search(r"S\((\d+)\)", found.group(3) or "")
-        dims = tuple(int(d) for d in re.findall(r"\d+", found.group(2)))
-        return Array(found.group(1), dims, int(space.group(1)) if space else 0), found.end()
+        space = re.search(r"S\((\d+)\)", match.group(3) or "")
+        dims = tuple(int(d) for d in re.findall(r"\d+", match.group(2)))
+        return Array(match.group(1), dims, int(space.group(1)) if space else 0), match.end()
     items, at = [], at + 1
     while line[at] != ")":
         skipped = re.compile(r"(?:[, ]|/\*.*?\*/)+").match(line, at)
@@ -240,7 +240,7 @@ def _flat(result: Any) -> tuple[Array, ...]:
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    found = computation.source(name)
-    if found is None or found.opcode != "constant" or not re.fullmatch(r"-?\d+", "".join(found.operands)):
+    source = computation.source(name)
+    if source is None or source.opcode != "constant" or not re.fullmatch(r"-?\d+", "".join(source.operands)):
         return None
-    return int(found.operands[0])
+    return int(source.operands[0])

@@ -105,10 +105,10 @@ class Ledger:
         return "\n".join(format_rows(rows, left=2, last_left=True))
 
     def _verdict(self, limit: int) -> str:
-        left = self.left or 0
-        if left < 0:
-            what = "the states alone take" if self.peak is None else "the step takes"
-            return f"does not fit: {what} {format_bytes(-left)} more"
+        free = self.left or 0
+        if free < 0:
+            subject = "the states alone take" if self.peak is None else "the step takes"
+            return f"does not fit: {subject} {format_bytes(-free)} more"
         if self.peak is None:
-            return f"the states leave {format_bytes(left)} for the step"
-        return f"fits: {format_bytes(left)} left"
+            return f"the states leave {format_bytes(free)} for the step"
+        return f"fits: {format_bytes(free)} left"

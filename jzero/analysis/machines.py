@@ -112,9 +112,9 @@ def machine(name: str) -> Machine:
 
 def parse_machine(name: str) -> tuple[str, tuple[int, ...], int]:
     """Returns the chip that `name` names, the shape of the machine, `(count,)` for GPUs, and the number of slices."""
-    said = name.lower() if isinstance(name, str) else ""
-    number_first = re.fullmatch(r"([0-9]+)x([a-z][\w-]*)", said)  # as vendors write
-    chip, _, text = (f"{number_first[2]}:{number_first[1]}" if number_first else said).partition(":")
+    lowercase = name.lower() if isinstance(name, str) else ""
+    number_first = re.fullmatch(r"([0-9]+)x([a-z][\w-]*)", lowercase)  # as vendors write
+    chip, _, text = (f"{number_first[2]}:{number_first[1]}" if number_first else lowercase).partition(":")
     match = re.fullmatch(r"([0-9]+(?:x[0-9]+)*)(?:\*([1-9][0-9]*))?", text)
     if match is None or chip not in (*GPUS, *TPUS):
         raise ValueError(

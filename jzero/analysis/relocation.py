@@ -52,7 +52,7 @@ def relaid(
       trainable: Which parameters are trained, if the state does not say.
     """
     state = _as_state(x)
-    if state is None or all(said is None for said in (devices, mesh, config, trainable)):
+    if state is None or all(option is None for option in (devices, mesh, config, trainable)):
         return x
     plan = plan_of_argument(x)
     config = config or (None if plan is None else plan.config)

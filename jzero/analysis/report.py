@@ -225,9 +225,9 @@ class AnalysisReport(Report):
             )
             for r in self.collectives
         ]
-        left_out = {"level", "per port"} if not self.nic_bytes else set[str]()
-        left_out |= {"use"} if not any(r.use for r in self.collectives) else set()
-        shown = [i for i, title in enumerate(header) if title not in left_out]
+        omitted = {"level", "per port"} if not self.nic_bytes else set[str]()
+        omitted |= {"use"} if not any(r.use for r in self.collectives) else set()
+        shown = [i for i, title in enumerate(header) if title not in omitted]
         table = [tuple(row[i] for i in shown) for row in [header, *cells]]
         lines = ["", *format_rows(table, left=shown.index(6))] if cells else ["", "no collectives"]
         total = f"{self.communication_elements:,} elements per step"

@@ -229,14 +229,14 @@ class _Run:
 
     def _origin(self, computation: Computation, done: Instruction) -> str | None:
         """Returns the start of the chain of fusions that `done` ends; they pass on the same array."""
-        pending, seen = [done], set[str]()
+        pending, visited = [done], set[str]()
         while pending:
             x = pending.pop()
             for name in x.operands:
                 source = computation.source(name)
-                if source is None or source.name in seen:
+                if source is None or source.name in visited:
                     continue
-                seen.add(source.name)
+                visited.add(source.name)
                 if source.name in self.pending:
                     return source.name
                 if continues_collective(self.program, source):

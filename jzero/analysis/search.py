@@ -128,7 +128,7 @@ class Search:
 
     def _layouts(self, offloads: Sequence[Offload]) -> list[Candidate]:
         """Returns the candidates that keep the state in each of the given ways."""
-        found = [
+        candidates = [
             x
             for stage, num_replicas, recompute, offload in itertools.product(
                 self.stages, self._replicas(), self._remats, offloads
@@ -140,7 +140,7 @@ class Search:
                 self._config(stage, num_replicas, {**levels, **again, "offload": offload}), num_replicas, recompute
             )
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(candidates))
 
     def _config(self, stage: Stage, num_replicas: int, levels: Mapping[str, Any] = {}) -> ZeroConfig:
         free = next(name for name in ("replica", "replicas") if name not in batch_axes(self.base))
@@ -149,8 +149,8 @@ class Search:
 
     def _levels(self, stage: Stage, num_replicas: int) -> list[dict[str, Any]]:
         """Returns the fields to try for hops between nodes and within them; none of them changes a sum's terms."""
-        is_given = self.base.node_axis is not None or not self.base.reduce_scatter
-        if stage == 0 or is_given or self._num_nodes // num_replicas < 2:
+        is_fixed = self.base.node_axis is not None or not self.base.reduce_scatter
+        if stage == 0 or is_fixed or self._num_nodes // num_replicas < 2:
             return [{}]
         hops = {"node_axis": next(name for name in ("node", "nodes") if name not in batch_axes(self.base))}
         keeps = self.base.offload.params == "none"
@@ -194,14 +194,14 @@ class Search:
     @functools.cached_property
     def _remats(self) -> list[Remat | None]:
         """The options that change something."""
-        found: dict[tuple[float, ...], Remat | None] = {}
+        distinct: dict[tuple[float, ...], Remat | None] = {}
         placed = self.placed(self._config(self.stages[0], 1), 1)
         for recompute in self.remat:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*changes nothing")  # then it is left out
                 x = self.memory(self.step(1, recompute), placed)
-            found.setdefault((x.flops, x.temporaries, x.activation_bytes), recompute)
-        return list(found.values())
+            distinct.setdefault((x.flops, x.temporaries, x.activation_bytes), recompute)
+        return list(distinct.values())
 
     def _micro_batches(
         self, config: ZeroConfig, num_replicas: int, recompute: Remat | None, first: int = 1

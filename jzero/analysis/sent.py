@@ -43,7 +43,7 @@ class Fate(enum.Enum):
     USED = enum.auto()
     STACKED = enum.auto()
     SCANNED = enum.auto()
-    KEPT = enum.auto()
+    SAVED = enum.auto()
 
 
 class Sent(NamedTuple):
@@ -76,8 +76,8 @@ class Sent(NamedTuple):
     @property
     def dtype(self) -> Any:
         """The dtype that travels."""
-        own = _compat.type_of(self.eqn.invars[0]).dtype
-        return self.eqn.params["dtype"] if self.gathers else jnp.dtype(self.eqn.params["sums"].dtype_of(own))
+        dtype = _compat.type_of(self.eqn.invars[0]).dtype
+        return self.eqn.params["dtype"] if self.gathers else jnp.dtype(self.eqn.params["sums"].dtype_of(dtype))
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -120,26 +120,26 @@ class _Walk:
 
     def __call__(self, jaxpr: Jaxpr) -> Iterator[Sent]:
         """Yields what the jaxpr sends."""
-        names, made = dict(self.inputs), dict(self.outputs)
+        shards, grads = dict(self.inputs), dict(self.outputs)
         for eqn in reversed(jaxpr.eqns):  # gradients, from their names after calls to what makes them
             if eqn.primitive is named_p:
-                made |= dict.fromkeys(_variables(eqn.invars), made.get(eqn.outvars[0], eqn.params["path"]))
-            elif len(eqn.outvars) == 1 and eqn.outvars[0] in made and eqn.primitive is not reduce_p:
-                made |= dict.fromkeys(_variables(eqn.invars), made[eqn.outvars[0]])
+                grads |= dict.fromkeys(_variables(eqn.invars), grads.get(eqn.outvars[0], eqn.params["path"]))
+            elif len(eqn.outvars) == 1 and eqn.outvars[0] in grads and eqn.primitive is not reduce_p:
+                grads |= dict.fromkeys(_variables(eqn.invars), grads[eqn.outvars[0]])
         for eqn in jaxpr.eqns:  # shards, from their names before calls to the gathers
-            first = next((names.get(v, "") for v in _variables(eqn.invars[:1])), "")
+            first = next((shards.get(v, "") for v in _variables(eqn.invars[:1])), "")
             if eqn.primitive is gather_p:
                 yield Sent(eqn, first or eqn.params["path"], self.times, self.in_loop, self._fate(eqn, jaxpr))
             elif eqn.primitive is reduce_p:
-                yield Sent(eqn, made.get(eqn.outvars[0], eqn.params["path"]), self.times, self.in_loop, Fate.USED)
+                yield Sent(eqn, grads.get(eqn.outvars[0], eqn.params["path"]), self.times, self.in_loop, Fate.USED)
             for body in _compat.contained_jaxprs(eqn):
-                yield from self._enter(eqn, body, names, made)(body)
+                yield from self._enter(eqn, body, shards, grads)(body)
             if eqn.primitive is wait_p or eqn.primitive.name == "optimization_barrier":
-                names |= _renamed(names, eqn.invars, eqn.outvars)
+                shards |= _renamed(shards, eqn.invars, eqn.outvars)
             elif first or eqn.primitive is named_p:  # an operation on a shard has it first
-                names[eqn.outvars[0]] = first or eqn.params["path"]
+                shards[eqn.outvars[0]] = first or eqn.params["path"]
 
-    def _enter(self, eqn: JaxprEqn, body: Jaxpr, names: Mapping[Var, str], made: Mapping[Var, str]) -> _Walk:
+    def _enter(self, eqn: JaxprEqn, body: Jaxpr, shards: Mapping[Var, str], grads: Mapping[Var, str]) -> _Walk:
         """Returns the walk over what an equation runs."""
         stacked = {y for x, y in zip(eqn.outvars, body.outvars, strict=False) if x in self.stacked}
         if eqn.primitive.name == "scan":
@@ -147,14 +147,14 @@ class _Walk:
         return _Walk(
             self.times * int(eqn.params.get("length", 1)),
             self.in_loop or eqn.primitive.name in ("scan", "while"),
-            _renamed(names, eqn.invars[len(eqn.invars) - len(body.invars) :], body.invars),
-            _renamed(made, eqn.outvars, body.outvars),
+            _renamed(shards, eqn.invars[len(eqn.invars) - len(body.invars) :], body.invars),
+            _renamed(grads, eqn.outvars, body.outvars),
             frozenset(_variables(stacked)),
         )
 
     def _fate(self, gather: JaxprEqn, jaxpr: Jaxpr) -> Fate:
         """Returns the fate of a gathered parameter in the jaxpr that gathers it."""
-        whole = {gather.outvars[0]}
+        unsharded = {gather.outvars[0]}
         alike = {gather.outvars[0]}  # what is computed from it, in its shape
         for eqn in jaxpr.eqns:
             reads = [i for i, v in enumerate(eqn.invars) if any(v is x for x in alike)]
@@ -163,15 +163,15 @@ class _Walk:
             if eqn.primitive.name == "scan" and reads[-1] >= sum(_compat.scan_groups(eqn)):
                 return Fate.SCANNED
             alike |= {v for v in eqn.outvars if _compat.type_of(v).shape == gather.params["cut"].shape}
-            if not any(eqn.invars[i] is x for i in reads for x in whole):
+            if not any(eqn.invars[i] is x for i in reads for x in unsharded):
                 continue
             # A loop's body has both in one iteration if it recomputes.
             if not self.in_loop and _compat.is_transposed(eqn) and not _compat.is_transposed(gather):
-                return Fate.KEPT
+                return Fate.SAVED
             if eqn.primitive.name in MOVES:
                 size = math.prod(gather.params["cut"].shape)
-                whole |= {v for v in eqn.outvars if _compat.type_of(v).size == size}
-        return Fate.STACKED if whole & self.stacked else Fate.USED
+                unsharded |= {v for v in eqn.outvars if _compat.type_of(v).size == size}
+        return Fate.STACKED if unsharded & self.stacked else Fate.USED
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Var]:

@@ -117,19 +117,19 @@ def check_on_records(step: TrainStep, state: Any, batch: Any, rng: Any) -> None:
     """Raises a `ValueError` if the optimizer of a state in records cannot update it there; compiles nothing."""
     state, batch, rng = step.abstract_arguments(state, batch, rng=rng)
     outside, state = step.program(state), detached(state)
-    found, _, _ = outside.gradients.trace(state, batch, **optional_rng(rng)).out_info
-    outside.update.numbers.trace(0, state, found, {})
+    step_grads, _, _ = outside.gradients.trace(state, batch, **optional_rng(rng)).out_info
+    outside.update.numbers.trace(0, state, step_grads, {})
 
 
 class _Largest(NamedTuple):
     """The largest record that a program computes: what it computes, its other operands, its place in a part."""
 
     visit: Visit
-    given: Any
+    operands: Any
     place: Rectangle
 
 
-class _Left(NamedTuple):
+class _PassResults(NamedTuple):
     """The results of passes over records, for the rest of the update.
 
     Attributes:
@@ -159,55 +159,57 @@ class _Stages:
         live = _num_bytes((self.state, batch, rng)) - (0 if plan.names_host_memory else arrays_on_host(plan))
         traced = self.outside.gradients.trace(self.state, batch, **optional_rng(rng))
         first = self._stage("loss and gradients", traced, live, takes_params=True)
-        found, changed, _ = first.results
-        passes, left = self._passes(found, live + _num_bytes((found, changed)))
-        ready = found if left.needs_grads else found._replace(grads=self._near(found))
-        own = found._replace(grads=[]) if plan.config.offload.delay else ready
-        traced = self.update.rest.trace(self.state, own, changed, ready, left.disk)
-        return [first, *passes, self._stage("the rest of the update", traced, left.num_bytes, takes_params=True)]
+        step_grads, changed, _ = first.results
+        passes, results = self._passes(step_grads, live + _num_bytes((step_grads, changed)))
+        ready = step_grads if results.needs_grads else step_grads._replace(grads=self._near(step_grads))
+        current = step_grads._replace(grads=[]) if plan.config.offload.delay else ready
+        traced = self.update.rest.trace(self.state, current, changed, ready, results.disk)
+        return [first, *passes, self._stage("the rest of the update", traced, results.num_bytes, takes_params=True)]
 
-    def _passes(self, found: Any, live: int) -> tuple[list[Stage], _Left]:
+    def _passes(self, step_grads: Any, live: int) -> tuple[list[Stage], _PassResults]:
         """Returns the programs of all passes, and what they leave; `live` bytes are on a device before."""
         stages: list[Stage] = []
         sums: dict[int, Any] = {}
         for level in itertools.count():
-            traced = self.update.numbers.trace(level, self.state, found, sums)
+            traced = self.update.numbers.trace(level, self.state, step_grads, sums)
             stages.append(self._stage("numbers of the update", traced, live))
             operands, sums = stages[-1].results
             visits, needs_grads = self.update.visits[level]
-            left = _Left(FromDisk(sums, self._results(visits)), needs_grads, live + _num_bytes((operands, sums)))
-            left = left._replace(num_bytes=left.num_bytes + _num_bytes(left.disk.results))
+            results = _PassResults(
+                FromDisk(sums, self._results(visits)), needs_grads, live + _num_bytes((operands, sums))
+            )
+            results = results._replace(num_bytes=results.num_bytes + _num_bytes(results.disk.results))
             if self.plan.config.offload.compute == "device":
-                records = self._records(visits, operands, found, level)
-                stages += [x._replace(beside=left.num_bytes) for x in records]
+                records = self._records(visits, operands, step_grads, level)
+                stages += [x._replace(beside=results.num_bytes) for x in records]
             targets = [x for visit in visits for x in visit.targets if isinstance(x, SumTarget)]
             if not targets:
                 break
             replicated = self.plan.whole_sharding
             sums = sums | {x.number: jax.ShapeDtypeStruct((), x.dtype, sharding=replicated) for x in targets}
-        return stages, left
+        return stages, results
 
-    def _records(self, visits: Sequence[Visit], operands: Sequence[Any], found: Any, level: int) -> list[Stage]:
+    def _records(self, visits: Sequence[Visit], operands: Sequence[Any], step_grads: Any, level: int) -> list[Stage]:
         """Returns the programs of a pass over records, each for the largest record that it computes."""
         largest: dict[Any, Any] = {}
-        for visit, given in zip(visits, operands, strict=True):
+        for visit, operand in zip(visits, operands, strict=True):
             program = self.update.programs.compute(visit, level)
             place = max(self.plan.records_of(visit.param), key=lambda x: x.size)
             if program not in largest or largest[program].place.size < place.size:
-                largest[program] = _Largest(visit, given, place)
+                largest[program] = _Largest(visit, operand, place)
         times = 2 * self.plan.config.offload.disk_threads + 1
-        traces = [program.trace(*self._operands(x, found), shape=x.place.shape) for program, x in largest.items()]
+        traces = [program.trace(*self._operands(x, step_grads), shape=x.place.shape) for program, x in largest.items()]
         return [self._stage("records", traced)._replace(times=times) for traced in traces]
 
-    def _operands(self, record: _Largest, found: Any) -> tuple[Any, ...]:
+    def _operands(self, record: _Largest, step_grads: Any) -> tuple[Any, ...]:
         """Returns the operands of the program of a record on one device, as shapes."""
-        (visit, given, place), at = record, SingleDeviceSharding(self.device)
+        (visit, operands, place), at = record, SingleDeviceSharding(self.device)
         sources: dict[str, Sequence[Any]] = {
             "disk": self.plan.disk_fields[visit.param],
-            "near": given.near,
-            "grads": [found.grads[visit.param].reduced],
+            "near": operands.near,
+            "grads": [step_grads.grads[visit.param].reduced],
             "params": [self.plan.flat_params(self.state.params)[visit.param]],
-            "number": given.numbers,
+            "number": operands.numbers,
         }
 
         def shapes(kinds: Sequence[str], shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
@@ -220,20 +222,20 @@ class _Stages:
 
     def _results(self, visits: Sequence[Visit]) -> dict[int, Any]:
         """Returns the new parameters that a pass makes, as shapes."""
-        found = {}
+        new_params = {}
         for visit in visits:
             leaf = self.plan.leaves[visit.param]
             stored = dataclasses.replace(leaf.grad, memory=leaf.param.array_memory)
             sharding = stored.sharding
             for dtype in visit.targets:
                 if not isinstance(dtype, int | SumTarget):
-                    found[visit.param] = jax.ShapeDtypeStruct(stored.stored_shape, dtype, sharding=sharding)
-        return found
+                    new_params[visit.param] = jax.ShapeDtypeStruct(stored.stored_shape, dtype, sharding=sharding)
+        return new_params
 
-    def _near(self, found: Any) -> list[Any]:
+    def _near(self, step_grads: Any) -> list[Any]:
         """Returns the gradients without those that only records need."""
         far = self.plan.disk_fields
-        return [g._replace(reduced=None) if i in far else g for i, g in enumerate(found.grads)]
+        return [g._replace(reduced=None) if i in far else g for i, g in enumerate(step_grads.grads)]
 
     def _stage(self, name: str, traced: Any, live: int = 0, *, takes_params: bool = False) -> Stage:
         """Compiles a program, beside which `live` bytes are on a device, its arguments among them."""

@@ -265,9 +265,13 @@ def memory_of_trace(
     if not plan.names_host_memory:  # then the trace counts the host's arrays as the device's
         num_bytes -= arrays_on_host(plan)
     limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
-    found = footprint(program, gpu=gpu, limit=limit, is_awaited=not isinstance(plan.mesh, Mesh))
-    if plan.has_files and (after := update_at_peak(plan, gpu=gpu, limit=limit)) and sum(after.values()) > found.peak:
-        found = dataclasses.replace(found, peak=sum(after.values()), at_peak=after)
+    temporaries = footprint(program, gpu=gpu, limit=limit, is_awaited=not isinstance(plan.mesh, Mesh))
+    if (
+        plan.has_files
+        and (after := update_at_peak(plan, gpu=gpu, limit=limit))
+        and sum(after.values()) > temporaries.peak
+    ):
+        temporaries = dataclasses.replace(temporaries, peak=sum(after.values()), at_peak=after)
     sizes = plan.bytes_per_device
     traffic = [traffic_of(x, plan.mesh, hardware) for x in program.transfers]
     return StepMemory(
@@ -277,9 +281,9 @@ def memory_of_trace(
         other=num_bytes - sizes.params - sizes.opt_state,
         host=plan.host_bytes_per_device.total,
         disk=plan.disk_bytes_per_device,
-        activations=_rows(found.kept),
-        at_peak={str(kind): num_bytes for kind, num_bytes in found.at_peak.items()},
-        temporaries=found.peak,
+        activations=_rows(temporaries.residuals),
+        at_peak={str(kind): num_bytes for kind, num_bytes in temporaries.at_peak.items()},
+        temporaries=temporaries.peak,
         gathered_bytes=sum(x.times * x.num_bytes for x in program.transfers if x.of_param)
         + plan.traffic.bytes_gathered_in(micro_batches=0),
         planned_bytes=plan.traffic.bytes_gathered_in(micro_batches=micro_batches),
@@ -291,9 +295,9 @@ def memory_of_trace(
     )
 
 
-def _rows(kept: Iterable[Buffer]) -> tuple[ActivationRow, ...]:
+def _rows(residuals: Iterable[Buffer]) -> tuple[ActivationRow, ...]:
     sums: dict[tuple[str, int], int] = {}
-    for x in kept:
+    for x in residuals:
         key = (_layer(x.name), x.times)
         sums[key] = sums.get(key, 0) + x.num_bytes
     rows = [ActivationRow(layer, times, num_bytes) for (layer, times), num_bytes in sums.items() if num_bytes]

@@ -96,10 +96,10 @@ def _exposed_at_ends(program: TracedProgram, traffic: Sequence[Traffic], micro_b
 
     Of several micro-batches, also what is reduced once after them.
     """
-    found = [(t, x.seconds) for t, x in zip(program.transfers, traffic, strict=True) if UPDATE not in t.scope]
-    after_all = [seconds for t, seconds in found if t.times < micro_batches]
-    gathers = [(t, seconds) for t, seconds in found if t.of_param]
-    cut = [(t, seconds) for t, seconds in found if t.kind == "reduce-scatter" and t.times >= micro_batches]
+    passes = [(t, x.seconds) for t, x in zip(program.transfers, traffic, strict=True) if UPDATE not in t.scope]
+    after_all = [seconds for t, seconds in passes if t.times < micro_batches]
+    gathers = [(t, seconds) for t, seconds in passes if t.of_param]
+    cut = [(t, seconds) for t, seconds in passes if t.kind == "reduce-scatter" and t.times >= micro_batches]
     ends = [min(1, micro_batches / t.times) * seconds for t, seconds in (*gathers[:1], *cut[-1:])]
     return sum(after_all) + sum(ends)
 
@@ -125,14 +125,14 @@ def _bytes_on_port(x: Transfer, sent: float, mesh: AnyMesh, devices_per_node: in
 
 def _compute_seconds(program: TracedProgram, machine: Machine) -> float:
     normalizing = _find_normalizing(program)
-    own = sum(_operation_seconds(x, machine) for t, x in enumerate(program.operations) if t not in normalizing)
-    return own + program.result_bytes / machine.hbm_bytes_per_s
+    seconds = sum(_operation_seconds(x, machine) for t, x in enumerate(program.operations) if t not in normalizing)
+    return seconds + program.result_bytes / machine.hbm_bytes_per_s
 
 
 def _update_seconds(program: TracedProgram, machine: Machine) -> float:
     """Returns the seconds of the update, which writes a step's results."""
-    own = [x for x in program.operations if any(UPDATE in program.buffers[i].name for i in x.writes)]
-    return sum(_operation_seconds(x, machine) for x in own) + program.result_bytes / machine.hbm_bytes_per_s
+    operations = [x for x in program.operations if any(UPDATE in program.buffers[i].name for i in x.writes)]
+    return sum(_operation_seconds(x, machine) for x in operations) + program.result_bytes / machine.hbm_bytes_per_s
 
 
 def _find_normalizing(program: TracedProgram) -> set[int]:
@@ -147,9 +147,9 @@ def _find_normalizing(program: TracedProgram) -> set[int]:
             readers.setdefault(i, []).append(x)
 
     def is_fused(x: Operation) -> bool:
-        found = [y for i in x.writes for y in readers.get(i, ())]
-        is_kept = not program.outputs.isdisjoint(x.writes) or any(y.backward != x.backward for y in found)
-        return x.reduces and not is_kept and any(x.reads <= y.reads for y in found)
+        reading = [y for i in x.writes for y in readers.get(i, ())]
+        is_stored = not program.outputs.isdisjoint(x.writes) or any(y.backward != x.backward for y in reading)
+        return x.reduces and not is_stored and any(x.reads <= y.reads for y in reading)
 
     return {t for t, x in enumerate(operations) if is_fused(x)}
 

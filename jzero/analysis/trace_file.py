@@ -54,15 +54,16 @@ def _event(span: Span, track: int) -> dict[str, Any]:
 def _place(x: Collective) -> str:
     """Returns the part of the model that a collective is for, as the name of its operation says."""
     *parts, _ = x.op_name.split("/") if x.op_name else [""]
-    names = [found.group(1) if (found := _WRAPPED.fullmatch(part)) else part for part in parts]
+    names = [match.group(1) if (match := _WRAPPED.fullmatch(part)) else part for part in parts]
     return "/".join(name for name in names if not _NOISE.fullmatch(name))
 
 
 def _waits(timeline: Timeline, track: int) -> list[dict[str, Any]]:
     """Returns what fills the track of computation: its waits, and at the end what the timeline leaves out."""
-    own = [span for span in timeline.spans if span.stream == "compute"]
-    gaps = list(zip([0.0, *(span.end for span in own)], [*(span.start for span in own), timeline.seconds], strict=True))
-    found = [_complete("wait", "wait", track, *gap, {}) for gap in gaps if gap[1] - gap[0] > 1e-12]
-    if found and len(timeline.spans) >= MAX_SPANS:
-        found[-1] |= {"name": "not shown: further turns of loops", "cat": "not shown"}
-    return found
+    computation = [span for span in timeline.spans if span.stream == "compute"]
+    starts, ends = [span.start for span in computation], [span.end for span in computation]
+    gaps = zip([0.0, *ends], [*starts, timeline.seconds], strict=True)
+    waits = [_complete("wait", "wait", track, *gap, {}) for gap in gaps if gap[1] - gap[0] > 1e-12]
+    if waits and len(timeline.spans) >= MAX_SPANS:
+        waits[-1] |= {"name": "not shown: further turns of loops", "cat": "not shown"}
+    return waits

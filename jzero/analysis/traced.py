@@ -74,9 +74,9 @@ def trace_program(jaxpr: Any, parts: Sequence[int]) -> TracedProgram:
     opened, _ = _compat.open_jaxpr(jaxpr)
     inputs = [program.argument(v.aval, n) for v, n in zip(opened.invars, parts, strict=True)]
     outputs = _run(program, jaxpr, inputs, "", backward=False)
-    made = {x.buffer for x in outputs if x.buffer is not None}
+    results = {x.buffer for x in outputs if x.buffer is not None}
     program.regathered = frozenset(i for i in program.reads(outputs) if program.buffers[i].kind == "gathered")
-    for i in made - program.regathered:  # a result takes over the memory of the argument that it replaces
+    for i in results - program.regathered:  # a result takes over the memory of the argument that it replaces
         program.buffers[i].num_bytes = 0
     program.result_bytes = program.bytes_to_store(outputs)
     return program
@@ -169,7 +169,7 @@ class _Visitor:
     def _placed(self, inputs: list[Value]) -> list[Value]:
         """Adds what an equation of a placed program stands for; what it sends its `Comm` knows."""
         before, barriers = len(self.program.transfers), list(self.program.barriers)
-        made = _run(self.program, operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
+        outputs = _run(self.program, operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
         if self.eqn.params.get("how") != "select":  # then a gather waits, no gradient
             self.program.barriers = barriers
         of_param = self.eqn.primitive is gather_p
@@ -177,7 +177,7 @@ class _Visitor:
             Transfer(x.kind, x.num_bytes, x.num_elements, x.axes, of_param=of_param, scope=self.name)
             for x in hops_of(self.eqn)
         ]
-        return made
+        return outputs
 
     def _barrier(self, inputs: list[Value]) -> list[Value]:
         """Adds a barrier, which needs all its inputs as arrays."""
@@ -200,12 +200,12 @@ class _Visitor:
         names = jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
         names = [n for n in names if isinstance(n, str)]
         parts = math.prod(int(sharding.mesh.shape[n]) for n in names)
-        whole = x.num_bytes * x.parts
+        full_bytes = x.num_bytes * x.parts
         if parts >= x.parts:
-            return dataclasses.replace(x, parts=parts, num_bytes=whole // parts)
+            return dataclasses.replace(x, parts=parts, num_bytes=full_bytes // parts)
         axes = tuple(str(n) for n in sharding.mesh.shape if n not in names)
         size = size_of(self.eqn.outvars[0].aval) // parts
-        self.program.transfers.append(Transfer("all-gather", whole // parts, size, axes, scope=self.name))
+        self.program.transfers.append(Transfer("all-gather", full_bytes // parts, size, axes, scope=self.name))
         shard, x = self._write(x), dataclasses.replace(x, parts=parts)
         return self._operation([x], [shard], kind="gathered", moves=True)[0]
 
@@ -213,39 +213,39 @@ class _Visitor:
         jaxpr = next(_compat.contained_jaxprs(self.eqn))
         local = [dataclasses.replace(x, parts=1) for x in inputs]
         outputs = _run(self.program, jaxpr, local, self.name, backward=self.backward, used=self.used)
-        found = []
+        results = []
         for v, inner, x in zip(self.eqn.outvars, jaxpr.outvars, outputs, strict=True):
             for i in self.program.reads([x]) if v.aval.ndim else ():
                 if self.program.buffers[i].kind == "working":
                     self.program.buffers[i].kind = "gradients"
-            found.append(dataclasses.replace(x, parts=max(1, bytes_of(v.aval) // max(1, bytes_of(inner.aval)))))
-        return found
+            results.append(dataclasses.replace(x, parts=max(1, bytes_of(v.aval) // max(1, bytes_of(inner.aval)))))
+        return results
 
     def _scan(self, inputs: list[Value]) -> list[Value]:
         num_consts, num_carry = _compat.scan_groups(self.eqn)
         jaxpr, _ = _compat.open_jaxpr(self.eqn.params["jaxpr"])
         length, num_outside = int(self.eqn.params["length"]), num_consts + num_carry
         body = TracedProgram()
-        given = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
+        arguments = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
         # Slices are read inside their stack, unless an operation needs one as an array of its own.
-        given += [
+        arguments += [
             Value(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
             for i, v in enumerate(jaxpr.invars[num_outside:], start=num_outside)
         ]
-        outputs = _run(body, jaxpr, given, self.name, backward=self.backward)
+        outputs = _run(body, jaxpr, arguments, self.name, backward=self.backward)
         self.program.include(body.finish(outputs, num_carry=num_carry), times=length)
         kind: Kind = "gradients" if self.backward else "working"
         # The compiler drops inputs that the body does not read.
         read = body.outputs.union(*(op.reads for op in body.operations))
-        whole = [self._write(x) for x, inside in zip(inputs, given, strict=True) if body.reads([inside]) & read]
+        arrays = [self._write(x) for x, inside in zip(inputs, arguments, strict=True) if body.reads([inside]) & read]
         copies = [self._transpose_stack(self._write(inputs[i])) for i in sorted(body.transposed) if inputs[i].num_bytes]
-        made = self._operation(inputs, [*whole, *copies], in_place=True, inner=body, kind=kind)
+        results = self._operation(inputs, [*arrays, *copies], in_place=True, inner=body, kind=kind)
         self.program.operations[-1].times = length
-        for x, inside in zip(made[num_carry:], outputs[num_carry:], strict=True):
+        for x, inside in zip(results[num_carry:], outputs[num_carry:], strict=True):
             assert x.buffer is not None
             self.program.buffers[x.buffer].times = length
             self.program.buffers[x.buffer].name = inside.name or f"{self.name}:carried"
-        return made
+        return results
 
     def _transpose_stack(self, stack: Value) -> Value:
         """Returns the copy of a stack in another layout, which every loop over it reads."""
@@ -253,9 +253,9 @@ class _Visitor:
         assert stack.buffer is not None
         if stack.buffer not in program.copies:
             program.buffers.append(Buffer(stack.num_bytes, f"{self.name}:layout", kind="gathered"))
-            made = program.copies[stack.buffer] = len(program.buffers) - 1
+            index = program.copies[stack.buffer] = len(program.buffers) - 1
             moved = 2 * stack.num_bytes
-            program.operations.append(Operation(frozenset([stack.buffer]), (made,), self.backward, num_bytes=moved))
+            program.operations.append(Operation(frozenset([stack.buffer]), (index,), self.backward, num_bytes=moved))
         return dataclasses.replace(stack, buffer=program.copies[stack.buffer])
 
     def _opaque(self, inputs: list[Value]) -> list[Value]:
@@ -268,7 +268,7 @@ class _Visitor:
             self.program.include(*bodies)
         self.program.flops += product_flops(self.eqn)
         in_order = dims_are_adjacent(self.eqn) or [True] * len(inputs)
-        whole = [
+        arrays = [
             self.program.write(x, backward=self.backward, keep=keep) for x, keep in zip(inputs, in_order, strict=True)
         ]
         if kind in TRANSFERS:
@@ -276,13 +276,13 @@ class _Visitor:
             axes = tuple(str(a) for a in (axes if isinstance(axes, tuple | list) else (axes,)))
             for x, source, v in zip(inputs, self.eqn.invars, self.eqn.outvars, strict=False):
                 num_bytes, num_elements = max(x.num_bytes, bytes_of(v.aval)), max(size_of(source.aval), size_of(v.aval))
-                found = Transfer(TRANSFERS[kind], num_bytes, num_elements, axes, scope=self.name)
-                self.program.transfers.append(found)
-        made: Kind = "gathered" if kind.startswith("all_gather") else "working"
-        if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
+                transfer = Transfer(TRANSFERS[kind], num_bytes, num_elements, axes, scope=self.name)
+                self.program.transfers.append(transfer)
+        purpose: Kind = "gathered" if kind.startswith("all_gather") else "working"
+        if purpose == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
             self.program.transposed.add(inputs[0].stack)
         in_place, moves = kind in primitives_with(Trait.IN_PLACE), kind in TRANSFERS
-        written = self._operation(inputs, whole, in_place=in_place, inner=largest, kind=made, moves=moves)
+        written = self._operation(inputs, arrays, in_place=in_place, inner=largest, kind=purpose, moves=moves)
         if kind == "dynamic_update_slice" and not self._size_of(inputs[0]):  # into a donated argument
             self.program.buffers[written[0].buffer or 0].num_bytes = 0
         return written
@@ -337,14 +337,14 @@ class _Visitor:
         )
         return values
 
-    def _bytes_moved(self, inputs: Sequence[Value], read: Sequence[Value], made: Sequence[Value]) -> int:
+    def _bytes_moved(self, inputs: Sequence[Value], read: Sequence[Value], outputs: Sequence[Value]) -> int:
         """Returns what an operation reads and writes of the device's memory."""
         kind = self.eqn.primitive.name
         if kind == "dynamic_update_slice":
             return 2 * inputs[1].num_bytes
         if kind.startswith("scatter"):
             return inputs[1].num_bytes + 2 * inputs[2].num_bytes
-        written = sum(x.num_bytes for x in made)
+        written = sum(x.num_bytes for x in outputs)
         return 2 * written if kind in SLICES else self.program.bytes_read(read) + written
 
 

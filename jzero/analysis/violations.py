@@ -123,28 +123,28 @@ def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
 
 
 def _hops(x: Sent, planned: Comm, *, once: bool) -> Iterator[Finding]:
-    what, levels, comm = f"{_say(x)} ({x.path})", planned.split(), x.eqn.params["comm"]
+    array, levels, comm = f"{_say(x)} ({x.path})", planned.split(), x.eqn.params["comm"]
     if comm not in (planned, *(levels or ())):
-        yield True, f"{what} travels over {comm}, not {planned} as planned."
+        yield True, f"{array} travels over {comm}, not {planned} as planned."
     if once and levels is not None and comm != levels.within and (x.in_loop or x.times > 1):
-        yield True, f"{what} crosses nodes {x.times} times per step, once in the plan."
+        yield True, f"{array} crosses nodes {x.times} times per step, once in the plan."
 
 
 def _gather(x: Sent, way: Way, dtype: Any, plan: ZeroPlan) -> Iterator[Finding]:
-    what, levels = f"{_say(x)} ({x.path})", way.comm.split()
+    array, levels = f"{_say(x)} ({x.path})", way.comm.split()
     is_part = levels is not None and x.eqn.params["comm"] == levels.between  # in the dtype that it travels in
     if way.kind != "none" and x.cut.blocks is None and not (is_part and jnp.dtype(x.dtype) == jnp.int8):
-        yield True, f"A gather of {what} is wider than the {way.kind} of the plan."
+        yield True, f"A gather of {array} is wider than the {way.kind} of the plan."
     if is_part:
         return
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize > dtype.itemsize:
-        yield True, f"A gather of {what} is wider than the {dtype.name} of the plan."
+        yield True, f"A gather of {array} is wider than the {dtype.name} of the plan."
     if x.fate is Fate.SCANNED:
-        yield True, f"A gather of the whole stack {what}, outside of the loop over it."
+        yield True, f"A gather of the whole stack {array}, outside of the loop over it."
     if plan.regathers_param(x.path) and x.fate is Fate.STACKED:
-        yield True, f"A forward gather of {what} is stored in a stack that its loop carries."
-    if plan.regathers_param(x.path) and x.fate is Fate.KEPT:
-        yield True, f"A forward gather of {what} survives to the backward pass."
+        yield True, f"A forward gather of {array} is stored in a stack that its loop carries."
+    if plan.regathers_param(x.path) and x.fate is Fate.SAVED:
+        yield True, f"A forward gather of {array} survives to the backward pass."
 
 
 def _say(x: Sent) -> str:
@@ -181,11 +181,11 @@ class _Amounts:
             before[key] += amount * (UPDATE in t.scope)
         for c in compiled.collectives:
             num_bytes = sum(x.num_bytes for x in c.results) * (c.num_devices if c.kind == "reduce-scatter" else 1)
-            found = {*axes_of(c.group, plan.mesh)}
+            group_axes = {*axes_of(c.group, plan.mesh)}
             if c.is_between_slices and not node:
                 continue  # a TPU's compiler splits a hop over slices in two: the other one has the whole array
-            key = c.kind, bool(node & found)
-            amount = c.times * (num_bytes if by_bytes else c.whole_size) * bool(found & axes)
+            key = c.kind, bool(node & group_axes)
+            amount = c.times * (num_bytes if by_bytes else c.full_size) * bool(group_axes & axes)
             self.compiled[key] += amount
             after[key] += amount * (UPDATE in c.op_name)
         self.updates = before & after
@@ -200,15 +200,15 @@ class _Amounts:
 
     def say(self, key: tuple[str, bool]) -> str:
         """Returns both figures in words."""
-        found, traced = round(self.compiled[key]), round(self.traced[key])
+        compiled, traced = round(self.compiled[key]), round(self.traced[key])
         between = " between nodes" if key[1] else ""
-        return f"The compiled program moves {found:,} {self.unit} by {key[0]}{between}, the traced one {traced:,}"
+        return f"The compiled program moves {compiled:,} {self.unit} by {key[0]}{between}, the traced one {traced:,}"
 
 
 def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Compares the compiled program with the traced one."""
     if not compiled.sent and not compiled.micro_batches:
-        yield from _own_reductions(compiled, plan)
+        yield from _compiler_reductions(compiled, plan)
         return
     amounts = _Amounts(compiled, plan)
     if key := amounts.missing("all-gather"):
@@ -225,21 +225,21 @@ def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
             yield True, f"{amounts.say(key)}: {why}"
 
 
-def _own_reductions(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
+def _compiler_reductions(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Looks at a program without collectives of jzero's: whether the compiler divides its reductions of gradients."""
     cut = [leaf for leaf in plan.leaves if leaf.trained and leaf.grad.cut is not None and leaf.grad.size > SMALL]
     if not compiled.returns_state or not cut or not plan.config.reduce_scatter:
         return
-    planned, found = sum(leaf.grad.size for leaf in cut), dict[str, int]()
+    planned, reduced = sum(leaf.grad.size for leaf in cut), dict[str, int]()
     for c in compiled.collectives:
         if {*plan.comm.shard_axes} & {*axes_of(c.group, plan.mesh)}:
-            found[c.kind] = found.get(c.kind, 0) + c.whole_size * c.times
-    if found.get("reduce-scatter", 0) < planned / 2 and found.get("all-reduce", 0) > EXCESS * planned:
+            reduced[c.kind] = reduced.get(c.kind, 0) + c.full_size * c.times
+    if reduced.get("reduce-scatter", 0) < planned / 2 and reduced.get("all-reduce", 0) > EXCESS * planned:
         largest = sorted(cut, key=lambda leaf: -leaf.grad.size)[:3]
         yield (
             True,
-            f"{found['all-reduce']:,} elements are summed by all-reduce, where the plan has a reduce-scatter for each "
-            f"gradient, {', '.join(leaf.path for leaf in largest)} among them.",
+            f"{reduced['all-reduce']:,} elements are summed by all-reduce, where the plan has a reduce-scatter for "
+            f"each gradient, {', '.join(leaf.path for leaf in largest)} among them.",
         )
 
 

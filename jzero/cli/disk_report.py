@@ -34,10 +34,10 @@ class DiskReport:
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns names and values, for a table."""
-        ways = [("file system", text) for text in self.fallbacks]
+        fallbacks = [("file system", text) for text in self.fallbacks]
         return [
             ("folder", f"{self.folder} ({self.file_system}), {format_bytes(self.free_bytes)} free"),
-            *(ways or [("file system", "has O_TMPFILE and O_DIRECT")]),
+            *(fallbacks or [("file system", "has O_TMPFILE and O_DIRECT")]),
             ("read", f"{format_bytes(self.rates.read)}/s"),
             ("write", f"{format_bytes(self.rates.write)}/s"),
             ("both at once", f"{format_bytes(self.rates.duplex)}/s each way"),

@@ -18,8 +18,8 @@ SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_hidden", "voca
 DEFAULT_SEQ = 4096
 
 
-def _size(name: str, what: str) -> Any:
-    return typer.Option(name, min=1, help=f"{what}, in place of what `--params` takes.", show_default=False)
+def _size(name: str, noun: str) -> Any:
+    return typer.Option(name, min=1, help=f"{noun}, in place of what `--params` takes.", show_default=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ def takes_request(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options of a `Request`, the first parameter of a command, to its own."""
     hints = typing.get_type_hints(Request, include_extras=True)
     defaults = {field.name: field.default for field in dataclasses.fields(Request)}
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    _, *specific = inspect.signature(command, eval_str=True).parameters.values()
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
@@ -183,6 +183,6 @@ def takes_request(command: Callable[..., None]) -> Callable[..., None]:
         for name, hint in hints.items()
     ]
     # What typer reads; the annotations that `wraps` has copied are the command's.
-    run.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
-    run.__annotations__ = {x.name: x.annotation for x in (*shared, *own)}
+    run.__signature__ = inspect.Signature([*shared, *specific])  # type: ignore[attr-defined]
+    run.__annotations__ = {x.name: x.annotation for x in (*shared, *specific)}
     return run

@@ -142,14 +142,14 @@ def _replaced(config: ModelConfig, sizes: Mapping[str, Any]) -> ModelConfig:
     replaced = dataclasses.replace(config, **sizes)
     if "num_heads" in sizes and "num_kv_heads" not in sizes and config.num_kv_heads == config.num_heads:
         replaced = dataclasses.replace(replaced, num_kv_heads=replaced.num_heads)
-    for what, size, by in (
+    for name, size, divisor in (
         ("d_model", replaced.d_model, "num_heads"),
         ("num_heads", replaced.num_heads, "num_kv_heads"),
     ):
-        number = getattr(replaced, by)
+        number = getattr(replaced, divisor)
         if rest := size % number:
             raise ValueError(
-                f"`{OPTIONS[what]} {size}` must be a multiple of `{OPTIONS[by]} {number}`, as "
+                f"`{OPTIONS[name]} {size}` must be a multiple of `{OPTIONS[divisor]} {number}`, as "
                 f"{size - rest or number} and {size - rest + number} are."
             )
     if (head_dim := replaced.d_model // replaced.num_heads) % 2:

@@ -105,15 +105,15 @@ def messages(traceback: bool) -> Iterator[None]:
 def _in_users_code(error: Exception) -> str | None:
     """Returns where a user's code raised an error; `None` if jzero did."""
     frames = [
-        x for x in tracebacks.extract_tb(error.__traceback__) if _is_own(x.filename) or not _is_library(x.filename)
+        x for x in tracebacks.extract_tb(error.__traceback__) if _is_of_jzero(x.filename) or not _is_library(x.filename)
     ]
-    if not frames or _is_own(frames[-1].filename):
+    if not frames or _is_of_jzero(frames[-1].filename):
         return None
     name = os.path.relpath(frames[-1].filename)
     return f"{type(error).__name__} in {name}, line {frames[-1].lineno}, `{frames[-1].line}`: {error}."
 
 
-def _is_own(file: str) -> bool:
+def _is_of_jzero(file: str) -> bool:
     return pathlib.Path(file).is_relative_to(JZERO)  # also where jzero itself is in `site-packages`
 
 

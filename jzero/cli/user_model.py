@@ -62,8 +62,8 @@ def load_model(name: str) -> UserModel:
     function = _find(name)
     returned = _call(f"`{name}`", function)
     if not isinstance(returned, tuple | list) or len(returned) not in (3, 4):
-        what = f"{len(returned)} values" if isinstance(returned, tuple | list) else type(returned).__name__
-        raise TypeError(f"`{name}` must return {RETURNS}: got {what}.")
+        returned_type = f"{len(returned)} values" if isinstance(returned, tuple | list) else type(returned).__name__
+        raise TypeError(f"`{name}` must return {RETURNS}: got {returned_type}.")
     state, loss_fn, batch, *trainable = returned
     if not callable(loss_fn):
         raise TypeError(f"`{name}` must return {RETURNS}, where `loss_fn` is a function: got {type(loss_fn).__name__}.")
@@ -96,18 +96,18 @@ def _import(module_name: str) -> Any:
         raise ImportError(f"Module {module_name!r} cannot be imported: {_say(error)}.") from error
 
 
-def _call(what: str, function: Callable[..., Any], *args: Any) -> Any:
+def _call(subject: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
         inspect.signature(function).bind(*args)
     except TypeError as error:
         expected = "that takes no arguments" if not args else "of one argument, a PRNG key"
-        raise TypeError(f"{what} must be a function {expected}: {error}.") from error
+        raise TypeError(f"{subject} must be a function {expected}: {error}.") from error
     except ValueError:
         pass  # some callables have no signature: the call itself will say what they take
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what} failed: {_say(error)}.") from error
+        raise ValueError(f"{subject} failed: {_say(error)}.") from error
 
 
 def _state_of(name: str, state: Any) -> Any:

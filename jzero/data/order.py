@@ -38,9 +38,9 @@ class Order:
         if self.window is None or self.window >= self.num_examples:
             return _permute(place, self.num_examples, (self.seed, epoch))
         number, offset = divmod(place, self.window)
-        num_whole, size = self.num_examples // self.window, self.window
-        if number < num_whole:
-            number = _permute(number, num_whole, (self.seed, epoch))
+        num_full, size = self.num_examples // self.window, self.window
+        if number < num_full:
+            number = _permute(number, num_full, (self.seed, epoch))
         else:
             size = self.num_examples % self.window
         return number * self.window + _permute(offset, size, (self.seed, epoch, number))

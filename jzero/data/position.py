@@ -60,9 +60,9 @@ class Schedule:
     def span(self, number: int, start: Position) -> Span:
         """Returns the places of the `number`-th batch after a position."""
         epoch, first = start.epoch, start.example + number * self.batch_size
-        left = self._num_batches(self.num_examples - start.example)
-        if number >= left:
-            further, number = divmod(number - left, self.batches_per_epoch)
+        remaining = self._num_batches(self.num_examples - start.example)
+        if number >= remaining:
+            further, number = divmod(number - remaining, self.batches_per_epoch)
             epoch, first = epoch + 1 + further, number * self.batch_size
         return Span(epoch, first, min(first + self.batch_size, self.num_examples))
 

@@ -119,13 +119,13 @@ def _convert(
     if isinstance(precision, Precision):
         fields.config["precision"] = precision
     scheduled = schedule()
-    made = block.make(scheduled)
+    tx = block.make(scheduled)
     settings.imply(CLIPPING, "honoured", "DeepSpeed's default, 1.0: `make_train_step(clip_norm=)`")
     _judge_sizes(settings, sizes)
     if optimizer is not None:
         for prefix in ("optimizer.", "scheduler."):
             settings.replace_all(prefix, "`optimizer=` was given in its place")
-        made, scheduled = optimizer, scheduled._replace(lr=None)
+        tx, scheduled = optimizer, scheduled._replace(lr=None)
     report = DeepSpeedReport(
         rows=tuple(settings.rows.values()),
         num_devices=num_devices,
@@ -133,7 +133,7 @@ def _convert(
         micro_batch_size=sizes.micro,
         accumulate_steps=sizes.accumulate,
         clip_norm=settings[CLIPPING] or None,
-        optimizer=made,
+        optimizer=tx,
         schedule=scheduled.lr,
     )
     return fields, report

@@ -252,8 +252,8 @@ def _disk(settings: Settings, *, is_used: bool) -> dict[str, Any]:
             f"`{OPTIMIZER_BLOCK}device` is nvme, which needs a folder on a local disk: set "
             f"`{OPTIMIZER_BLOCK}nvme_path`."
         )
-    for way in ("read", "write"):
-        settings.judge(f"{OPTIMIZER_BLOCK}pipeline_{way}", "ignored", "records are read ahead and written behind")
+    for direction in ("read", "write"):
+        settings.judge(f"{OPTIMIZER_BLOCK}pipeline_{direction}", "ignored", "records are read ahead and written behind")
     settings.judge(f"{OPTIMIZER_BLOCK}pin_memory", "ignored", "records pass through buffers of their own")
     settings.judge(f"{ZERO}.sub_group_size", "ignored", f"a record is one request: {CHUNK}")
     if threads > 1:

@@ -203,7 +203,7 @@ def read_optimizer(settings: Settings) -> OptimizerBlock:
 
 def _with_torch_default(settings: Settings, kind: OptimizerKind, name: str) -> Params:
     params = read_params(settings, PATH, kind.keys)
-    if name not in ("adam", "adamw") or not params["torch_adam"] or "weight_decay" in params.given:
+    if name not in ("adam", "adamw") or not params["torch_adam"] or "weight_decay" in params.explicit:
         return params
     if name == "adam" and not params["adam_w_mode"]:
         return params

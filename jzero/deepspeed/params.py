@@ -22,7 +22,7 @@ class Params:
     """
 
     values: Mapping[str, Any]
-    given: frozenset[str]
+    explicit: frozenset[str]
     open: frozenset[str]
 
     def __getitem__(self, name: str) -> Any:
@@ -74,5 +74,5 @@ def _params(settings: Settings, prefix: str, by_name: Mapping[str, Key]) -> Para
         is_refused = path in settings.rows and settings.rows[path].verdict == "refused"
         if is_refused or (path in settings.autos and name not in USUAL):
             open_names.add(name)
-    given = frozenset(name for name in by_name if f"{prefix}.{name}" in settings.values)
-    return Params(values, given, frozenset(open_names))
+    explicit = frozenset(name for name in by_name if f"{prefix}.{name}" in settings.values)
+    return Params(values, explicit, frozenset(open_names))

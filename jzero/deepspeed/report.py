@@ -22,7 +22,7 @@ IN_WORDS: dict[Verdict, str] = {
     "compiler": "left to the compiler",
     "ignored": "ignored",
 }
-WAY_OUT = (
+REMEDY = (
     "Decide each in `auto=`, by its key or as a trainer calls it (in brackets), or by `batch_size=`, `precision=` and "
     "`optimizer=`"
 )
@@ -146,7 +146,7 @@ class DeepSpeedReport(Report):
             f"{counts[verdict]} {IN_WORDS[verdict]}" for verdict in IN_WORDS if verdict != "open" or self.open
         )
         return "\n".join(
-            [f"DeepSpeed configuration: {head}", *self._left_open(), self._batch(), self._settings(), *self._tables()]
+            [f"DeepSpeed configuration: {head}", *self._open_lines(), self._batch(), self._settings(), *self._tables()]
         )
 
     def _tables(self) -> list[str]:
@@ -163,13 +163,13 @@ class DeepSpeedReport(Report):
         lines = format_rows(cells, left=3)
         return [text for i, line in enumerate(lines) for text in (["", line] if i in starts else [line])]
 
-    def _left_open(self) -> list[str]:
+    def _open_lines(self) -> list[str]:
         """Undecided keys, first."""
         if not self.open:
             return []
         names = [row.key for row in self.open]
         names = [f"{key} ({name})" if (name := trainer_name(key)) not in (None, key) else key for key in names]
-        return [f'open, since "auto" is for a trainer to fill in: {", ".join(names)}', f"  {WAY_OUT}."]
+        return [f'open, since "auto" is for a trainer to fill in: {", ".join(names)}', f"  {REMEDY}."]
 
     def _batch(self) -> str:
         sizes = (self.train_batch_size, self.micro_batch_size, self.accumulate_steps, self.num_devices)
@@ -182,10 +182,10 @@ class DeepSpeedReport(Report):
 
     def _settings(self) -> str:
         clipping = "none" if self.clip_norm is None else f"at a norm of {self.clip_norm:g}"
-        optimizer, schedule = self._made("optimizer", self.optimizer), self._made("scheduler", self.schedule)
+        optimizer, schedule = self._built("optimizer", self.optimizer), self._built("scheduler", self.schedule)
         return f"clipping: {self._or_open('gradient_clipping', clipping)}; optimizer: {optimizer}; schedule: {schedule}"
 
-    def _made(self, block: str, built: Any) -> str:
+    def _built(self, block: str, built: Any) -> str:
         """Whether a block gave an optimizer or a schedule, and why not."""
         if built is not None:
             return "yes"

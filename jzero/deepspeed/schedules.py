@@ -86,8 +86,8 @@ def _warmup_cosine_lr(params: Params, lr: float | None) -> Schedule | None:
     def schedule(step: Any) -> jax.Array:
         last = _last(step)
         # (1 + cos(π (1 - x))) / 2 = sin(π x / 2)², which avoids cancellation for small x (the fraction remaining).
-        left = jnp.clip((end - last - 1) / max(1, end - warm), 0, 1)
-        decayed = floor + (1 - floor) * jnp.sin(jnp.pi / 2 * left) ** 2
+        remaining = jnp.clip((end - last - 1) / max(1, end - warm), 0, 1)
+        decayed = floor + (1 - floor) * jnp.sin(jnp.pi / 2 * remaining) ** 2
         warming = first + (1 - first) * _warmup_share(params, last, 1.0)
         return jnp.where(jnp.asarray(step) == 0, 0.0, lr * jnp.where(last < warm, warming, decayed))
 

@@ -102,14 +102,14 @@ class NnxStateAdapter(StateAdapter):
             parts: Any = nnx.split(model, state.wrt, nnx.Param, ...)
             after = dict(zip(WRITABLE, map(nnx.as_pure, parts[1:]), strict=True))
             before = {"params": params, FROZEN: frozen, "rest": local}
-            changed = find_written(before, after, _kept_dtypes(state), written_shape)
+            changed = find_written(before, after, _stored_dtypes(state), written_shape)
             check_attributes(attributes, python_attributes(model))
             return result, changed
 
         return call, {"rest": state.rest, FROZEN: state.frozen}
 
 
-def _kept_dtypes(state: NnxTrainState) -> dict[str, dict[str, Any]]:
+def _stored_dtypes(state: NnxTrainState) -> dict[str, dict[str, Any]]:
     """Returns the dtype in which each variable is kept; for a parameter with a master, the master's."""
     trees = {"params": state.params, FROZEN: state.frozen, "rest": state.rest}
     dtypes = {name: {path: x.dtype for path, x in by_path(tree).items()} for name, tree in trees.items()}

@@ -15,7 +15,7 @@ import jax
 from jzero.config.settings import FLAG, check, optional, whole
 from jzero.monitor.profiler import StepProfiler
 from jzero.monitor.progress import Bar, Lines, make_display
-from jzero.monitor.readings import OWN_PREFIX, fetch, peak_device_bytes, scalars
+from jzero.monitor.readings import PREFIX, fetch, peak_device_bytes, scalars
 from jzero.monitor.run_settings import as_data
 from jzero.monitor.sinks import Sink
 
@@ -244,7 +244,7 @@ class Monitor:
         memory = {} if peak is None else {"peak_device_bytes": float(peak)}
         applied = [x["step_applied"] for x in readings if "step_applied" in x]
         skipped = {"skipped_steps": float(applied.count(0.0))} if applied else {}
-        readings[-1] |= {OWN_PREFIX + name: x for name, x in {**timing, **memory, **skipped}.items()}
+        readings[-1] |= {PREFIX + name: x for name, x in {**timing, **memory, **skipped}.items()}
         for step, values in enumerate(readings, first):
             self._emit(step, values)
         self._report(readings[-1])

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jzero.monitor.readings import OWN_PREFIX
+from jzero.monitor.readings import PREFIX
 
 MIB, GIB = 2**20, 2**30
 
@@ -74,8 +74,8 @@ class Bar:
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Moves the bar and shows the newest values."""
-        if any(name.startswith(OWN_PREFIX) for name in values):
-            self._values = {k: v for k, v in self._values.items() if not k.startswith(OWN_PREFIX)}
+        if any(name.startswith(PREFIX) for name in values):
+            self._values = {k: v for k, v in self._values.items() if not k.startswith(PREFIX)}
         self._values |= values
         self._bar.update(self._task, completed=step, description=describe(self._values, self.shown), refresh=True)
 
@@ -93,7 +93,7 @@ def describe(values: Mapping[str, float], shown: Sequence[str]) -> str:
         parts.append(f"{_seconds(values['perf/seconds_per_step'])}/step")
     if "perf/tokens_per_second" in values:
         parts.append(f"{values['perf/tokens_per_second']:,.0f} tokens/s")
-    if any(name.startswith(OWN_PREFIX) for name in values):
+    if any(name.startswith(PREFIX) for name in values):
         peak = values.get("perf/peak_device_bytes")
         parts.append("memory unknown" if peak is None else _bytes(peak))
     if values.get("perf/skipped_steps"):

@@ -11,10 +11,10 @@ import numpy as np
 
 from jzero._text import path_str
 
-OWN_PREFIX = "perf/"
+PREFIX = "perf/"
 """Prefix of the monitor's own values."""
 
-OF_STEPS = frozenset(OWN_PREFIX + f"disk_{name}" for name in ("read_bytes_per_s", "write_bytes_per_s", "wait_share"))
+OF_STEPS = frozenset(PREFIX + f"disk_{name}" for name in ("read_bytes_per_s", "write_bytes_per_s", "wait_share"))
 """What steps measure themselves, with state on disk."""
 
 
@@ -37,9 +37,9 @@ def scalars(metrics: Any) -> dict[str, Any]:
     twice = sorted({path for path in names if names.count(path) > 1})
     if twice:
         raise ValueError(f"Each metric needs a name of its own: these are there more than once: {twice}.")
-    reserved = [path for path in names if path.startswith(OWN_PREFIX) and path not in OF_STEPS]
+    reserved = [path for path in names if path.startswith(PREFIX) and path not in OF_STEPS]
     if reserved:
-        raise ValueError(f"Names that start with {OWN_PREFIX!r} are the monitor's own: got {reserved}. Rename them.")
+        raise ValueError(f"Names that start with {PREFIX!r} are the monitor's own: got {reserved}. Rename them.")
     return dict(rows)
 
 

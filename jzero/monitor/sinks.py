@@ -18,7 +18,7 @@ Sink = Callable[[int, Mapping[str, float]], Any]
 """`sink(step, values)`; if it has a `start`, that gets the settings of the run; if a `close`, that ends it."""
 
 NON_FINITE = "non_finite"
-CSV_OWN = ("step", "time")
+CSV_COLUMNS = ("step", "time")
 FLUSH_SECONDS = 10
 
 
@@ -34,18 +34,18 @@ class Lines:
 
     Args:
       path: The file. The first line makes it, with its folder.
-      is_whole: Whether a last line without its end is complete, so that it need not be removed.
+      is_complete: Whether a last line without its end is complete, so that it need not be removed.
     """
 
-    def __init__(self, path: str | os.PathLike[str], is_whole: Callable[[bytes], bool]) -> None:
+    def __init__(self, path: str | os.PathLike[str], is_complete: Callable[[bytes], bool]) -> None:
         self.path = pathlib.Path(path)
-        self._is_whole = is_whole
+        self._is_complete = is_complete
         self._file: Any = None
 
     def append(self, text: str) -> None:
         """Writes text that ends a line."""
         if self._file is None:
-            self._file = _open_whole(self.path, self._is_whole)
+            self._file = _open_lines(self.path, self._is_complete)
         rest = text.encode()
         try:
             while rest:  # the system may take less than all of it
@@ -145,12 +145,12 @@ class Csv:
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one row."""
-        check_names(values, CSV_OWN)
+        check_names(values, CSV_COLUMNS)
         if self._columns is None:
             self._columns = self._columns_there()
         new = [name for name in values if name not in self._columns]
         if new or not self._columns:
-            self._columns = [*(self._columns or CSV_OWN), *new]
+            self._columns = [*(self._columns or CSV_COLUMNS), *new]
             self._rewrite(self._columns)
         row = {**values, "step": step, "time": round(time.time(), 3)}
         self._lines.append(_csv_row([row.get(name, "") for name in self._columns]))
@@ -166,7 +166,7 @@ class Csv:
         self._lines.append("")  # removes a last row that was cut off
         with self.path.open(newline="") as file:
             columns = next(csv.reader(file), [])
-        if columns and tuple(columns[: len(CSV_OWN)]) != CSV_OWN:
+        if columns and tuple(columns[: len(CSV_COLUMNS)]) != CSV_COLUMNS:
             self.close()
             raise ValueError(
                 f"{self.path} is no table of a `Csv`: its first line is {columns[:4]}. Choose another file."
@@ -193,13 +193,13 @@ def _csv_row(cells: Sequence[Any]) -> str:
     return text.getvalue()
 
 
-def _open_whole(path: pathlib.Path, is_whole: Callable[[bytes], bool]) -> Any:
+def _open_lines(path: pathlib.Path, is_complete: Callable[[bytes], bool]) -> Any:
     """Opens a file to append to, and removes a last line that was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab+", buffering=0)
     file.seek(0)
     tail = file.read().rpartition(b"\n")[2]
-    if tail and is_whole(tail):
+    if tail and is_complete(tail):
         file.write(b"\n")  # the line is complete, but its newline is missing
     elif tail:
         warnings.warn(f"The last line of {path} was cut off and is removed: {tail[:80]!r}.", stacklevel=2)

@@ -252,7 +252,7 @@ MUTANTS = [
     Mutant(
         "filled_over_the_limit",
         "analysis/fill.py",
-        "fits = found.peak <= limit",
+        "fits = figures.peak <= limit",
         "fits = True",
         "test_fill.py::test_the_compiler_has_the_last_word",
         "1.3",

@@ -45,8 +45,8 @@ MUTANTS = [
     Mutant(
         "updates_unseen",
         "analysis/violations.py",
-        "bool(found & axes)",
-        "bool(found & axes) * (UPDATE not in c.op_name)",
+        "bool(group_axes & axes)",
+        "bool(group_axes & axes) * (UPDATE not in c.op_name)",
         "test_sent.py::test_what_a_compiler_breaks_is_found",
         "update",
     ),
@@ -60,8 +60,8 @@ MUTANTS = [
     Mutant(
         "all_branches_send",
         "analysis/collectives.py",
-        "for c in found))[-1:]",
-        "for c in found))",
+        "for c in branch))[-1:]",
+        "for c in branch))",
         "test_hlo.py::test_of_branches_those_collectives_count_that_send_most",
     ),
     Mutant(
