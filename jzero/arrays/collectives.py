@@ -26,36 +26,28 @@ def gather_param(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
         return cut.to_natural(comm.gather(bits, cut).astype(shard.dtype))
 
 
-def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
-    """Returns a stored leaf whole on every device, in its natural shape, by the hops of its gather. Inside `jit`."""
-    cut = leaf.cut_for_collectives
-    if cut is None:
-        return x
-    gathered: jax.Array = jax.shard_map(
-        lambda shard: gather_param(shard, cut, plan.comm),
-        mesh=plan.mesh,
-        in_specs=leaf.manual_spec,
-        out_specs=PartitionSpec(),
-        axis_names=set(plan.comm.batch_axes),
-        check_vma=False,
-    )(x)
-    return gathered
-
-
-def gather_onto(old: jax.Array, x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
-    """Returns a stored leaf whole in its natural shape, like `gather_leaf`, in the place of `old`. Inside `jit`.
+def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan, *, onto: jax.Array | None = None) -> jax.Array:
+    """Returns a leaf whole on every device, in its natural shape, by the hops of its gather. Inside `jit`.
 
     A gather along another dimension than the first moves what all devices sent. Compilers would rather transpose each
-    shard, with all that was computed beside it: masters and moments would no longer be updated in place. So shards
-    arrive one behind the other here and are moved then, those of a stack of matrices row by row: only a few rows are
+    shard, with all that was computed beside it: masters and moments would no longer be updated in place. With `onto`,
+    shards arrive one behind the other and are moved then, those of a stack of matrices row by row: only a few rows are
     in memory twice.
+
+    Args:
+      x: The leaf, in its natural or its stored shape.
+      leaf: Its layout.
+      plan: The plan.
+      onto: The array whose place the result takes, see `PlatformFacts.transposes_gathers`.
     """
-    cut, comm = leaf.cut_for_collectives, plan.comm
+    x, cut, comm = leaf.store(x), leaf.cut_for_collectives, plan.comm
     if cut is None:
         return x
     is_stack = cut.num_stacked == 1 and len(cut.shape) > 2 and not any(cut.other_axes[:1])
 
-    def write(old: jax.Array, shard: jax.Array) -> jax.Array:
+    def gather(shard: jax.Array, old: jax.Array | None) -> jax.Array:
+        if old is None:
+            return gather_param(shard, cut, comm)
         if not is_stack:
             return _gather_parts(shard, cut, comm)
         for i in range(len(shard)):
@@ -64,13 +56,13 @@ def gather_onto(old: jax.Array, x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -
         return old
 
     gathered: jax.Array = jax.shard_map(
-        write,
+        gather,
         mesh=plan.mesh,
-        in_specs=(PartitionSpec(), leaf.manual_spec),
+        in_specs=(leaf.manual_spec, PartitionSpec()),
         out_specs=PartitionSpec(),
         axis_names=set(comm.batch_axes),
         check_vma=False,
-    )(old, x)
+    )(x, onto)
     return gathered
 
 
@@ -81,7 +73,7 @@ def _gather_parts(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
     beside = (None, *cut.axes_beside()) if cut.other_axes else ()
     apart = Cut(0, (cut.num_shards, *shard.shape), cut.num_shards, other_axes=beside)
     parts = gather_param(shard[None], apart, comm)  # [N, ..., P/N, F]
-    return cut.to_natural(jnp.moveaxis(parts, 0, cut.dim).reshape(cut.stored_shape))
+    return cut.join(parts)
 
 
 def reduce_shard(x: jax.Array, cut: Cut, comm: Comm, sums: Sums) -> jax.Array:

@@ -236,6 +236,16 @@ class Cut:
             x = lax.slice_in_dim(x, 0, self.natural_size, axis=self.dim)
         return x.reshape(self.shape) if self.flat else x
 
+    def join(self, shards: jax.Array) -> jax.Array:
+        """Returns the natural array of all shards, one behind the other. [N, ..., P/N] -> [..., D]."""
+        return self.to_natural(jnp.moveaxis(shards, 0, self.dim).reshape(self.stored_shape))
+
+    def divide(self, x: jax.Array) -> jax.Array:
+        """Returns the shards of a natural array, one behind the other. [..., D] -> [N, ..., P/N]."""
+        stored = self.to_stored(x.reshape(self.shape))
+        apart = stored.reshape(*stored.shape[: self.dim], self.num_shards, -1, *stored.shape[self.dim + 1 :])
+        return jnp.moveaxis(apart, self.dim, 0)
+
     def _unpack_part(self, x: jax.Array) -> jax.Array:
         """Returns the values of one device's part in blocks. Bytes [*stacked, P · K] -> [..., D, ...]."""
         lead, blocks = self.dim, self.blocks

@@ -17,13 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._types import DType
 from jzero.jaxpr.sizes import array_bytes
-from jzero.layout.casts import apply_edits, round_to
+from jzero.layout.casts import apply_edits
 from jzero.layout.cut import Cut
 from jzero.layout.mesh import HOST_MEMORY, AnyMesh, names_host_memory, num_parts
 from jzero.layout.misfits import describe_misfit
 from jzero.layout.on_disk import OnDisk
 from jzero.layout.padded import box, is_padded
-from jzero.layout.placement import Look, Memory, gather_arrays, memory_of, on_device, place_array, to_memory
+from jzero.layout.placement import Look, Memory, gather_arrays, memory_of, on_device, place_array, relayout, to_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,11 @@ class StateLeaf:
             return to_memory(to._pack(self.convert(x, to.as_numbers)), to.sharding)
         numbers, x = self.as_numbers, on_device(x)
         x = x if numbers is self else self._unpack(x)
-        return to_memory(_converted(x, numbers.padded_cut, to.padded_cut, to.dtype, to.device_sharding), to.sharding)
+        return to_memory(relayout(x, numbers.padded_cut, to.padded_cut, to.dtype, to.device_sharding), to.sharding)
+
+    def relayout(self, x: jax.Array, to: StateLeaf) -> jax.Array:
+        """Returns a stored array as another layout of the same leaf stores it, in its own dtype. Inside `jit`."""
+        return to.store(self.load(x))
 
     def _pack(self, x: jax.Array) -> jax.Array:
         """Returns the stored array of `as_numbers` in blocks; each device packs its own shard."""
@@ -278,14 +282,13 @@ class LeafPlan:
     @functools.partial(jax.jit, static_argnums=0)
     def param_as_gradient(self, param: jax.Array) -> jax.Array:
         """Returns a stored parameter laid out like its gradient."""
-        return self.grad.store(self.param.load(param))
+        return self.param.relayout(param, self.grad)
 
     @functools.partial(jax.jit, static_argnums=0)
     def edit_master(self, param: jax.Array, master: jax.Array) -> jax.Array:
         """Returns a stored master with the edits of its parameter, see [Note: Masters]."""
         assert self.master is not None
-        natural = (self.grad if self.trained else self.param).load(param)
-        return self.master.store(apply_edits(self.grad.load(master), natural))
+        return self.master.store(apply_edits(on_device(master), self.param_as_gradient(param)))
 
 
 def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf]) -> list[jax.Array]:
@@ -294,15 +297,6 @@ def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf]) -> l
         return []
     replicated = NamedSharding(leaves[0].mesh, PartitionSpec())
     return gather_arrays([on_device(x) for x in arrays], tuple(leaf.cut for leaf in leaves), replicated)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _converted(x: jax.Array, cut: Cut | None, new: Cut | None, dtype: DType, sharding: NamedSharding) -> jax.Array:
-    x = round_to(x, dtype)
-    if cut != new:
-        x = x if cut is None else cut.to_natural(x)
-        x = x if new is None else new.to_stored(x)
-    return lax.with_sharding_constraint(x, sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

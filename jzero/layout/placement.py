@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._types import DType
-from jzero.layout.casts import apply_edits
+from jzero.layout.casts import apply_edits, round_to
 from jzero.layout.cut import Cut
 from jzero.layout.mesh import HOST_MEMORY
 from jzero.layout.on_disk import OnDisk
@@ -89,7 +89,7 @@ def place_array(
     if isinstance(x, jax.Array):
         x = make_strongly_typed(x, dtype)
         if not x.is_fully_addressable:
-            on_devices = _relayout(on_device(x), device_sharding(sharding), cut)
+            on_devices = relayout(on_device(x), None, cut, dtype, device_sharding(sharding))
             return jax.device_put(on_devices, sharding) if sharding.memory_kind == HOST_MEMORY else on_devices
         if sharding.is_fully_addressable and cut is None:
             return _put(x, sharding)
@@ -112,9 +112,14 @@ def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.device_put(x.copy() if same_parts else x, sharding)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _relayout(x: jax.Array, sharding: NamedSharding, cut: Cut | None) -> jax.Array:
-    return lax.with_sharding_constraint(x if cut is None else cut.to_stored(x), sharding)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def relayout(x: jax.Array, cut: Cut | None, new: Cut | None, dtype: DType, sharding: NamedSharding) -> jax.Array:
+    """Returns an array that is stored as `cut` says as `new` says, in a dtype; `None` for its natural shape."""
+    x = round_to(x, dtype)
+    if cut != new:
+        x = x if cut is None else cut.to_natural(x)
+        x = x if new is None else new.to_stored(x)
+    return lax.with_sharding_constraint(x, sharding)
 
 
 def gather_padded(x: Any) -> Any:

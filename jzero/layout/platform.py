@@ -26,7 +26,7 @@ class PlatformFacts(NamedTuple):
       copies_results: Whether gathered arrays lie beside those that they replace until the end, unless these are an
         operand; see [Note: Gathering new parameters].
       transposes_gathers: Whether a gather along another dimension than the first makes it transpose what computes the
-        shards, see `jzero.arrays.collectives.gather_onto`.
+        shards, see `jzero.arrays.collectives.gather_leaf`.
       is_tiled: Whether it lays out arrays in tiles.
       sums_bf16: Whether it can sum bf16 over some of several mesh axes; otherwise the process crashes.
     """

@@ -128,7 +128,7 @@ def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, new: jax.Array, 
       chosen: The columns that keep theirs; `None` if none do.
     """
     grad = leaf.grad
-    stored = grad.store(leaf.param.load(old))
+    stored = leaf.param.relayout(old, grad)
     if chosen is not None:
         like, entries = _specs(plan, grad)
         dim = grad.column_dim

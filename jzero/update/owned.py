@@ -41,6 +41,7 @@ from jzero._types import DType, PyTree
 from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.products import factorizes
 from jzero.layout.comm import shard_index
+from jzero.layout.cut import Cut
 from jzero.layout.mesh import batch_axes
 from jzero.plan.matrices import Port, Work, schedule_of
 from jzero.plan.plan import ZeroPlan
@@ -196,12 +197,12 @@ def _in_rounds(group: _Group, rows: list[jax.Array], unit: Unit, me: jax.Array, 
             return x
         num = port.unit.num_shards
         shards = swap(x[: num * rounds].reshape(num, rounds, *x.shape[1:]))
-        return jax.vmap(functools.partial(_assembled, port), in_axes=1)(shards)
+        return jax.vmap(port.unit.join, in_axes=1)(shards)
 
     def leave(y: jax.Array, port: Port) -> jax.Array:  # [rounds, 1, D, F] -> [N * rounds, 1, D/N, F]
         if port.unit is None:
             return y.reshape(rounds, *port.shape)
-        shards = swap(jax.vmap(functools.partial(_dissected, port), out_axes=1)(y))
+        shards = swap(jax.vmap(port.unit.divide, out_axes=1)(y))
         return shards.reshape(-1, *port.unit.shard_shape)
 
     matrices = list(map(arrive, rows, group.inputs))
@@ -245,9 +246,9 @@ def _computed(groups: Sequence[_Group], slot: Slot, arrived: Buffers, units: Seq
     kinds = sorted({x[0] for x in slot if x is not None})
 
     def computed(g: int, buffers: Buffers, number: jax.Array) -> Buffers:
-        ports = groups[g].outputs
-        operands = list(map(_assembled, groups[g].inputs, unpack(buffers, _shards_of(groups[g].inputs))))
-        return pack(list(map(_dissected, ports, units[g](operands, number))))
+        inputs, outputs = groups[g].inputs, groups[g].outputs
+        operands = list(map(Cut.join, _cuts_of(inputs), unpack(buffers, _shards_of(inputs))))
+        return pack(list(map(Cut.divide, _cuts_of(outputs), units[g](operands, number))))
 
     branches: list[Callable[..., Buffers]] = [functools.partial(computed, g) for g in kinds]
     if None in slot:
@@ -265,22 +266,11 @@ def _computed(groups: Sequence[_Group], slot: Slot, arrived: Buffers, units: Seq
     return reply
 
 
+def _cuts_of(ports: Sequence[Port]) -> list[Cut]:
+    """Returns how a unit of each operand or result is cut; in slots, all travel."""
+    return [port.unit for port in ports if port.unit is not None]
+
+
 def _shards_of(ports: Sequence[Port]) -> list[tuple[tuple[int, ...], DType]]:
     """Returns the shape and dtype of a shard of a unit of each operand or result."""
-    return [(port.unit.shard_shape, port.dtype) for port in ports if port.unit is not None]
-
-
-def _assembled(port: Port, shards: jax.Array) -> jax.Array:
-    """[N, 1, D/N, F], one shard from each device -> [1, D, F]."""
-    cut = port.unit
-    assert cut is not None
-    return cut.to_natural(jnp.moveaxis(shards, 0, cut.dim).reshape(cut.stored_shape))
-
-
-def _dissected(port: Port, x: jax.Array) -> jax.Array:
-    """[1, D, F] -> [N, 1, D/N, F], one shard for each device."""
-    cut = port.unit
-    assert cut is not None
-    stored = cut.to_stored(x.reshape(cut.shape))
-    apart = stored.reshape(*stored.shape[: cut.dim], cut.num_shards, -1, *stored.shape[cut.dim + 1 :])
-    return jnp.moveaxis(apart, cut.dim, 0)
+    return [(cut.shard_shape, port.dtype) for cut, port in zip(_cuts_of(ports), ports, strict=True)]

@@ -21,7 +21,7 @@ import numpy as np
 
 from jzero import _compat
 from jzero._types import PyTree
-from jzero.arrays.collectives import gather_leaf, gather_onto
+from jzero.arrays.collectives import gather_leaf
 from jzero.config.precision import DynamicLossScale
 from jzero.layout.casts import round_to
 from jzero.layout.leaves import LeafPlan, StateLeaf
@@ -211,13 +211,12 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
     leaves = plan.flat_params(params)
     optimizer_inputs = [optimizer_view(leaf.param.load(x), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
     initial = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(optimizer_inputs)))
-    inner = plan.inner_treedef.unflatten(
-        [leaf.store(round_to(x, leaf.dtype)) for x, leaf in zip(initial, plan.inner_leaves, strict=True)]
-    )
+    inner = [round_to(x, leaf.dtype) for x, leaf in zip(initial, plan.inner_leaves, strict=True)]
     masters = [
-        None if leaf.master is None else leaf.master.store(x.astype(leaf.master.dtype))
+        None if leaf.master is None else x.astype(leaf.master.dtype)
         for x, leaf in zip(optimizer_inputs, plan.leaves, strict=True)
     ]
+    inner, masters = _stored(plan, inner, masters)
     own = own_opt_state(plan, masters)
     own = ZeroOptState(inner, None, None, None) if own is None else dataclasses.replace(own, inner=inner)
     return _to_opt_state(plan, jax.tree.map(jnp.asarray, own))
@@ -271,19 +270,25 @@ def _results(
 ) -> tuple[list[Stored | None], ZeroOptState]:
     """Returns the results of an update of stored parameters, and the optimizer's new state as stored."""
     number = own.num_updates
-    inner = [leaf.store(x) for x, leaf in zip(after.inner, plan.inner_leaves, strict=True)]
-    masters = [
-        x if x is None or leaf.master is None else leaf.master.store(x)
-        for x, leaf in zip(after.masters, plan.leaves, strict=True)
-    ]
+    inner, masters = _stored(plan, after.inner, after.masters)
     if number is not None:
         number = number + (1 if applied is None else applied.astype(number.dtype))
     return after.results, dataclasses.replace(
         own,
-        inner=plan.inner_treedef.unflatten(inner),
+        inner=inner,
         masters=None if own.masters is None else plan.params_treedef.unflatten(masters),
         num_updates=number,
     )
+
+
+def _stored(
+    plan: ZeroPlan, inner: Sequence[jax.Array], masters: Sequence[jax.Array | None]
+) -> tuple[PyTree, list[jax.Array | None]]:
+    """Returns the state of the user's own optimizer, and the masters, as stored."""
+    leaves = [*plan.inner_leaves, *(leaf.master for leaf in plan.leaves)]
+    arrays = zip((*inner, *masters), leaves, strict=True)
+    stored = [x if x is None or leaf is None else leaf.store(x) for x, leaf in arrays]
+    return plan.inner_treedef.unflatten(stored[: len(inner)]), stored[len(inner) :]
 
 
 def _natural(plan: ZeroPlan, x: PyTree) -> PyTree:
@@ -299,10 +304,9 @@ def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: jax.Array) -
     if memory_of(new) != "device":
         return new
     new, platform = leaf.grad.load(new), platform_facts(plan.mesh)
-    if leaf.param.cut is None and leaf.grad.cut is not None and platform.transposes_gathers:
-        new = gather_onto(old, leaf.grad.store(new), leaf.grad, plan)
-    elif leaf.param.cut is None and len(plan.comm.shard_axes) > 1:  # the compiler would gather it in one hop
-        new = gather_leaf(leaf.grad.store(new), leaf.grad, plan)
+    has_hops = len(plan.comm.shard_axes) > 1  # the compiler would gather it in one
+    if leaf.param.cut is None and leaf.grad.cut is not None and (platform.transposes_gathers or has_hops):
+        new = gather_leaf(new, leaf.grad, plan, onto=old if platform.transposes_gathers else None)
     new = leaf.param.store(new)
     return jnp.where(new == old, old, new) if platform.copies_results else new
 
@@ -323,7 +327,7 @@ def _change(
         wide, old = new.astype(leaf.update_dtype), param.astype(leaf.update_dtype)
         change = jnp.where(new == param, NOTHING.astype(wide.dtype), wide - old)  # infinities included
     elif result is not None and leaf.trained:
-        change = leaf.param.store(leaf.grad.load(result))
+        change = leaf.grad.relayout(result, leaf.param)
     else:
         change = jnp.asarray(NOTHING).astype(leaf.param.dtype)
     return _place_update(change, leaf.param, plan)
