@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
+import jax
 import numpy as np
 
 PyTree: TypeAlias = Any
@@ -24,6 +26,35 @@ AxisNames: TypeAlias = str | tuple[str, ...] | None
 
 State: TypeAlias = Any
 """A train state of the caller's own class: a dataclass, an NNX object, or a pair of them."""
+
+
+class Optimizer(Protocol):
+    """An optax transformation, or a wrapper of one."""
+
+    @property
+    def init(self) -> Callable[[PyTree], PyTree]: ...
+    @property
+    def update(self) -> Callable[..., tuple[PyTree, PyTree]]: ...
+
+
+class Jitted(Protocol):
+    """What `jax.jit` returns, or what stands for it; jax's own types lack `clear_cache`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program of these arguments; compiles it first if need be."""
+        ...
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """Returns the program of these arguments as a jaxpr."""
+        ...
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> PyTree:
+        """Returns the shapes of its results."""
+        ...
+
+    def clear_cache(self) -> None:
+        """Forgets all compiled programs."""
+        ...
 
 
 class TrainStateLike(Protocol):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.on_disk import ChangedFiles, OnDisk
 from jzero.layout.placement import memory_of, on_device, place_array
 from jzero.plan.plan import ZeroPlan
-from jzero.state.train_state import map_state, plain_state
+from jzero.state.train_state import all_leaves, flat_state, map_state, plain_state, with_leaves
 
 Keys = tuple[str, ...]
 
@@ -70,19 +69,16 @@ class TargetLeaf:
 
 
 def target_leaves(plain: Any, plan: ZeroPlan) -> list[TargetLeaf]:
-    """Returns the leaves of a plain state, concrete or abstract, in the order of `map_state`.
+    """Returns the leaves of a plain state, concrete or abstract, in the order of `flat_state`.
 
     Args:
       plain: The result of `plain_state`.
       plan: The plan of the state.
     """
-    layout = plan.plain
-    layouts: list[StateLeaf] = []
-    map_state(lambda x, leaf: layouts.append(leaf), layout, plain, with_disk=True)
     keys: dict[int, Keys] = {}
     for path, number in jax.tree_util.tree_leaves_with_path(number_leaves(plain, plan)):
         keys[number.index] = key_names(path)
-    leaves = [TargetLeaf(keys[i], leaf, form_of(leaf)) for i, leaf in enumerate(layouts)]
+    leaves = [TargetLeaf(keys[i], leaf, form_of(leaf)) for i, leaf in enumerate(all_leaves(plan.plain))]
     _check_paths(leaves)
     return leaves
 
@@ -95,9 +91,9 @@ class Number:
 
 
 def number_leaves(plain: Any, plan: ZeroPlan) -> Any:
-    """Returns a plain state with numbers instead of leaves, in the order of `map_state`."""
-    numbers = itertools.count()
-    return map_state(lambda x, leaf: Number(next(numbers)), plan.plain, plain, with_disk=True)
+    """Returns a plain state with numbers instead of leaves, in the order of `flat_state`."""
+    layout = plan.plain
+    return with_leaves(plain, layout, map(Number, range(len(all_leaves(layout)))))
 
 
 def _check_paths(leaves: Sequence[TargetLeaf]) -> None:
@@ -138,14 +134,13 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[TargetLeaf], li
     state = map_state(functools.partial(_move_to_plan, plan=plan), plan, state)
     plain, layout = plain_state(state, plan), plan.plain
     leaves = target_leaves(plain, plan)
-    arrays: list[Any] = []
-    map_state(lambda x, leaf: arrays.append(x), layout, plain, with_disk=True)
+    arrays = flat_state(plain, layout)
     params = plan.flat_params(state.params)
     has_master = [leaf.master is not None for leaf in plan.leaves]
     edited = [i for i, x in enumerate(params) if has_master[i] and not isinstance(x, OnDisk)]
     for i in edited:  # one at a time, so that at most one offloaded leaf is on the devices
-        if isinstance(arrays[i], OnDisk):
-            arrays[i] = _changed(arrays[i], functools.partial(plan.leaves[i].edit_master, params[i]))
+        if isinstance(x := arrays[i], OnDisk):
+            arrays[i] = _changed(x, functools.partial(plan.leaves[i].edit_master, params[i]))
             continue
         on_devices = on_device(arrays[i]), on_device(params[i])
         if bool(_is_edited(*on_devices, plan.leaves[i])):

@@ -42,7 +42,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields
 from jzero.state.adapter import StateAdapter, adapt_sharded
 from jzero.state.disk import check_newest, files_of, kept_on_disk
-from jzero.state.train_state import check_alive, map_state, plain_state, stored_state
+from jzero.state.train_state import all_leaves, check_alive, flat_state, plain_state, stored_state, with_leaves
 
 PARAMS, OPT_STATE = "params", "opt_state"
 
@@ -193,11 +193,9 @@ class Target:
         self.plan: ZeroPlan = adapted.state.tx.plan
         self._plain = plain_state(adapted.state, self.plan)
         self.leaves = target_leaves(self._plain, self.plan)
-        plain: list[Any] = []
-        map_state(lambda x, leaf: plain.append(x), self.plan.plain, self._plain, with_disk=True)
+        plain = flat_state(self._plain, self.plan.plain)
         self.on_disk = {i: x.path for i, x in enumerate(plain) if isinstance(x, OnDisk)}
-        self._values: list[Any] = []
-        map_state(lambda x, leaf: self._values.append(x), self.plan, adapted.state, with_disk=True)
+        self._values = flat_state(adapted.state, self.plan)
 
     def match(self, contents: Contents, choice: Choice) -> tuple[dict[int, StoredLeaf], RestoreReport]:
         """Returns the stored leaf for each leaf, by its index in `leaves`, and a report."""
@@ -205,11 +203,9 @@ class Target:
         return match(self.leaves, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
 
     def _sources(self, own: ZeroOptState | None) -> tuple[Any, list[tuple[Any, StateLeaf]]]:
-        """Returns the stored state with sources as leaves, and each source with its layout, in `map_state`'s order."""
+        """Returns the stored state with sources as leaves, and each source with its layout, in `flat_state`'s order."""
         tree = stored_state(number_leaves(self._plain, self.plan), self.plan, own)
-        sources: list[tuple[Any, StateLeaf]] = []
-        map_state(lambda source, leaf: sources.append((source, leaf)), self.plan, tree)
-        return tree, sources
+        return tree, list(zip(flat_state(tree, self.plan), all_leaves(self.plan), strict=True))
 
     def takes_opt_state(self, choice: Choice) -> bool:
         """Whether all optimizer leaves are restored; if so, its loss scale and counter are, too."""
@@ -285,9 +281,7 @@ class Target:
                 values.append(x if choice.donate or isinstance(x, OnDisk) else x.copy())
             else:
                 values.append(leaf.place(source))
-        finished = iter(values)
-        state = map_state(lambda source, leaf: next(finished), self.plan, tree)
-        state = state.replace(tx=self.adapted.state.tx)
+        state = with_leaves(tree, self.plan, values, tx=self.adapted.state.tx)
         if self.on_disk and disk is None:
             state = kept_on_disk(state, files_of(self.adapted.state))
         return self.adapted.rebuild(state)

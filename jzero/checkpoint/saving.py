@@ -43,7 +43,7 @@ from jzero.plan.state_fields import frozen_fields
 from jzero.state.adapter import adapt_sharded
 from jzero.state.disk import check_newest, files_of
 from jzero.state.pending import apply_pending
-from jzero.state.train_state import check_alive, map_state
+from jzero.state.train_state import check_alive, with_leaves
 
 if TYPE_CHECKING:
     from jzero.config.zero import ZeroConfig
@@ -231,8 +231,8 @@ def _make_items(
         "param_fields": ["params", *frozen_fields(train_state)],
     }
     items[NOTES] = sign(notes)
-    written = iter(_to_write(x, leaf, snapshot) for x, leaf in zip(arrays, leaves, strict=True))
-    items[STATE] = map_state(lambda x, leaf: next(written), plan.plain, plain, with_disk=True)
+    written = (_to_write(x, leaf, snapshot) for x, leaf in zip(arrays, leaves, strict=True))
+    items[STATE] = with_leaves(plain, plan.plain, written)
     trees = (STATE, EXTRA_ARRAYS)
     return ocp.args.Composite(
         **{name: (ocp.args.PyTreeSave if name in trees else ocp.args.JsonSave)(x) for name, x in items.items()}

@@ -291,7 +291,7 @@ class LeafPlan:
         return self.master.store(apply_edits(on_device(master), self.param_as_gradient(param)))
 
 
-def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf]) -> list[jax.Array]:
+def gather_leaves(arrays: Sequence[jax.Array | OnDisk], leaves: Sequence[StateLeaf]) -> list[jax.Array]:
     """Returns stored leaves whole on every device, in their natural shapes, gathered by one program."""
     if not arrays:
         return []

@@ -28,7 +28,7 @@ since padding is zero; their means are not. Functions of `jax.lax` take only arr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -277,6 +277,10 @@ def box(x: Any, path: str, shape: tuple[int, ...], cut: Cut | None) -> Any:
 def unbox(x: Any) -> Any:
     """Returns the stored array of a leaf."""
     return x.stored if isinstance(x, Padded) else x
+
+
+Leaf: TypeAlias = jax.Array | Padded | OnDisk | jax.ShapeDtypeStruct
+"""A leaf of a state: an array, a padded one as a node, the place of one on disk, or the shape of any of these."""
 
 
 def is_padded(x: Any) -> bool:

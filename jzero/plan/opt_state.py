@@ -81,6 +81,15 @@ class ZeroOptState:
     num_updates: jax.Array | None
     disk: DiskState | None = None
 
+    def continuing(self, before: ZeroOptState) -> ZeroOptState:
+        """Returns the state of a new layout, with loss scale and counter of an earlier one where both have them."""
+        scales, counts = (self.loss_scale, before.loss_scale), (self.num_updates, before.num_updates)
+        return dataclasses.replace(
+            self,
+            loss_scale=self.loss_scale if any(x is None for x in scales) else before.loss_scale,
+            num_updates=self.num_updates if any(x is None for x in counts) else before.num_updates,
+        )
+
 
 def host_array(value: Any, dtype: DTypeLike) -> Any:
     """Returns a leaf of the state on the host, before it is placed."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jzero._types import PyTree
+from jzero._types import PyTree, State, TrainStateLike
 from jzero.engine.written_variables import Changed, WrittenShape, unchanged_shape
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import missing_fields
@@ -19,7 +19,7 @@ from jzero.update.transformation import ZeroTransformation
 Loss = Callable[..., Any]
 """A function of parameters or a model, a batch, perhaps a key, and fields by name."""
 
-Metrics = dict[str, Any]
+Metrics = dict[str, PyTree]
 """What a step reports, by name; numbers as 0-d arrays."""
 
 
@@ -30,14 +30,14 @@ class StateAdapter:
       state: The train state: a dataclass pytree with `params`, `opt_state`, `tx`, `replace` and `apply_gradients`.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: TrainStateLike) -> None:
         self.state = state
 
-    def rebuild(self, state: Any) -> Any:
+    def rebuild(self, state: State) -> State:
         """Turns a train state of the same structure back into an object of the library."""
         return state
 
-    def wrap_grads(self, grads: PyTree) -> Any:
+    def wrap_grads(self, grads: PyTree) -> PyTree:
         """Turns a tree of gradients into the form that the library's own `update` takes."""
         return grads
 
@@ -85,16 +85,16 @@ class StateAdapter:
 
 
 @functools.singledispatch
-def adapter_of(state: Any) -> StateAdapter:
+def adapter_of(state: State) -> StateAdapter:
     """Returns the adapter of an object; integrations register theirs for the types of their library."""
     missing = missing_fields(state)
-    if missing or not dataclasses.is_dataclass(state):
-        raise TypeError(
-            f"Expected a Flax `TrainState`, an `nnx.Optimizer` with its model, or a `jzero.TrainState`: got "
-            f"{type(state).__name__}, which lacks {missing or 'dataclass fields'}. For a plain pytree of parameters "
-            "use `jzero.TrainState.create(params=..., tx=...)`."
-        )
-    return StateAdapter(state)
+    if not missing and dataclasses.is_dataclass(type(state)):
+        return StateAdapter(state)
+    raise TypeError(
+        f"Expected a Flax `TrainState`, an `nnx.Optimizer` with its model, or a `jzero.TrainState`: got "
+        f"{type(state).__name__}, which lacks {missing or 'dataclass fields'}. For a plain pytree of parameters "
+        "use `jzero.TrainState.create(params=..., tx=...)`."
+    )
 
 
 adapter_of.register(TrainState, StateAdapter)
@@ -112,13 +112,13 @@ def load_integrations() -> None:
         _INTEGRATIONS.pop(package, None)
 
 
-def adapt(state: Any) -> StateAdapter:
+def adapt(state: State) -> StateAdapter:
     """Returns any object that jzero can train as a train state."""
     load_integrations()
     return adapter_of(state)
 
 
-def adapt_sharded(state: Any) -> StateAdapter:
+def adapt_sharded(state: State) -> StateAdapter:
     """Returns a sharded state as a train state; raises a `TypeError` if it has no plan."""
     adapted = adapt(state)
     if plan_if_sharded(adapted.state) is None:
@@ -129,7 +129,7 @@ def adapt_sharded(state: Any) -> StateAdapter:
     return adapted
 
 
-def plan_of(state: Any) -> ZeroPlan:
+def plan_of(state: State) -> ZeroPlan:
     """Returns the plan that a sharded train state carries.
 
     Args:
@@ -148,6 +148,6 @@ def plan_of(state: Any) -> ZeroPlan:
     return adapt_sharded(state).state.tx.plan
 
 
-def plan_if_sharded(state: Any) -> ZeroPlan | None:
+def plan_if_sharded(state: State) -> ZeroPlan | None:
     """Returns the plan of anything that holds an optimizer as `tx`; `None` if jzero has not wrapped that."""
     return state.tx.plan if isinstance(state.tx, ZeroTransformation) else None

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
-from jzero._types import State
+from jzero._types import PyTree, State
 from jzero.arrays.disk_files import StateFiles, layout
 from jzero.arrays.disk_rows import StateRows, handle_shape
 from jzero.arrays.processes import succeed_together
 from jzero.disk.files import check_folder
 from jzero.disk.pipeline import Pipeline
 from jzero.disk.stores import DiskStore, RamStore, Store
-from jzero.layout.leaves import StateLeaf
 from jzero.layout.on_disk import OnDisk
 from jzero.layout.placement import place_array
 from jzero.layout.records import field_offsets
 from jzero.plan.plan import ZeroPlan
+from jzero.state.train_state import abstract_leaf
 from jzero.update.find_visits import check_adds_up
 from jzero.update.transformation import ZeroTransformation
+from jzero.update.visits import VisitOperands
 from jzero.update.whole import Grad
 
 T = TypeVar("T")
@@ -34,17 +36,14 @@ def check_update(tx: ZeroTransformation) -> None:
     if not plan.has_files:
         return
 
-    def shape(leaf: StateLeaf) -> Any:
-        if leaf.in_records:
-            return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=leaf.sharding)
-
-    params = plan.stored_params([shape(leaf.param) for leaf in plan.leaves])
-    opt_state = plan.stored_opt_state(list(map(shape, plan.opt_leaves)))
-    grads = [Grad(shape(leaf.grad)) for leaf in plan.leaves]
+    params = plan.stored_params([abstract_leaf(leaf.param) for leaf in plan.leaves])
+    opt_state = plan.stored_opt_state(list(map(abstract_leaf, plan.opt_leaves)))
+    grads = [Grad(abstract_leaf(leaf.grad)) for leaf in plan.leaves]
     value = jax.ShapeDtypeStruct((), np.float32)
 
-    def operands(grads: list[Grad[jax.Array]], opt_state: Any, params: Any, value: Any) -> Any:
+    def operands(
+        grads: list[Grad[jax.Array]], opt_state: PyTree, params: PyTree, value: jax.Array
+    ) -> list[VisitOperands]:
         visits = tx.visits(grads, opt_state, params, None, value, {})
         if plan.config.offload.zenflow is not None:
             check_adds_up(visits)
@@ -74,10 +73,10 @@ def open_files(plan: ZeroPlan) -> StateFiles:
     return files
 
 
-def map_disk(fn: Callable[[OnDisk], Any], plan: ZeroPlan, state: State) -> State:
+def map_disk(fn: Callable[[OnDisk], object], plan: ZeroPlan, state: State) -> State:
     """Returns a state with `fn(leaf)` in place of each leaf on disk."""
 
-    def mapped(treedef: Any, tree: Any) -> Any:
+    def mapped(treedef: PyTreeDef, tree: PyTree) -> PyTree:
         return treedef.unflatten([fn(x) if isinstance(x, OnDisk) else x for x in treedef.flatten_up_to(tree)])
 
     params = mapped(plan.params_treedef, state.params) if plan.params_on_disk else state.params
@@ -100,7 +99,7 @@ def for_loss(state: State) -> State:
     return program_state.replace(params=plan.params_treedef.unflatten(params))
 
 
-def _handles(plan: ZeroPlan, i: int, x: Any) -> Any:
+def _handles(plan: ZeroPlan, i: int, x: jax.Array | OnDisk) -> jax.Array | jax.ShapeDtypeStruct:
     """Returns the handles of a parameter on disk, given its place or these."""
     like = handle_shape(plan, i)
     if isinstance(x, OnDisk):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-from jzero._types import PyTree, State, TrainStateLike
+from jzero._types import PyTree, State
 from jzero.arrays.fingerprints import describe_value
 from jzero.arrays.processes import agree
 from jzero.config.settings import FLAG, check
@@ -22,7 +22,7 @@ from jzero.state.adapter import adapt_sharded
 from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.layouts import FLOAT, find_shardings, lay_out
 from jzero.state.pending import apply_pending
-from jzero.state.train_state import check_alive, edited_master, map_state, plain_state
+from jzero.state.train_state import S, all_leaves, check_alive, edited_master, flat_state, plain_state, with_leaves
 
 
 def unshard_train_state(state: State) -> State:
@@ -48,24 +48,24 @@ def unshard_train_state(state: State) -> State:
     check_alive(adapt_sharded(state).state)
     adapted = adapt_sharded(apply_pending(state))
     train_state, plan = adapted.state, adapted.state.tx.plan
-    stored: list[jax.Array] = []
     plain, layout = plain_state(train_state, plan), plan.plain
-    map_state(lambda x, leaf: stored.append(x), layout, plain, with_disk=True)
-    gathered = gather_leaves(stored, all_leaves(layout))
+    leaves = all_leaves(layout)
+    gathered = gather_leaves(flat_state(plain, layout), leaves)
     params = plan.flat_params(train_state.params)
     for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
         if leaf.master is not None:
             gathered[i] = apply_edits(gathered[i], *gather_leaves([param], [leaf.param]))
-    values = iter(gathered)
-
-    def natural(x: Any, leaf: StateLeaf) -> jax.Array:
-        return make_strongly_typed(next(values), leaf.update_dtype or leaf.dtype)
-
-    return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner, with_disk=True))
+    natural = [make_strongly_typed(x, y.update_dtype or y.dtype) for x, y in zip(gathered, leaves, strict=True)]
+    return adapted.rebuild(with_leaves(plain, layout, natural, tx=train_state.tx.inner))
 
 
 def gather_params(
-    state: State, *, paths: str | None = None, masters: bool = False, dtype: Any = None, shardings: Any = None
+    state: State,
+    *,
+    paths: str | None = None,
+    masters: bool = False,
+    dtype: DTypeLike | None = None,
+    shardings: PyTree = None,
 ) -> PyTree:
     """Returns whole parameters, in their natural shapes, replicated on every device or laid out as you say.
 
@@ -167,7 +167,7 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
     return adapted.rebuild(write_params(train_state, dict(enumerate(new)), chosen))
 
 
-def write_params(train_state: TrainStateLike, values: Mapping[int, Any], chosen: Sequence[bool]) -> Any:
+def write_params(train_state: S, values: Mapping[int, ArrayLike], chosen: Sequence[bool]) -> S:
     """Returns the train state with whole values written to the chosen parameters and their masters."""
     plan = train_state.tx.plan
     params = plan.flat_params(train_state.params)
@@ -190,7 +190,7 @@ def write_params(train_state: TrainStateLike, values: Mapping[int, Any], chosen:
     return kept_on_disk(new.replace(opt_state=zero_state), files_of(train_state) if plan.has_files else None)
 
 
-def place_given(values: Sequence[tuple[Any, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:
+def place_given(values: Sequence[tuple[ArrayLike, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:
     """Returns whole values as the plan stores them; all processes must pass the same."""
     noted: list[str] = []
     placed = agree(
@@ -246,8 +246,3 @@ def _match(plan: ZeroPlan, paths: str | None) -> list[bool]:
             f"`paths` {paths!r} matches no parameter: it must match a whole path. The first paths are {some}."
         )
     return chosen
-
-
-def all_leaves(plan: ZeroPlan) -> list[StateLeaf]:
-    """All leaves in the order in which `map_state` visits them."""
-    return [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]

@@ -12,12 +12,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import _compat
+from jzero._compat import Atom
 from jzero._types import PyTree, State, TrainStateLike
 from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program
@@ -26,16 +28,16 @@ from jzero.config.precision import is_key
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig, refers_to_config
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.on_disk import OnDisk
 from jzero.layout.placement import make_strongly_typed, place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.state_fields import check_arrays, other_fields
-from jzero.plan.trainable import restrict_opt_state
 from jzero.state.adapter import StateAdapter, adapt
 from jzero.state.disk import check_update, open_files
 from jzero.state.initializers import one_leaf_at_a_time
-from jzero.state.shard import check_has_devices, resolve_config, resolve_mesh, restrict
-from jzero.state.train_state import map_state, stored_state
+from jzero.state.request import check_has_devices, resolve_config, resolve_mesh, restrict, with_optimizer
+from jzero.state.train_state import all_leaves, flat_state, stored_state, with_leaves
 from jzero.update.transformation import ZeroTransformation
 
 
@@ -97,12 +99,11 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
     config = resolve_config(stage, config)
     mesh = resolve_mesh(mesh, config)
 
-    def describe(lowered: Any) -> dict[str, str]:
-        programs, _, plan = lowered
+    def describe(lowered: LoweredInit) -> dict[str, str]:
         return {
-            "the training state": describe_plan(plan),
+            "the training state": describe_plan(lowered.plan),
             "the key": describe_inputs((), key),
-            PROGRAM: "\n".join(map(describe_program, programs)),
+            PROGRAM: "\n".join(map(describe_program, lowered.programs)),
         }
 
     programs, rebuild, _ = agree(
@@ -116,6 +117,20 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
     return rebuild(jax.block_until_ready(program.compile()(placed)) for program in programs)
 
 
+class LoweredInit(NamedTuple):
+    """What creates a state.
+
+    Attributes:
+      programs: The lowered programs, each of which makes some leaves from the key.
+      rebuild: Makes the state of their outputs; takes them one after another, and writes those for the disk at once.
+      plan: The plan of the state.
+    """
+
+    programs: list[jax.stages.Lowered]
+    rebuild: Callable[[Iterable[list[jax.Array]]], State]
+    plan: ZeroPlan
+
+
 def lower_init(
     make_state: Callable[[jax.Array], State],
     key: jax.Array,
@@ -124,54 +139,40 @@ def lower_init(
     *,
     trainable: PyTree | str | None = None,
     zeros: str | None = None,
-) -> tuple[list[Any], Callable[[Iterable[list[jax.Array]]], State], ZeroPlan]:
-    """Lowers the programs of `init_train_state`.
-
-    Returns:
-      The lowered programs, a function from their outputs to the state, and the plan. The function takes outputs one
-      after another, and writes those for the disk at once.
-    """
-    adapted: list[StateAdapter] = []
-
-    def call(key: jax.Array) -> Any:
-        adapted.append(adapt(make_state(key)))
-        check_arrays(adapted[-1].state)
-        return adapted[-1].state
-
-    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
-    natural, tx = restrict(shapes, shapes.tx, trainable)
-    plan = make_plan(natural, tx, config, mesh)
+) -> LoweredInit:
+    """Lowers the programs of `init_train_state`."""
+    adapted, jaxpr = _trace_factory(make_state, key)
+    shapes = adapted.state
+    natural = restrict(shapes, trainable)
+    plan = make_plan(natural, natural.tx, config, mesh)
     plan.check_host_memory()
-    check_update(ZeroTransformation(tx, plan))
+    tx = ZeroTransformation(natural.tx, plan)
+    check_update(tx)
     inner, consts = _compat.open_jaxpr(jaxpr)
     treedef = jax.tree.structure(shapes)
 
-    def stored(state: TrainStateLike) -> Any:
+    def stored(state: TrainStateLike) -> TrainStateLike:
         """Returns the state in the structure that the plan stores, with unchanged leaves."""
-        if tx is not shapes.tx:
-            state = state.replace(opt_state=restrict_opt_state(tx, shapes.params, state.opt_state))
-        return stored_state(state, plan)
+        return stored_state(with_optimizer(state, shapes.params, natural.tx), plan)
 
-    leaves: list[StateLeaf] = []
+    leaves = all_leaves(plan)
     numbers = treedef.unflatten(range(treedef.num_leaves))
     numbered = stored(numbers)
     zeroed = set[int]() if zeros is None else _find_zeroed(zeros, plan, numbers, inner.outvars)
-    map_state(lambda x, leaf: leaves.append(leaf), plan, numbered)
-    made_from = [x if isinstance(x, int) else None for x in _values(plan, numbered)]
+    made_from = [x if isinstance(x, int) else None for x in flat_state(numbered, plan)]
     groups = _groups(leaves, made_from, plan)
 
     def born(number: int, key: jax.Array) -> list[jax.Array]:
         group = groups[number]
         sources = {source for k in group if (source := made_from[k]) is not None}
         outputs = one_leaf_at_a_time(inner, consts, key, sources, side_effects=number == 0, zeroed=zeroed)
-        values = _values(plan, stored(treedef.unflatten(outputs)))
+        values = flat_state(stored(treedef.unflatten(outputs)), plan)
         return [leaves[k].store(make_strongly_typed(values[k], leaves[k].dtype)) for k in group]
 
     def rebuild(results: Iterable[list[jax.Array]]) -> State:
         arrays = _collected(plan, leaves, groups, results)
-        order = iter(range(len(leaves)))
-        state = map_state(lambda x, leaf: arrays[next(order)], plan, numbered)
-        return adapted[-1].rebuild(state.replace(tx=ZeroTransformation(tx, plan)))
+        state = with_leaves(numbered, plan, [arrays[k] for k in range(len(leaves))], tx=tx)
+        return adapted.rebuild(state)
 
     replicated = NamedSharding(mesh, PartitionSpec())
     abstract = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated)
@@ -179,10 +180,24 @@ def lower_init(
     for number, group in enumerate(groups):
         shardings = [leaves[k].sharding for k in group]
         programs.append(jax.jit(functools.partial(born, number), out_shardings=shardings).lower(abstract))
-    return programs, rebuild, plan
+    return LoweredInit(programs, rebuild, plan)
 
 
-def _find_zeroed(pattern: str, plan: ZeroPlan, numbers: Any, outvars: Sequence[Any]) -> set[int]:
+def _trace_factory(make_state: Callable[[jax.Array], State], key: jax.Array) -> tuple[StateAdapter, ClosedJaxpr]:
+    """Returns what `make_state` returns, as shapes, and its jaxpr."""
+    made: list[StateAdapter] = []
+
+    def call(key: jax.Array) -> TrainStateLike:
+        made.append(adapt(make_state(key)))
+        check_arrays(made[-1].state)
+        return made[-1].state
+
+    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
+    made[-1].state = shapes
+    return made[-1], jaxpr
+
+
+def _find_zeroed(pattern: str, plan: ZeroPlan, numbers: TrainStateLike, outvars: Sequence[Atom]) -> set[int]:
     """Returns the numbers of the parameters, trained or not, that are to be zeros.
 
     Args:
@@ -209,32 +224,26 @@ def _find_zeroed(pattern: str, plan: ZeroPlan, numbers: Any, outvars: Sequence[A
 
 def _collected(
     plan: ZeroPlan, leaves: Sequence[StateLeaf], groups: Sequence[list[int]], results: Iterable[list[jax.Array]]
-) -> dict[int, Any]:
+) -> dict[int, jax.Array | OnDisk]:
     """Returns the leaves that programs make, one program after another, by number; those for the disk are there."""
     files = open_files(plan) if plan.has_files else None
-    arrays: dict[int, Any] = {}
+    arrays: dict[int, jax.Array | OnDisk] = {}
     for group, outputs in zip(groups, results, strict=True):
-        arrays.update(zip(group, outputs, strict=True))
+        made = dict(zip(group, outputs, strict=True))
+        arrays.update(made)
         if files is not None:
-            arrays.update(_to_disk(files, {k: leaves[k] for k in group}, arrays))
+            arrays.update(_to_disk(files, {k: leaves[k] for k in group}, made))
     if files is not None:
         files.pipeline.store.commit()
     return arrays
 
 
-def _to_disk(files: StateFiles, leaves: Mapping[int, StateLeaf], arrays: Mapping[int, jax.Array]) -> dict[int, Any]:
+def _to_disk(files: StateFiles, leaves: Mapping[int, StateLeaf], arrays: Mapping[int, jax.Array]) -> dict[int, OnDisk]:
     """Writes the leaves for the disk, all of each parameter's; returns what stands for them in the state."""
     there = {leaf.path: k for k, leaf in leaves.items() if leaf.in_records}
     params = [i for i, fields in files.plan.disk_fields.items() if fields[0].path in there]
     files.fill(lambda i: [arrays[there[x.path]] for x in files.plan.disk_fields[i]], params)
     return {k: files.node(leaves[k]) for k in there.values()}
-
-
-def _values(plan: ZeroPlan, state: TrainStateLike) -> list[Any]:
-    """Returns the leaves of a stored state in the order of `map_state`."""
-    values: list[Any] = []
-    map_state(lambda x, leaf: values.append(x), plan, state)
-    return values
 
 
 def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: ZeroPlan) -> list[list[int]]:
@@ -245,7 +254,7 @@ def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: 
       made_from: For each leaf the index of its source, if any: a parameter and its master have the same source.
       plan: The plan.
     """
-    units: dict[Any, list[int]] = {}
+    units: dict[tuple[str, int] | int, list[int]] = {}
     for k, (source, leaf) in enumerate(zip(made_from, leaves, strict=True)):
         if leaf.in_records and leaf.owner is not None:  # with its parameter: a record holds all that it has
             source = made_from[leaf.owner]  # noqa: PLW2901

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero import _compat
+from jzero._compat import Atom
 from jzero.jaxpr.interpret import Piece, evaluate
 from jzero.jaxpr.liveness import find_needed
 
@@ -27,14 +27,14 @@ LARGE = 1024
 
 
 def one_leaf_at_a_time(
-    jaxpr: Any,
-    consts: Sequence[Any],
+    jaxpr: Jaxpr,
+    consts: Sequence[jax.Array],
     key: jax.Array,
     needs: Collection[int],
     *,
     side_effects: bool,
     zeroed: Collection[int],
-) -> list[Any]:
+) -> list[jax.Array | int]:
     """Evaluates the jaxpr of a state factory, see [Note: One leaf at a time].
 
     Args:
@@ -47,13 +47,13 @@ def one_leaf_at_a_time(
     """
     # No constants: the compiler would fold what is made of them, such as blocks of 8 bits, which takes minutes.
     zero = _zero_of(jax.random.key_data(key).reshape(-1)[0]) if zeroed else None
-    blank = {k: _full(v.aval, zero) for k, v in enumerate(jaxpr.outvars) if k in zeroed}
+    blank = {k: _full(v, zero) for k, v in enumerate(jaxpr.outvars) if k in zeroed}
     blank_variables = {v: blank[k] for k, v in enumerate(jaxpr.outvars) if k in zeroed and not _compat.is_literal(v)}
     outvars = [v for k, v in enumerate(jaxpr.outvars) if k in needs and k not in zeroed]
     needed = find_needed(jaxpr, outvars, side_effects=side_effects, available=blank_variables)
-    last: Any = None
+    last: jax.Array | None = None
 
-    def apply(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    def apply(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
         nonlocal last
         draws = _draws(eqn)
         if draws and last is not None:
@@ -68,14 +68,14 @@ def one_leaf_at_a_time(
     return [blank[k] if k in zeroed else next(values) if k in needs else 0 for k in range(len(jaxpr.outvars))]
 
 
-def _draws(eqn: Any) -> bool:
+def _draws(eqn: JaxprEqn) -> bool:
     """Whether an equation makes a large array from a PRNG key."""
-    out = eqn.outvars[0].aval
+    out = _compat.type_of(eqn.outvars[0])
     is_number = jnp.issubdtype(out.dtype, jnp.number)
     return is_number and math.prod(out.shape) >= LARGE and any(_is_key(v.aval) for v in eqn.invars)
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: object) -> bool:
     return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -91,6 +91,8 @@ def _zero_of(bits: jax.Array) -> jax.Array:
     return lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16))
 
 
-def _full(aval: Any, zero: Any) -> jax.Array:
-    """Returns an array that is 0 everywhere."""
+def _full(variable: Atom, zero: jax.Array | None) -> jax.Array:
+    """Returns an array like a variable that is 0 everywhere."""
+    assert zero is not None
+    aval = _compat.type_of(variable)
     return jnp.broadcast_to(lax.convert_element_type(zero, aval.dtype), aval.shape)

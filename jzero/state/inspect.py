@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jzero._types import PyTree, State
 from jzero.config.precision import is_key, widen
@@ -63,7 +63,7 @@ def get_full_param(state: State, path: str) -> jax.Array:
     return apply_edits(_gather(master, leaf.master, plan), _gather(param, leaf.param, plan))
 
 
-def set_full_param(state: State, path: str, *, value: Any) -> State:
+def set_full_param(state: State, path: str, *, value: ArrayLike) -> State:
     """Replaces one parameter, its master copy included. The optimizer state does not change.
 
     Gradients that wait for a later step are applied first (`apply_pending`), so the other parameters may change, too.
@@ -138,7 +138,7 @@ def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
     return value if leaf.update_dtype is None else value.astype(leaf.update_dtype)
 
 
-def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> State:
+def set_full_opt_state(state: State, path: str, *, name: str, value: ArrayLike) -> State:
     """Replaces one leaf of the optimizer state for one parameter.
 
     Gradients that wait for a later step are applied first (`apply_pending`).
@@ -269,7 +269,7 @@ def _gather(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     return gather_leaves([x], [leaf])[0]
 
 
-def _as_leaf(value: Any, leaf: StateLeaf) -> Any:
+def _as_leaf(value: object, leaf: StateLeaf) -> jax.Array | np.ndarray:
     """Returns a value in the dtype of a leaf; raises unless it has the natural shape, and numbers that fit."""
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)

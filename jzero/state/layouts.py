@@ -5,22 +5,26 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._types import DType
+from jzero._types import DType, PyTree
 from jzero.config.precision import cast_dtype
 from jzero.config.settings import Setting, optional
 from jzero.layout.casts import round_without_derivative
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import AnyMesh
+from jzero.layout.on_disk import OnDisk
 from jzero.layout.placement import on_device
 from jzero.plan.plan import ZeroPlan
+
+Target: TypeAlias = PartitionSpec | NamedSharding
+"""Where a parameter is to go."""
 
 KINDS = "a dictionary from regular expressions to a `PartitionSpec` or `NamedSharding` each, or a tree of these"
 RULE = (
@@ -29,7 +33,7 @@ RULE = (
 )
 
 
-def _float_dtype(value: Any) -> Any:
+def _float_dtype(value: object) -> DType:
     if not isinstance(value, str | jnp.dtype | type) or not jnp.issubdtype(jnp.dtype(value), jnp.floating):
         raise ValueError
     return jnp.dtype(value)
@@ -38,7 +42,7 @@ def _float_dtype(value: Any) -> Any:
 FLOAT = optional(Setting("a floating-point dtype, such as 'bfloat16'", _float_dtype))
 
 
-def find_shardings(shardings: Any, plan: ZeroPlan, chosen: Sequence[bool]) -> list[NamedSharding]:
+def find_shardings(shardings: PyTree, plan: ZeroPlan, chosen: Sequence[bool]) -> list[NamedSharding]:
     """Returns the sharding of each chosen parameter, as `shardings` of `gather_params` says."""
     asked = _by_rules(shardings, plan) if _are_rules(shardings) else _by_tree(shardings, plan)
     mesh = next((x.mesh for x, _ in asked if isinstance(x, NamedSharding)), plan.mesh)
@@ -54,20 +58,20 @@ def find_shardings(shardings: Any, plan: ZeroPlan, chosen: Sequence[bool]) -> li
     return checked
 
 
-def lay_out(x: Any, leaf: StateLeaf, dtype: DType | None, sharding: NamedSharding) -> jax.Array:
+def lay_out(x: jax.Array | OnDisk, leaf: StateLeaf, dtype: DType | None, sharding: NamedSharding) -> jax.Array:
     """Returns a stored leaf in natural shape, cast and laid out; nothing else of it is on the devices afterwards."""
     on_devices = on_device(x)
     natural = _natural(on_devices, leaf.cut, cast_dtype(leaf.dtype, dtype), on_devices.sharding)
     return jax.block_until_ready(jax.device_put(natural, sharding))
 
 
-def _are_rules(shardings: Any) -> bool:
+def _are_rules(shardings: object) -> TypeGuard[dict[str, Target]]:
     return isinstance(shardings, dict) and all(
         isinstance(rule, str) and isinstance(x, PartitionSpec | NamedSharding) for rule, x in shardings.items()
     )
 
 
-def _by_rules(rules: dict[str, Any], plan: ZeroPlan) -> list[tuple[Any, str | None]]:
+def _by_rules(rules: dict[str, Target], plan: ZeroPlan) -> list[tuple[Target, str | None]]:
     """Returns what the rules give each parameter, and the rule that does."""
     unused = [rule for rule in rules if not any(re.fullmatch(rule, leaf.path) for leaf in plan.leaves)]
     if unused:
@@ -80,14 +84,14 @@ def _by_rules(rules: dict[str, Any], plan: ZeroPlan) -> list[tuple[Any, str | No
     return [(PartitionSpec() if rule is None else rules[rule], rule) for rule in first]
 
 
-def _by_tree(tree: Any, plan: ZeroPlan) -> list[tuple[Any, None]]:
+def _by_tree(tree: PyTree, plan: ZeroPlan) -> list[tuple[Target, None]]:
     try:
         return [(x, None) for x in plan.params_treedef.flatten_up_to(tree)]
     except ValueError as error:
         raise ValueError(f"`shardings` must be {KINDS} with the structure of the parameters: {error}") from error
 
 
-def _checked(x: Any, leaf: StateLeaf, mesh: AnyMesh, plan: ZeroPlan) -> NamedSharding:
+def _checked(x: Target, leaf: StateLeaf, mesh: AnyMesh, plan: ZeroPlan) -> NamedSharding:
     """Returns the sharding of one parameter; raises if it does not fit."""
     if not isinstance(x, PartitionSpec | NamedSharding):
         raise TypeError(f"not a `PartitionSpec` or a `NamedSharding`: a {type(x).__name__}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,15 +13,16 @@ from jzero._text import key_names
 from jzero._types import PyTree, TrainStateLike
 from jzero.config.zero import LeafRule
 from jzero.plan.choice import find_scan_dims
+from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields, missing_fields
 from jzero.state.adapter import adapt, load_integrations
-from jzero.state.train_state import map_state
+from jzero.state.train_state import all_leaves, with_leaves
 from jzero.update.transformation import ZeroTransformation
 
-Params = Mapping[tuple[str, ...], Any]
-"""Parameters by key path; a shared one is the same object under each of its paths."""
+Params = Mapping[tuple[str, ...], PyTree]
+"""Parameters (arrays, numbers or shapes) by key path; a shared one is the same object under each of its paths."""
 
-ModelView = Callable[[Any], "Params | None"]
+ModelView = Callable[[object], Params | None]
 _MODEL_VIEWS: list[ModelView] = []
 
 
@@ -39,24 +39,23 @@ def register_model_view(view: ModelView) -> None:
 def state_params(state: TrainStateLike) -> Params:
     """Returns the parameters of a train state by key path, including frozen ones; as shapes if it is sharded."""
     if isinstance(state.tx, ZeroTransformation):
-        state = map_state(
-            lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.tx.plan, state, with_disk=True
-        )
+        plan: ZeroPlan = state.tx.plan
+        state = with_leaves(state, plan, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_leaves(plan)])
     fields = ("params", *frozen_fields(state))
     return {path: x for name in fields for path, x in _tree_params(getattr(state, name)).items()}
 
 
 def _tree_params(tree: PyTree) -> Params:
-    def is_box(x: Any) -> bool:  # Linen wraps leaves that carry axis names
+    def is_box(x: object) -> bool:  # Linen wraps leaves that carry axis names
         return hasattr(x, "replace_boxed")
 
-    params: dict[tuple[str, ...], Any] = {}
+    params: dict[tuple[str, ...], PyTree] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
         params[key_names(path)] = jax.tree.leaves(x)[0] if is_box(x) else x
     return params
 
 
-def _params(model: Any) -> Params:
+def _params(model: PyTree) -> Params:
     load_integrations()
     for view in _MODEL_VIEWS:
         params = view(model)
@@ -68,12 +67,12 @@ def _params(model: Any) -> Params:
     return _tree_params(model["params"] if is_variables else model)
 
 
-def count_params(model: Any) -> tuple[int, int]:
+def count_params(model: PyTree) -> tuple[int, int]:
     """Returns the number of parameters of a model, and that of its largest layer."""
     params = _params(model)
     _check_leaves(params)
-    total: dict[Any, int] = {}
-    layers: dict[tuple[str, ...], dict[Any, int]] = {}
+    total: dict[tuple[str, ...] | int, int] = {}
+    layers: dict[tuple[str, ...], dict[tuple[str, ...] | int, int]] = {}
     shapes = [tuple(getattr(x, "shape", ())) for x in params.values()]
     for (path, x), shape, in_stack in zip(params.items(), shapes, _in_stack(list(params), shapes), strict=True):
         # Shapes and numbers have no identity: one object may stand for two parameters.

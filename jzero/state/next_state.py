@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jzero._types import TrainStateLike
+from jzero._types import PyTree, TrainStateLike
 from jzero.config.precision import scale_by
+from jzero.engine.written_variables import Changed
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.placement import make_strongly_typed, memory_of
 from jzero.plan.opt_state import with_next_loss_scale
@@ -59,7 +60,7 @@ def scaled_grads(
 def next_state(
     state: TrainStateLike,
     step_grads: StepGrads,
-    changed: Mapping[str, Mapping[str, Any]],
+    changed: Changed,
     update: StepGrads | None,
     disk: FromDisk = NO_DISK,
 ) -> TrainStateLike:
@@ -103,13 +104,13 @@ def _with_waiting(state: TrainStateLike, waiting: jax.Array) -> TrainStateLike:
     return state.replace(opt_state=dataclasses.replace(state.opt_state, disk=disk))
 
 
-def _keep_unless(applied: jax.Array, new: Any, old: Any) -> Any:
+def _keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns `new` if the step is applied, else `old`. Host arrays were selected by the update."""
     return jax.tree.map(lambda new, old: new if memory_of(new) == "host" else jnp.where(applied, new, old), new, old)
 
 
 def _to_stored(state: TrainStateLike, plan: ZeroPlan) -> TrainStateLike:
-    def stored(x: Any, leaf: StateLeaf) -> jax.Array:
+    def stored(x: jax.Array, leaf: StateLeaf) -> jax.Array:
         dtype = leaf.stored_dtype if tuple(x.shape) == leaf.stored_shape else leaf.dtype
         return x if memory_of(x) == "host" else leaf.store(make_strongly_typed(x, dtype))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import jax
 
@@ -15,7 +14,7 @@ from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields, other_fields
 from jzero.state.adapter import adapt_sharded
-from jzero.state.train_state import check_alive, map_state
+from jzero.state.train_state import all_leaves, check_alive, flat_state, with_leaves
 
 
 def offload_train_state(state: State, *, include: Collection[str] = ("params", "opt_state")) -> State:
@@ -98,10 +97,8 @@ def _move(
     counts = {"params": len(plan.leaves), "opt_state": len(plan.opt_leaves)}
     fields = [name for name, count in counts.items() for _ in range(count)]
     fields += [name for name, tree in other_fields(train_state).items() for _ in jax.tree.leaves(tree)]
-    remaining = iter(fields)
 
-    def move(x: Any, leaf: StateLeaf) -> Any:
-        name = next(remaining)
+    def move(x: jax.Array | OnDisk, leaf: StateLeaf, name: str) -> jax.Array | OnDisk:
         if isinstance(x, OnDisk):
             return x
         target = leaf.sharding if kind is None else leaf.device_sharding.with_memory_kind(kind)
@@ -116,4 +113,4 @@ def _move(
         x.delete()
         return moved
 
-    return map_state(move, plan, train_state, with_disk=True)
+    return with_leaves(train_state, plan, map(move, flat_state(train_state, plan), all_leaves(plan), fields))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -112,7 +112,7 @@ def _waits(state: TrainStateLike) -> bool:
     return isinstance(waiting, jax.Array | np.ndarray) and bool(waiting)
 
 
-def _applied(state: TrainStateLike, files: StateFiles, target: StateFiles) -> Any:
+def _applied(state: TrainStateLike, files: StateFiles, target: StateFiles) -> State:
     """Returns the state after the update that waits, with its records in `target`; consumes one with these files."""
     plan, inside, waiting = state.tx.plan, detached(state), files.waiting
     update, keeps = record_update(plan), target is not files

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from jzero import _compat
-from jzero._types import State
+from jzero._types import PyTree, State
 from jzero.arrays.disk_files import StateFiles
 from jzero.config.precision import wide_dtype
 from jzero.engine.written_variables import Changed
+from jzero.layout.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import StepGrads, next_state, settled_state
 from jzero.state.train_state import map_state
 from jzero.update.columns import Columns
 from jzero.update.find_visits import NextPass
-from jzero.update.records import Programs, RecordRun, StepArrays
+from jzero.update.records import PartsOnHost, Programs, RecordRun, StepArrays
 from jzero.update.visits import FromDisk, Visit, VisitOperands
 from jzero.update.whole import Grad
 
@@ -58,14 +59,14 @@ class RecordUpdate:
         self.plan = plan
         self.programs = Programs(plan)
         # Nothing reads the old parameters, whose memory the new ones take over: unused arguments would not be donated.
-        self.rest: Any = jax.jit(self._rest, donate_argnums=0, keep_unused=True)
-        self.settled: Any = jax.jit(self._settled, donate_argnums=0, keep_unused=True)
-        self.settled_copy: Any = jax.jit(self._settled)
-        self.rest_with_columns: Any = jax.jit(self._rest_with_columns, donate_argnums=(0, 6), keep_unused=True)
-        self.land: Any = jax.jit(self._land, donate_argnums=0)
-        self.land_copy: Any = jax.jit(self._land)
-        self.numbers: Any = jax.jit(self._find, static_argnums=0)
-        self._late_numbers: Any = jax.jit(self._find_late)
+        self.rest = jax.jit(self._rest, donate_argnums=0, keep_unused=True)
+        self.settled = jax.jit(self._settled, donate_argnums=0, keep_unused=True)
+        self.settled_copy = jax.jit(self._settled)
+        self.rest_with_columns = jax.jit(self._rest_with_columns, donate_argnums=(0, 6), keep_unused=True)
+        self.land = jax.jit(self._land, donate_argnums=0)
+        self.land_copy = jax.jit(self._land)
+        self.numbers = jax.jit(self._find, static_argnums=0)
+        self._late_numbers = jax.jit(self._find_late)
         self._late_visits: list[Visit] = []
         self.visits: dict[int, tuple[list[Visit], bool]] = {}  # by the number of the pass, from its trace
 
@@ -121,14 +122,14 @@ class RecordUpdate:
         return operands
 
     def late_run(
-        self, files: StateFiles, state: State, operands: Sequence[VisitOperands], grads: Mapping[int, Any]
+        self, files: StateFiles, state: State, operands: Sequence[VisitOperands], grads: Mapping[int, PartsOnHost]
     ) -> RecordRun:
         """Returns a pass with gradients in float32 from the host, by parameter and device, ready to run."""
         params = self.plan.flat_params(state.params)
         arrays = StepArrays(grads, {i: params[i] for i in self.plan.disk_fields})
         return RecordRun(files, self.programs, NextPass(self._late_visits, list(operands), {}, False), -1, arrays)
 
-    def wait(self, x: Any) -> None:
+    def wait(self, x: PyTree) -> None:
         """Waits for arrays where programs in flight could wait for each other for ever."""
         if _compat.starves_steps(self.plan.mesh):
             jax.block_until_ready(x)
@@ -140,7 +141,9 @@ class RecordUpdate:
         self.programs = Programs(self.plan)
         self.visits.clear()
 
-    def _find(self, level: int, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]) -> Any:
+    def _find(
+        self, level: int, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]
+    ) -> tuple[list[VisitOperands], dict[int, jax.Array]]:
         with jax.named_scope("zero_update"):
             step_visits = state.tx.visits(
                 step_grads.grads, state.opt_state, state.params, step_grads.applied, step_grads.value, sums
@@ -195,7 +198,7 @@ class RecordUpdate:
         return update._replace(grads=grads)
 
 
-def _zeros(grad: Any, leaf: Any) -> Any:
+def _zeros(grad: Grad[jax.Array], leaf: StateLeaf) -> Grad[jax.Array]:
     return grad._replace(reduced=jnp.zeros(leaf.stored_shape, leaf.dtype))
 
 

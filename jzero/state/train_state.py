@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import optax
 
 from jzero._text import path_str
-from jzero._types import PyTree, TrainStateLike
+from jzero._types import Optimizer, PyTree, TrainStateLike
 from jzero.config.precision import is_key
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.on_disk import ChangedFiles, OnDisk
-from jzero.layout.padded import is_padded
+from jzero.layout.padded import Leaf, is_padded
 from jzero.layout.placement import gather_padded, memory_of
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
 from jzero.plan.state_fields import other_fields
+
+S = TypeVar("S", bound=TrainStateLike)
 
 
 @jax.tree_util.register_dataclass
@@ -30,11 +32,11 @@ class TrainState:
 
     Attributes:
       step: Number of steps taken, an `int32` scalar.
-      params: Any pytree of arrays.
+      params: A pytree of arrays.
       opt_state: The optimizer's state for `params`.
       tx: The optax transformation; static.
-      apply_fn: Any function that the training loop needs; static.
-      extra: Any pytree of arrays beside them: moving averages, coefficients, random keys. What has the structure and
+      apply_fn: A function that the training loop needs; static.
+      extra: A pytree of further arrays: moving averages, coefficients, random keys. What has the structure and
         shapes of `params` is laid out like them; the rest is whole on every device. A loss that changes it takes it as
         `extra=` and returns the new value in `aux`: `make_train_step(loss_fn, has_aux=True, mutable=("extra",))`.
 
@@ -47,7 +49,7 @@ class TrainState:
     step: jax.Array | int
     params: PyTree
     opt_state: PyTree
-    tx: Any = dataclasses.field(metadata={"static": True})
+    tx: Optimizer = dataclasses.field(metadata={"static": True})
     apply_fn: Callable[..., Any] | None = dataclasses.field(default=None, metadata={"static": True})
     extra: PyTree = None
 
@@ -63,7 +65,7 @@ class TrainState:
         """Returns the state before the first step.
 
         Args:
-          params: Any pytree of arrays. Padded parameters of a sharded state are gathered, whole on every device.
+          params: A pytree of arrays. Padded parameters of a sharded state are gathered, whole on every device.
           tx: An optax transformation.
           apply_fn: Kept as it is.
           extra: Kept as it is; padded leaves are gathered, too.
@@ -91,13 +93,13 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
 
-def _add_update(param: Any, update: Any) -> Any:
+def _add_update(param: jax.Array, update: jax.Array) -> PyTree:
     """Returns a parameter after its update, as optax adds the two; random keys do not change."""
     with jax.numpy_dtype_promotion("standard"):  # whatever the user set for arithmetic
         return param if is_key(jax.dtypes.result_type(param)) else optax.apply_updates(param, update)
 
 
-def check_alive(tree: Any) -> None:
+def check_alive(tree: PyTree) -> None:
     """Raises if leaves are shapes, or arrays that an earlier step consumed, on which jaxlib 0.10 may crash."""
     leaves = jax.tree.leaves(tree)
     # Each call of a step runs this: there are fewer types than leaves, and a list is twice as fast as a generator.
@@ -127,13 +129,10 @@ def check_in_place(state: TrainStateLike, plan: ZeroPlan, *, with_opt_state: boo
     on_host: list[StateLeaf] = []
     on_devices: list[StateLeaf] = []
 
-    def check(x: Any, leaf: StateLeaf) -> Any:
+    for x, leaf in zip(flat_state(state, plan), all_leaves(plan), strict=True):
         memory = leaf.array_memory
         if isinstance(x, jax.Array) and memory_of(x) != memory:
             (on_devices if memory == "host" else on_host).append(leaf)
-        return x
-
-    map_state(check, plan, state)
     wrong = [leaf.path for leaf in (*on_host, *on_devices) if with_opt_state or leaf not in plan.opt_leaves]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -144,7 +143,7 @@ def check_in_place(state: TrainStateLike, plan: ZeroPlan, *, with_opt_state: boo
         )
 
 
-def plain_state(state: TrainStateLike, plan: ZeroPlan, *, take_edits: bool = False) -> TrainStateLike:
+def plain_state(state: S, plan: ZeroPlan, *, take_edits: bool = False) -> S:
     """Returns a stored state with masters instead of parameters and the user's own optimizer state: `plan.plain`.
 
     Args:
@@ -154,17 +153,15 @@ def plain_state(state: TrainStateLike, plan: ZeroPlan, *, take_edits: bool = Fal
     """
     if not plan.has_opt_state:
         return state
-    zero_state = state.opt_state
-    params = plan.flat_params(state.params)
-    masters = plan.flat_params(zero_state.masters)
+    params, masters = plan.flat_params(state.params), plan.flat_params(state.opt_state.masters)
     masters_or_params = [
         edited_master(leaf, plan, x, m) if take_edits else x if leaf.master is None else m
         for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
     ]
-    return state.replace(params=plan.plain.stored_params(masters_or_params), opt_state=zero_state.inner)
+    return state.replace(params=plan.plain.stored_params(masters_or_params), opt_state=state.opt_state.inner)
 
 
-def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: Any, master: Any) -> Any:
+def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: jax.Array | OnDisk, master: PyTree) -> PyTree:
     """Returns a master with the edits of its parameter, or the parameter if that is its own master."""
     if leaf.master is None:
         return param
@@ -176,7 +173,7 @@ def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: Any, master: Any) -> An
     return master if master.files is None else dataclasses.replace(master, files=ChangedFiles(master.files, edit))
 
 
-def stored_state(state: TrainStateLike, plan: ZeroPlan, before: Any = None) -> TrainStateLike:
+def stored_state(state: S, plan: ZeroPlan, before: object = None) -> S:
     """Returns a plain state with the state that the precision policy adds; its leaves do not change.
 
     Args:
@@ -185,18 +182,15 @@ def stored_state(state: TrainStateLike, plan: ZeroPlan, before: Any = None) -> T
       before: The optimizer state of an earlier layout, whose loss scale and counter continue.
     """
     params = plan.params_treedef.flatten_up_to(state.params)  # padded ones as nodes, so that masters are, too
-    zero_state = own_opt_state(plan, params)
-    if zero_state is None:
+    added = own_opt_state(plan, params)
+    if added is None:
         return state
     if isinstance(before, ZeroOptState):
-        continued = {name: getattr(before, name) for name in ("loss_scale", "num_updates")}
-        zero_state = dataclasses.replace(
-            zero_state, **{k: x for k, x in continued.items() if x is not None and getattr(zero_state, k) is not None}
-        )
-    return state.replace(opt_state=dataclasses.replace(zero_state, inner=state.opt_state))
+        added = added.continuing(before)
+    return state.replace(opt_state=dataclasses.replace(added, inner=state.opt_state))
 
 
-def write_fields(state: TrainStateLike, changed: Mapping[str, Mapping[str, Any]]) -> TrainStateLike:
+def write_fields(state: S, changed: Mapping[str, Mapping[str, jax.Array]]) -> S:
     """Returns `state` with new arrays, given by field and by path in the field."""
 
     def new(field: str) -> PyTree:
@@ -207,34 +201,44 @@ def write_fields(state: TrainStateLike, changed: Mapping[str, Mapping[str, Any]]
     return state.replace(**{field: new(field) for field in changed}) if changed else state
 
 
-def map_state(
-    fn: Callable[..., Any],
-    plan: ZeroPlan,
-    state: TrainStateLike,
-    *,
-    tx: Any = None,
-    with_nodes: bool = False,
-    with_disk: bool = False,
-) -> TrainStateLike:
-    """Returns `state` with `fn(leaf, leaf_plan)` instead of every array, and with `tx` if given.
+def all_leaves(plan: ZeroPlan) -> list[StateLeaf]:
+    """Returns the layouts of the leaves of a state, in the order of `flat_state`."""
+    return [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]
 
-    Args:
-      fn: Takes an array, as stored by the plan, and its layout.
-      plan: The plan of the new state.
-      state: The state.
-      tx: Its new optimizer.
-      with_nodes: Whether `fn` gets padded leaves as nodes, which know their own layout.
-      with_disk: Whether `fn` gets leaves on disk, too, as nodes; otherwise they stay as they are.
-    """
 
-    def new(x: Any, leaf: StateLeaf) -> Any:
-        return x if isinstance(x, OnDisk) and not with_disk else fn(x if with_nodes else leaf.unbox(x), leaf)
+def flat_nodes(state: TrainStateLike, plan: ZeroPlan) -> list[Leaf]:
+    """Returns the leaves of a state laid out by `plan`; padded ones as nodes, which know their own layout."""
+    params, opt_state = plan.params_treedef.flatten_up_to(state.params), plan.opt_treedef.flatten_up_to(state.opt_state)
+    return [*params, *opt_state, *jax.tree.leaves(other_fields(state), is_leaf=is_padded)]
 
-    params, opt = plan.params_treedef.flatten_up_to(state.params), plan.opt_treedef.flatten_up_to(state.opt_state)
-    params = [new(x, leaf.param) for x, leaf in zip(params, plan.leaves, strict=True)]
-    opt = [new(x, leaf) for x, leaf in zip(opt, plan.opt_leaves, strict=True)]
-    others, treedef = jax.tree.flatten(other_fields(state), is_leaf=is_padded)
-    changed = treedef.unflatten([leaf.box(new(x, leaf)) for x, leaf in zip(others, plan.other_leaves, strict=True)])
+
+def flat_state(state: TrainStateLike, plan: ZeroPlan) -> list[jax.Array | OnDisk]:
+    """Returns the leaves of a state laid out by `plan`; for padded ones, the stored arrays."""
+    return [leaf.unbox(x) for x, leaf in zip(flat_nodes(state, plan), all_leaves(plan), strict=True)]
+
+
+def with_leaves(state: S, plan: ZeroPlan, leaves: Iterable[object], *, tx: Optimizer | None = None) -> S:
+    """Returns a state with other leaves, in the order of `flat_state`, and with `tx` if given."""
+    boxed = [leaf.box(x) for x, leaf in zip(leaves, all_leaves(plan), strict=True)]
+    num_params, num_others = len(plan.leaves), len(plan.other_leaves)
+    fields = jax.tree.structure(other_fields(state), is_leaf=is_padded).unflatten(boxed[len(boxed) - num_others :])
     if tx is not None:
-        changed["tx"] = tx
-    return state.replace(params=plan.stored_params(params), opt_state=plan.stored_opt_state(opt), **changed)
+        fields["tx"] = tx
+    return state.replace(
+        params=plan.params_treedef.unflatten(boxed[:num_params]),
+        opt_state=plan.opt_treedef.unflatten(boxed[num_params : len(boxed) - num_others]),
+        **fields,
+    )
+
+
+def abstract_leaf(leaf: StateLeaf) -> jax.ShapeDtypeStruct | OnDisk:
+    """Returns the shape of a leaf as stored."""
+    if leaf.in_records:
+        return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=leaf.sharding)
+
+
+def map_state(fn: Callable[[jax.Array, StateLeaf], object], plan: ZeroPlan, state: S) -> S:
+    """Returns `state` with `fn(array, layout)` instead of every stored array. What is on disk does not change."""
+    pairs = zip(flat_state(state, plan), all_leaves(plan), strict=True)
+    return with_leaves(state, plan, [x if isinstance(x, OnDisk) else fn(x, leaf) for x, leaf in pairs])

@@ -19,8 +19,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,9 @@ from jzero.update.columns import choose_columns
 from jzero.update.records import RecordRun, host_cpu
 from jzero.update.visits import VisitOperands
 
-Parts = dict[tuple[int, Any], Any]
+Part: TypeAlias = tuple[int, jax.Device]
+"""One device's part of a parameter."""
+Index: TypeAlias = tuple[slice | np.ndarray, ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,13 +65,13 @@ class Flow:
     files: StateFiles
     chosen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     near: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    sums: Parts = dataclasses.field(default_factory=dict)
+    sums: dict[Part, jax.Array] = dataclasses.field(default_factory=dict)
     count: int = 0
     run: RecordRun | None = None
     done: concurrent.futures.Future[RunStats] | None = None
     operands: Sequence[VisitOperands] = ()
     numbers: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    scalars: Any = None
+    scalars: StepGrads | None = None
 
     @property
     def plan(self) -> ZeroPlan:
@@ -146,7 +148,7 @@ class Flow:
     def _num_fields(self, i: int) -> int:
         return len(self.plan.disk_fields[i])
 
-    def _placed(self, i: int, columns: Sequence[np.ndarray], devices: Mapping[Any, Any]) -> jax.Array:
+    def _placed(self, i: int, columns: Sequence[np.ndarray], devices: Iterable[jax.Device]) -> jax.Array:
         """Returns one field of the chosen columns as an array on the devices, from those of the first holders."""
         leaf = self.plan.leaves[i].grad
         there = dict(zip(devices, columns, strict=True))
@@ -158,10 +160,10 @@ class Flow:
         arrays = [jax.device_put(there[first], d) for d, first in first_holders(self.plan, leaf).items()]
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
 
-    def _move(self, pipeline: Pipeline, chosen: Mapping[int, jax.Array]) -> dict[tuple[int, Any], list[np.ndarray]]:
+    def _move(self, pipeline: Pipeline, chosen: Mapping[int, jax.Array]) -> dict[Part, list[np.ndarray]]:
         """Writes the columns on the devices into the records; returns those that are chosen now, by field."""
         columns_of = {(i, s.device): np.asarray(s.data) for i, x in chosen.items() for s in x.addressable_shards}
-        columns_read: dict[tuple[int, Any], list[np.ndarray]] = {}
+        columns_read: dict[Part, list[np.ndarray]] = {}
 
         def visit(number: int, buffer: np.ndarray) -> None:
             record = self.files.records[number]
@@ -191,7 +193,8 @@ class Flow:
         chosen = _part(self.chosen[record.param], record.device)
         dim = self.plan.leaves[record.param].grad.column_dim
         inside, columns = _overlap(record, dim, chosen)
-        at, there = _at(record, dim, inside), (*[slice(None)] * dim, columns)
+        at: Index = _at(record, dim, inside)
+        there: Index = (*[slice(None)] * dim, columns)
         for near, view in zip(self.near[record.param], views, strict=True):
             view[there] = _part(near, record.device)[at]
 
@@ -209,9 +212,9 @@ class Flow:
                 self.sums[i, device] = _added(jax.device_put(zeros, cpu) if old is None else old, part, factors)
         self.count += 1
 
-    def _mean(self) -> dict[int, dict[Any, np.ndarray]]:
+    def _mean(self) -> dict[int, dict[jax.Device, np.ndarray]]:
         """Returns the mean of the gradients in the sums, by parameter and device."""
-        means: dict[int, dict[Any, np.ndarray]] = {i: {} for i in self.plan.disk_fields}
+        means: dict[int, dict[jax.Device, np.ndarray]] = {i: {} for i in self.plan.disk_fields}
         for (i, device), x in self.sums.items():
             means[i][device] = np.asarray(_divided(x, np.float32(self.count)))
         for i in set(self.plan.disk_fields) - set(self.far):  # nothing of it counts
@@ -238,6 +241,7 @@ class Flow:
 
     def _late_run(self, files: StateFiles, state: State) -> RecordRun:
         """Returns the pass with the mean of the gradients, with the numbers of the last step."""
+        assert self.scalars is not None
         near = self.update.late_operands(state, self.scalars, self.numbers)
         operands = [VisitOperands(x.near, y.numbers) for x, y in zip(near, self.operands, strict=True)]
         return self.update.late_run(files, state, operands, self._mean())
@@ -321,25 +325,25 @@ def _part(x: jax.Array, device: jax.Device) -> np.ndarray:
     return np.asarray(next(s.data for s in x.addressable_shards if s.device == device))
 
 
-def _overlap(record: Record, dim: int, columns: np.ndarray) -> tuple[Any, Any]:
+def _overlap(record: Record, dim: int, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns which of some columns of a part a record has: their numbers among them, and their places in it."""
     start, count = record.place.start[dim], record.place.shape[dim]
     inside = np.flatnonzero((columns >= start) & (columns < start + count))
     return inside, columns[inside] - start
 
 
-def _at(record: Record, dim: int, numbers: Any) -> Any:
+def _at(record: Record, dim: int, numbers: np.ndarray) -> Index:
     """Returns the place of a record in an array of columns, given the numbers of those that it has."""
-    place: list[Any] = list(record.place.slices)
+    place: list[slice | np.ndarray] = list(record.place.slices)
     place[dim] = numbers
     return tuple(place)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _added(total: jax.Array, grad: jax.Array, factors: Sequence[Any]) -> jax.Array:
+def _added(total: jax.Array, grad: jax.Array, factors: Sequence[np.ndarray]) -> jax.Array:
     return total + scale_by(grad, *map(jnp.asarray, factors)).astype(total.dtype)
 
 
 @jax.jit
-def _divided(total: jax.Array, count: Any) -> jax.Array:
+def _divided(total: jax.Array, count: np.float32) -> jax.Array:
     return total / lax.convert_element_type(count, total.dtype)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from jzero import _compat
 from jzero._text import path_str
@@ -21,24 +21,28 @@ from jzero.engine.trace import TracedLoss
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes, num_batch_shards
-from jzero.layout.padded import is_padded, unbox
+from jzero.layout.padded import Padded, unbox
 from jzero.layout.placement import place_array
 from jzero.plan.plan import ZeroPlan
-from jzero.state.train_state import map_state
+from jzero.state.train_state import all_leaves, flat_nodes, map_state
 
 SMALL = 4096
 """Elements of an array that nobody needs to know of, such as a mask, whatever the threshold for parameters is."""
 
-InputKind: TypeAlias = tuple[Any, Any]
+InputKind: TypeAlias = tuple[type, Sharding]
 """Type and sharding of an array. The shape is not needed: for another shape `jax.jit` traces again, which checks it."""
 
 
-def optional_rng(rng: jax.Array | None) -> dict[str, Any]:
+Placed: TypeAlias = tuple[PyTree, jax.Array | None, bool]
+"""Batch and key on the mesh, and whether all of them were already in place."""
+
+
+def optional_rng(rng: jax.Array | None) -> dict[str, jax.Array]:
     """Returns the keyword `rng` unless it is `None`, so that a compiled step is called as it was lowered."""
     return {} if rng is None else {"rng": rng}
 
 
-def has_tracers(leaves: Sequence[Any]) -> bool:
+def has_tracers(leaves: Sequence[object]) -> bool:
     """Whether any of these is a tracer."""
     return any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
 
@@ -46,20 +50,16 @@ def has_tracers(leaves: Sequence[Any]) -> bool:
 def check_stored(state: TrainStateLike, plan: ZeroPlan) -> None:
     """Raises if the state's arrays do not have the shapes that the plan stores."""
     bad: list[str] = []
-
-    def check(x: Any, leaf: StateLeaf) -> Any:
+    params = {leaf.param for leaf in plan.leaves}
+    for x, leaf in zip(flat_nodes(state, plan), all_leaves(plan), strict=True):
         if leaf.in_records:  # handles
-            return x
-        if is_padded(x) and x.cut != leaf.cut:  # a leaf of another plan
+            continue
+        if isinstance(x, Padded) and x.cut != leaf.cut:  # a leaf of another plan
             bad.append(f"  {leaf.path}: stored as {x.cut.stored_shape}, but the plan stores {leaf.stored_shape}")
         elif np.shape(unbox(x)) != leaf.stored_shape:
             bad.append(f"  {leaf.path}: shape {tuple(x.shape)}, but the plan stores {leaf.stored_shape}")
         elif leaf in params and unbox(x).dtype != leaf.stored_dtype:
             bad.append(f"  {leaf.path}: {unbox(x).dtype}, but the plan stores {leaf.stored_dtype}")
-        return x
-
-    params = {leaf.param for leaf in plan.leaves}
-    map_state(check, plan, state, with_nodes=True)
     if bad:
         raise ValueError(
             "These leaves are not as the plan stores them:\n"
@@ -68,7 +68,7 @@ def check_stored(state: TrainStateLike, plan: ZeroPlan) -> None:
         )
 
 
-def check_donated(state: TrainStateLike, leaves: Sequence[Any], batch: PyTree, rng: jax.Array | None) -> None:
+def check_donated(state: TrainStateLike, leaves: Sequence[object], batch: PyTree, rng: jax.Array | None) -> None:
     """Raises if an array of a donated state is also another argument, or occurs twice: XLA may crash the process.
 
     Args:
@@ -100,7 +100,7 @@ def kinds_of(inputs: Sequence[jax.Array]) -> list[InputKind]:
     return [(type(x), x.sharding) for x in inputs]
 
 
-def are_like(inputs: Sequence[Any], kinds: Sequence[InputKind]) -> bool:
+def are_like(inputs: Sequence[jax.Array], kinds: Sequence[InputKind]) -> bool:
     """Whether inputs have these kinds, one each."""
     if len(inputs) != len(kinds):
         return False
@@ -110,10 +110,8 @@ def are_like(inputs: Sequence[Any], kinds: Sequence[InputKind]) -> bool:
     return True
 
 
-def place_inputs(
-    plan: ZeroPlan, batch: PyTree, rng: jax.Array | None, accumulate_steps: int
-) -> tuple[PyTree, Any, bool]:
-    """Puts batch and rng on the mesh. Returns them, and whether all of them were already in place."""
+def place_inputs(plan: ZeroPlan, batch: PyTree, rng: jax.Array | None, accumulate_steps: int) -> Placed:
+    """Puts batch and rng on the mesh."""
     leaves = check_batch(batch, plan, accumulate_steps)
     split, replicated = plan.batch_sharding, plan.whole_sharding
     placed = [_place(x, split if x.ndim else replicated) for x in leaves]
@@ -130,7 +128,7 @@ def check_rng(rng: jax.Array | None) -> None:
     check("rng", rng, optional(ONE_KEY))
 
 
-def _place(x: Any, sharding: NamedSharding) -> jax.Array:
+def _place(x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
     if isinstance(x, jax.Array) and (not x.is_fully_addressable or sharding.is_fully_addressable):
         return x if x.sharding == sharding else jax.device_put(x, sharding)
     return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding)
@@ -138,10 +136,10 @@ def _place(x: Any, sharding: NamedSharding) -> jax.Array:
 
 def abstract_inputs(
     plan: ZeroPlan, state: TrainStateLike, batch: PyTree, rng: jax.Array | None
-) -> tuple[Any, PyTree, Any]:
+) -> tuple[TrainStateLike, PyTree, PyTree]:
     """Returns the arguments as shapes with the shardings that a call would give them."""
 
-    def shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def shape(x: jax.Array, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         dtype = (
             x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
         )
@@ -155,7 +153,7 @@ def abstract_inputs(
     return state, batch, None if rng is None else shape(rng, replicated)
 
 
-def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> list[Any]:
+def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> list[jax.Array]:
     """Returns the leaves of a batch; raises, with a list of leaves, unless every device gets an equal part."""
     parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
     leaves = jax.tree.leaves(batch)

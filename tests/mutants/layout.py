@@ -13,9 +13,9 @@ MUTANTS = [
     ),
     Mutant(
         "padded_parameters_planned_as_stored",
-        "state/shard.py",
-        "return jax.tree.map(_natural_shape, train_state, is_leaf=is_padded)",
-        "return train_state",
+        "state/request.py",
+        "return jax.tree.map(_natural_shape, state, is_leaf=is_padded)",
+        "return state",
         "test_padded.py::test_two_optimizers_of_one_nnx_model_take_turns",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
     Mutant(
         "layout_of_another_plan_not_seen",
         "step/inputs.py",
-        "if is_padded(x) and x.cut != leaf.cut:",
+        "if isinstance(x, Padded) and x.cut != leaf.cut:",
         "if False:",
         "test_padded.py::test_a_step_refuses_leaves_that_another_plan_laid_out",
     ),
