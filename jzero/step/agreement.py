@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
 
 import jax
 
-from jzero._types import PyTree, TrainStateLike
+from jzero._types import Jitted, PyTree, TrainStateLike
 from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program, function_name
 from jzero.arrays.processes import PROGRAM, agree, are_several, check_wait
-from jzero.step.inputs import optional_rng
-
-Placed = tuple[PyTree, Any, bool]
+from jzero.state.adapter import Loss
+from jzero.step.inputs import Placed, optional_rng
 
 
 class StepAgreement:
@@ -23,19 +21,19 @@ class StepAgreement:
       settings: The other arguments of that function, by name.
     """
 
-    def __init__(self, maker: str, fn: Any, check_processes: bool | float, settings: Mapping[str, Any]) -> None:
+    def __init__(self, maker: str, fn: Loss, check_processes: bool | float, settings: Mapping[str, object]) -> None:
         self.where = f"{maker}({function_name(fn)})"
         self.settings = dict(settings)
         self._wait_s = check_wait(check_processes)
-        self._agreed: set[Any] = set()
+        self._agreed: set[Hashable] = set()
 
-    def describe(self, defaults: Mapping[str, Any]) -> str:
+    def describe(self, defaults: Mapping[str, object]) -> str:
         """Returns the call that made the step, with the settings that are not the defaults."""
         said = [f"{name}={x!r}" for name, x in self.settings.items() if x != defaults.get(name)]
         return f"{', '.join([self.where[:-1], *said])})"
 
     def place(
-        self, place: Callable[[], Placed], jitted: Any, state: TrainStateLike, batch: PyTree, rng: jax.Array | None
+        self, place: Callable[[], Placed], jitted: Jitted, state: TrainStateLike, batch: PyTree, rng: jax.Array | None
     ) -> Placed:
         """Returns the result of `place`, once processes agree on the program that runs on it.
 
@@ -60,7 +58,7 @@ class StepAgreement:
         }
         agree(self.where, plan.mesh, lambda: None, lambda _: compared, wait_s=self._wait_s)
 
-        def lower() -> tuple[Placed, Any]:
+        def lower() -> tuple[Placed, jax.stages.Lowered]:
             placed = place()
             return placed, jitted.trace(state, placed[0], **optional_rng(placed[1])).lower()
 
@@ -75,10 +73,10 @@ class StepAgreement:
         self._agreed.clear()
 
 
-def _kind(x: Any) -> tuple[Any, ...]:
+def _kind(x: object) -> tuple[object, ...]:
     """Returns the properties of an input that decide whether jax traces again."""
     return getattr(x, "shape", None), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
 
 
-def _sort_items(x: Any) -> Any:
+def _sort_items(x: object) -> object:
     return sorted(x.items()) if isinstance(x, Mapping) else x

@@ -29,13 +29,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from jzero import _compat
 from jzero.layout.mesh import axis_size, mesh_platform
 from jzero.plan.plan import ZeroPlan
 
-CompilerOptions: TypeAlias = Mapping[str, Any] | Literal["recommended"]
+Options: TypeAlias = dict[str, bool | int | float | str]
+"""XLA options of one program, by name."""
+CompilerOptions: TypeAlias = Mapping[str, bool | int | float | str] | Literal["recommended"]
 
 GATHER_BUCKET = "xla_gpu_all_gather_combine_threshold_bytes"
 """Counts the results of gathers: whole arrays."""
@@ -43,14 +45,14 @@ REDUCE_BUCKET = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 """Counts the results of reductions: shards."""
 
 
-def check_compiler_options(asked: Any) -> None:
+def check_compiler_options(asked: object) -> None:
     """Raises unless a step can have these options."""
     if asked is None or isinstance(asked, Mapping) or (isinstance(asked, str) and asked == "recommended"):
         return
     raise ValueError(f"`compiler_options` must be None, 'recommended' or a dictionary of XLA options: got {asked!r}.")
 
 
-def compiler_options(plan: ZeroPlan, asked: CompilerOptions | None) -> dict[str, Any] | None:
+def compiler_options(plan: ZeroPlan, asked: CompilerOptions | None) -> Options | None:
     """Returns the compiler options of a step's program.
 
     Args:
@@ -59,7 +61,7 @@ def compiler_options(plan: ZeroPlan, asked: CompilerOptions | None) -> dict[str,
     """
     platform = mesh_platform(plan.mesh)
     config = plan.config
-    options: dict[str, Any] = {}
+    options: Options = {}
     if platform == "gpu":
         count = axis_size(plan.mesh, config)
         exact = config.quantization.reduce == "none" and not config.secondary_grads

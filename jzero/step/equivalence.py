@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +265,7 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
     return EquivalenceReport(plan.config.stage, plan.num_shards, tuple(pairs), leaves)
 
 
-def _check_loss(loss_fn: Any, mutable: Sequence[str]) -> None:
+def _check_loss(loss_fn: Loss, mutable: Sequence[str]) -> None:
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):  # some callables have no signature; the step rejects other objects
@@ -281,7 +280,7 @@ def _check_loss(loss_fn: Any, mutable: Sequence[str]) -> None:
         )
 
 
-def _check_batches(batches: Any) -> list[PyTree]:
+def _check_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     if isinstance(batches, Mapping) or hasattr(batches, "shape"):
         raise TypeError("`batches` must be a sequence of batches: put a single one into a list.")
     batches = list(batches)

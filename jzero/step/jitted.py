@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
+from jax.tree_util import PyTreeDef
 
 from jzero import _compat
-from jzero._types import PyTree, State, TrainStateLike
+from jzero._types import Jitted, PyTree, State, TrainStateLike
 from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, NAMES, Setting, check, one_of, whole
 from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
@@ -42,7 +43,7 @@ from jzero.step.inputs import (
     place_inputs,
 )
 from jzero.step.keeping import kept_by
-from jzero.step.loss import StepLoss, split_aux
+from jzero.step.loss import Splitter, StepLoss, split_aux
 
 _WORDS = one_of(None, True, False, "cheap", "offload", "as_written")
 REMAT = Setting(
@@ -73,12 +74,12 @@ class _Expected(NamedTuple):
       inputs: The kinds of batch and rng, if they were already in place.
     """
 
-    state: Callable[[], Any] = _nothing
-    jitted: Any = None
+    state: Callable[[], object] = _nothing
+    jitted: Jitted | None = None
     inputs: Sequence[InputKind] = ()
 
 
-def _reference(x: Any) -> Callable[[], Any]:
+def _reference(x: object) -> Callable[[], object]:
     return weakref.ref(x) if type(x).__weakrefoffset__ else _nothing
 
 
@@ -135,14 +136,14 @@ class Step:
             "check_rows": check_rows,
             **shared,
         }
-        self._jits: dict[Any, Any] = {}
+        self._jits: dict[tuple[ZeroPlan, PyTreeDef], Jitted] = {}
         self._expected = _Expected()
 
     def __repr__(self) -> str:
         return self._agreement.describe(self.defaults)
 
     maker: str
-    defaults: ClassVar[dict[str, Any]] = {
+    defaults: ClassVar[dict[str, object]] = {
         "accumulate_steps": 1,
         "reduce": "each",
         "merge": {},
@@ -152,15 +153,15 @@ class Step:
     donated: tuple[int, ...] = ()
     differentiates = True
 
-    def _splitter(self, has_aux: bool) -> Callable[[Any], tuple[Any, PyTree]]:
+    def _splitter(self, has_aux: bool) -> Splitter:
         """Returns a function that turns what the loss returns into `(loss, aux)`."""
         return functools.partial(split_aux, has_aux=has_aux)
 
-    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         """The program of the step."""
         raise NotImplementedError
 
-    def _jit(self, plan: ZeroPlan, state: TrainStateLike, structure: Any = None) -> Any:
+    def _jit(self, plan: ZeroPlan, state: TrainStateLike, structure: PyTreeDef | None = None) -> Jitted:
         """Returns the jitted function for states of this plan and structure."""
         if plan.has_files:  # which the cache must not keep open
             structure = jax.tree.structure(detached(state))
@@ -169,21 +170,21 @@ class Step:
             self._jits[key] = self._make_jit(plan, state)
         return self._jits[key]
 
-    def _make_jit(self, plan: ZeroPlan, state: TrainStateLike) -> Any:
-        return jax.jit(
+    def _make_jit(self, plan: ZeroPlan, state: TrainStateLike) -> Jitted:
+        return jax.jit(  # type: ignore[return-value]  # jax's type lacks `clear_cache`
             self._compute,
             donate_argnums=self.donated,
             out_shardings=self._out_shardings(plan, state),
             compiler_options=make_compiler_options(plan, self.compiler_options),
         )
 
-    def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> Any:
+    def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> PyTree:
         return None
 
-    def _dispatch(self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> Any:
+    def _dispatch(self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> PyTree:
         """Runs `_compute` under `jit`; checks and places arguments unless they are of the kinds of the last call."""
         plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
-        leaves: list[Any] = []
+        leaves: list[object] = []
         if expected.state() is not state or (_compat.CRASHES_ON_DELETED and plan.mesh.size > 1):
             leaves, structure = jax.tree.flatten(state)  # a fifth of the time of a dispatch to one device
             expected = _Expected()
@@ -214,7 +215,7 @@ class Step:
         self._expected = _Expected(_reference(self._next_state(state, results)), jitted, kinds)
         return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results
 
-    def _run(self, jitted: Any, state: TrainStateLike, batch: PyTree, rng: Mapping[str, Any]) -> Any:
+    def _run(self, jitted: Jitted, state: TrainStateLike, batch: PyTree, rng: Mapping[str, jax.Array]) -> PyTree:
         """Calls the jitted function."""
         plan = state.tx.plan
         if self.donated or not plan.has_files:
@@ -227,7 +228,7 @@ class Step:
         """Returns the order in which a program takes rows of parameters on disk, see `RowReader.begin`."""
         return self.micro.steps * ([1, -1] if self.differentiates and plan.regathers else [1])
 
-    def _next_state(self, state: TrainStateLike, results: Any) -> Any:
+    def _next_state(self, state: TrainStateLike, results: PyTree) -> TrainStateLike:
         """Returns the likely state of the next call."""
         return state
 
@@ -236,21 +237,23 @@ class Step:
         train_state = adapt_sharded(state).state
         return self._jit(train_state.tx.plan, train_state)
 
-    def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> jax.stages.Lowered:
         """Lowers the step for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
         return self.trace(state, batch, rng=rng).lower()
 
-    def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> jax.stages.Traced:
         """Traces the step for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         return self._jit(train_state.tx.plan, train_state).trace(for_loss(train_state), batch, **optional_rng(rng))
 
-    def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         return self._jit(train_state.tx.plan, train_state).eval_shape(for_loss(train_state), batch, **optional_rng(rng))
 
-    def abstract_arguments(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, Any, Any]:
+    def abstract_arguments(
+        self, state: State, batch: PyTree, *, rng: jax.Array | None = None
+    ) -> tuple[TrainStateLike, PyTree, PyTree]:
         """Returns `(state, batch, rng)` as shapes with the shardings that a call gives them."""
         train_state = adapt_sharded(state).state
         return abstract_inputs(train_state.tx.plan, train_state, batch, rng)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 from jzero.config.keep import Keep
 from jzero.engine.gradients import MicroBatches, bytes_of_kept_blocks
-from jzero.engine.recompute import num_blocks
+from jzero.engine.recompute import Remat, num_blocks
 from jzero.engine.trace import TracedLoss
 from jzero.jaxpr.sizes import array_bytes
 from jzero.plan.kept import Kept
 from jzero.plan.plan import ZeroPlan
 
 
-def check_keep(remat: Any, plan: ZeroPlan) -> None:
+def check_keep(remat: Remat | None, plan: ZeroPlan) -> None:
     """Raises if `remat` is a `Keep` that names no parameter of the plan, or one that cannot stay."""
     if not isinstance(remat, Keep) or not remat.params:
         return

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 
@@ -31,6 +31,9 @@ from jzero.step.inputs import check_batch, check_loss, check_rng, check_stored, 
 from jzero.step.keeping import check_keep
 from jzero.step.row_check import check_row_dims, results_of, warn_coupled
 
+Splitter: TypeAlias = Callable[[PyTree], tuple[PyTree, PyTree]]
+"""Turns what a user's loss returns into `(loss, aux)`."""
+
 
 @dataclasses.dataclass
 class StepLoss:
@@ -49,7 +52,7 @@ class StepLoss:
     """
 
     fn: Loss
-    split: Callable[[Any], tuple[Any, PyTree]]
+    split: Splitter
     maker: str
     differentiates: bool
     mutable: tuple[str, ...]
@@ -112,7 +115,9 @@ class StepLoss:
         bound = adapt(state).bind_loss(self.fn, self.mutable, axes=axes, keeps=keeps, written_shape=written_shape)
         loss_fn, carried = bound
 
-        def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
+        def call(
+            params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree
+        ) -> tuple[PyTree, tuple[PyTree, PyTree]]:
             result, changed = loss_fn(params, batch, *rng, **carried)
             loss, aux = self.split(result)
             if self.mutable and self.differentiates:
@@ -122,7 +127,7 @@ class StepLoss:
         return call, carried
 
 
-def split_aux(result: Any, *, has_aux: bool) -> tuple[Any, PyTree]:
+def split_aux(result: PyTree, *, has_aux: bool) -> tuple[PyTree, PyTree]:
     """Returns the loss and its auxiliary values."""
     if not has_aux:
         if isinstance(result, tuple):

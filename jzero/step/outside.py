@@ -14,11 +14,10 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 
-from jzero._types import PyTree, State
+from jzero._types import Jitted, PyTree, State
 from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import RunStats
@@ -31,6 +30,7 @@ from jzero.state.pending import Waiting
 from jzero.state.record_update import Prepared, record_update
 from jzero.state.threads import in_thread
 from jzero.state.zenflow import flow_of
+from jzero.step.compiler_options import Options
 from jzero.step.inputs import optional_rng
 from jzero.update.visits import NO_DISK, FromDisk
 
@@ -50,13 +50,12 @@ class OutsideStep:
 
     def __init__(
         self,
-        gradients: Callable[..., Any],
+        gradients: Callable[..., tuple[StepGrads, Changed, Metrics]],
         plan: ZeroPlan,
-        compiler_options: Mapping[str, Any] | None,
+        compiler_options: Options | None,
         passes: Sequence[int],
     ) -> None:
-        options: Any = compiler_options
-        self.gradients: Any = jax.jit(gradients, compiler_options=options)
+        self.gradients: Jitted = jax.jit(gradients, compiler_options=compiler_options)  # type: ignore[assignment]
         self.passes = passes
         self.update = record_update(plan)
 
@@ -165,11 +164,11 @@ class OutsideStep:
         self.update.wait(step_grads)
         return step_grads.applied is None or bool(step_grads.applied)
 
-    def trace(self, state: State, batch: PyTree, **rng: jax.Array | None) -> Any:
+    def trace(self, state: State, batch: PyTree, **rng: jax.Array | None) -> jax.stages.Traced:
         """Traces the first program, of loss and gradients."""
         return self.gradients.trace(for_loss(state), batch, **rng)
 
-    def eval_shape(self, state: State, batch: PyTree, **rng: jax.Array | None) -> Any:
+    def eval_shape(self, state: State, batch: PyTree, **rng: jax.Array | None) -> tuple[State, Metrics]:
         """Returns the shapes of the results."""
         _, _, metrics = self.gradients.eval_shape(for_loss(state), batch, **rng)
         return state, metrics

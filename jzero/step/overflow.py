@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
-from jzero._types import TrainStateLike
+from jzero._types import PyTree, State, TrainStateLike
 from jzero.config.precision import DynamicLossScale
 from jzero.plan.plan import ZeroPlan
 
@@ -39,7 +39,7 @@ class LossScaleError(FloatingPointError):
       ...         raise
     """
 
-    def __init__(self, message: str, *, state: TrainStateLike, step: int, leaves: list[str]) -> None:
+    def __init__(self, message: str, *, state: State, step: int, leaves: list[str]) -> None:
         super().__init__(message)
         self.state = state
         self.step = step
@@ -57,7 +57,7 @@ class OverflowWatch:
         # By the `id` of the scale that the next step starts from; the scale is kept so that its `id` stays unique.
         self._runs: dict[int, tuple[jax.Array, collections.deque[jax.Array]]] = {}
 
-    def is_exhausted(self, old: Any, new: Any, metrics: dict[str, Any]) -> bool:
+    def is_exhausted(self, old: TrainStateLike, new: TrainStateLike, metrics: Mapping[str, PyTree]) -> bool:
         """Returns whether a step overflowed at the minimum scale, with no hysteresis left.
 
         Args:
@@ -81,7 +81,7 @@ class OverflowWatch:
         return bool(new.opt_state.loss_scale.exhausted)
 
 
-def loss_scale_error(plan: ZeroPlan, new: Any, state: TrainStateLike) -> LossScaleError:
+def loss_scale_error(plan: ZeroPlan, new: TrainStateLike, state: State) -> LossScaleError:
     """Returns the error for a step that overflowed at the minimum scale; `state` is the one for the caller."""
     rules = plan.config.policy.loss_scale
     assert isinstance(rules, DynamicLossScale)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jzero._types import DType, PyTree, TrainStateLike
 from jzero.config.precision import is_key, scale_by, widen
@@ -21,12 +22,14 @@ from jzero.engine.trace import carried_leaves
 from jzero.engine.written_variables import Changed, by_path
 from jzero.layout.casts import round_to
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.mesh import batch_axes
+from jzero.layout.mesh import AnyMesh, batch_axes
 from jzero.layout.placement import overwrite, place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, adapt
 from jzero.state.train_state import map_state, write_fields
 from jzero.update.extra_args import extra_args
+
+A = TypeVar("A", jax.Array, jax.ShapeDtypeStruct)
 
 
 class Reference:
@@ -47,13 +50,13 @@ class Reference:
         self.axes = batch_axes(plan.config)
         self.mesh = _mesh_of_one(plan.mesh, self.axes)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        self._steps: dict[Any, Callable[..., Any]] = {}
+        self._steps: dict[Hashable, Callable[..., tuple[TrainStateLike, jax.Array, jax.Array, jax.Array]]] = {}
 
     def start(self, state: TrainStateLike) -> TrainStateLike:
         """Returns a plain state on one device: the values that jzero stores, in optax's compute dtypes."""
         plan = self.plan
 
-        def place(x: Any, leaf: StateLeaf) -> jax.Array:
+        def place(x: jax.Array, leaf: StateLeaf) -> jax.Array:
             return _cast(_cast(self._place(x), leaf.dtype), leaf.update_dtype)
 
         state = map_state(place, plan.plain, state)
@@ -63,7 +66,7 @@ class Reference:
 
     def __call__(
         self, state: TrainStateLike, batch: PyTree, *, scale: float, applied: bool
-    ) -> tuple[Any, float, float]:
+    ) -> tuple[TrainStateLike, float, float]:
         """Returns the state after one step, its loss, and the norm of its gradient.
 
         Args:
@@ -83,7 +86,7 @@ class Reference:
         skips = float(weight) == 0 or (self.plan.config.policy.skips and not applied)
         return (state if skips else new), float(loss), float(norm)
 
-    def _place(self, x: Any) -> jax.Array:
+    def _place(self, x: ArrayLike) -> jax.Array:
         if not isinstance(x, jax.Array):
             x = np.asarray(x)
             return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype), self.replicated)
@@ -93,7 +96,7 @@ class Reference:
 
     def _step(
         self, traced: Loss | None, state: TrainStateLike, batch: PyTree, scale: jax.Array
-    ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[TrainStateLike, jax.Array, jax.Array, jax.Array]:
         treedef, leaves = self.plan.params_treedef, self.plan.leaves
         params = treedef.flatten_up_to(state.params)
         rounded = [round_to(x, leaf.compute_dtype) for x, leaf in zip(params, leaves, strict=True)]
@@ -125,7 +128,13 @@ class Reference:
         call, _ = self._bind(state)
         treedef = self.plan.params_treedef
 
-        def scaled_loss(trained: dict[int, Any], rounded: list[Any], batch: PyTree, carried: Any, scale: Any) -> Any:
+        def scaled_loss(
+            trained: dict[int, jax.Array],
+            rounded: list[jax.Array],
+            batch: PyTree,
+            carried: dict[str, PyTree],
+            scale: jax.Array,
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, PyTree]]:
             params = treedef.unflatten([trained.get(i, x) for i, x in enumerate(rounded)])
             result, changed = call(params, batch, **carried)
             loss, aux = result if self.has_aux else (result, {})
@@ -149,14 +158,14 @@ class Reference:
             return None
         walk = start_walk(frozenset(self._manual))
 
-        def evaluate(*inputs: Any) -> Any:
+        def evaluate(*inputs: PyTree) -> PyTree:
             return jax.tree.unflatten(
                 jax.tree.structure(out_shape), walk.evaluate_unsharded(jaxpr, *jax.tree.leaves(inputs))
             )
 
         return evaluate
 
-    def _select_trained(self, params: list[Any]) -> dict[int, Any]:
+    def _select_trained(self, params: Sequence[A]) -> dict[int, A]:
         """Returns the parameters that have gradients, by index."""
         return {
             i: x
@@ -179,7 +188,7 @@ class Reference:
         ]
         carried = treedef.unflatten(rounded)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, dict[str, dict[str, jax.Array]]]:
             result, changed = bound(*args, **kwargs)
             values = {
                 field: {path: x.value for path, x in of_field.items() if not is_key(x.value.dtype)}  # keys stay
@@ -200,7 +209,7 @@ def _overwrite_fields(state: TrainStateLike, changed: Changed) -> TrainStateLike
     return write_fields(state, new)
 
 
-def _mesh_of_one(mesh: Any, axes: tuple[str, ...]) -> Mesh:
+def _mesh_of_one(mesh: AnyMesh, axes: tuple[str, ...]) -> Mesh:
     """Returns a mesh whose `axes` have size one, for models that name them.
 
     Without other axes the mesh has one device. With other axes, or if a mesh is set (jax does not allow another size),

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jzero._text import path_str
+from jzero._types import KeyPath, PyTree
 from jzero.engine.outputs import PerExample, Summed, Weighted
 from jzero.engine.trace import TracedLoss
 from jzero.jaxpr.row_values import Cause
@@ -35,7 +36,7 @@ class Result(NamedTuple):
 
     name: str
     mark: type | None
-    shape: Any
+    shape: jax.Array | jax.ShapeDtypeStruct
     facts: RowFacts
 
 
@@ -46,15 +47,15 @@ def results_of(traced: TracedLoss) -> list[Result]:
     return [Result(*x, facts) for x, facts in zip(marked, traced.row_facts, strict=False)]
 
 
-def _leaves(aux: Any) -> list[tuple[Any, Any]]:
+def _leaves(aux: PyTree) -> list[tuple[KeyPath, PyTree]]:
     return jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda x: isinstance(x, Weighted | Summed | PerExample))
 
 
-def _name(path: Any) -> str:
+def _name(path: KeyPath) -> str:
     return f"aux[{path_str(path)!r}]"
 
 
-def _marked(name: str, x: Any) -> Iterator[tuple[str, type | None, Any]]:
+def _marked(name: str, x: PyTree) -> Iterator[tuple[str, type | None, jax.Array | jax.ShapeDtypeStruct]]:
     """Yields the name, the mark and the shape of each array of a result."""
     if not isinstance(x, Weighted):
         mark = type(x) if isinstance(x, Summed | PerExample) else None

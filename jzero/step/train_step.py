@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jzero._types import PyTree, State, TrainStateLike
+from jzero._types import Jitted, PyTree, State, TrainStateLike
 from jzero.config.settings import check, number, one_of, optional
 from jzero.config.zero import refers_to_config
 from jzero.engine.gradients import LossResult, MicroBatches, evaluate, loss_and_grads
@@ -22,6 +22,7 @@ from jzero.state.train_state import map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
 from jzero.step.compiler_options import compiler_options as make_compiler_options
 from jzero.step.jitted import Step
+from jzero.step.loss import Splitter
 from jzero.step.outside import OutsideStep
 from jzero.step.overflow import OverflowWatch, loss_scale_error
 
@@ -31,7 +32,7 @@ class ValueAndGrad(Step):
 
     maker = "value_and_grad"
 
-    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[PyTree, PyTree]:
         """Returns `(loss, grads)`, or `((loss, aux), grads)`; see `value_and_grad`."""
         adapted = adapt_sharded(state)
         value, aux, changed, grads = self._dispatch(adapted.state, batch, rng)
@@ -41,7 +42,7 @@ class ValueAndGrad(Step):
             adapted.update_model(changed)
         return ((value, aux) if self.has_aux else value), adapted.wrap_grads(grads)
 
-    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         plan = state.tx.plan
         traced, inputs = self.loss.checked_trace(state, batch, rng)
         inputs = inputs._replace(loss_scale=state.tx.loss_scale(state.opt_state))
@@ -78,14 +79,14 @@ class TrainStep(Step):
             raise loss_scale_error(new.tx.plan, new, rebuilt)
         return rebuilt, metrics
 
-    def _next_state(self, state: TrainStateLike, results: Any) -> Any:
+    def _next_state(self, state: TrainStateLike, results: PyTree) -> TrainStateLike:
         return results[0]
 
-    def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> Any:
+    def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> PyTree:
         # Exactly those of the input, so that the next call has the same types and compiles nothing.
         return map_state(lambda x, leaf: leaf.sharding, plan, state), None
 
-    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, Metrics]:
+    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         if state.tx.plan.has_files:
             option = "delay=1" if state.tx.plan.config.offload.delay else "optimizer='disk'"
             raise ValueError(
@@ -96,7 +97,7 @@ class TrainStep(Step):
         with jax.named_scope("zero_update"):
             return next_state(state, step_grads, changed, step_grads), metrics
 
-    def _make_jit(self, plan: ZeroPlan, state: TrainStateLike) -> Any:
+    def _make_jit(self, plan: ZeroPlan, state: TrainStateLike) -> Jitted:
         if plan.has_files:
             check_can_compute(state)
             options = make_compiler_options(plan, self.compiler_options)
@@ -137,17 +138,17 @@ class EvalStep(Step):
     """The callable that `make_eval_step` returns."""
 
     maker = "make_eval_step"
-    defaults: ClassVar[dict[str, Any]] = {**Step.defaults, "has_aux": True, "remat": "as_written"}  # no arguments
+    defaults: ClassVar[dict[str, object]] = {**Step.defaults, "has_aux": True, "remat": "as_written"}  # no arguments
     differentiates = False
 
-    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         """Returns the metrics of the whole batch."""
         return self._dispatch(adapt_sharded(state).state, batch, rng)
 
-    def _splitter(self, has_aux: bool) -> Callable[[Any], tuple[Any, PyTree]]:
+    def _splitter(self, has_aux: bool) -> Splitter:
         return lambda metrics: (jnp.ones((), jnp.float32), jax.tree.map(_as_sums, metrics, is_leaf=_is_marked))
 
-    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         traced, inputs = self.loss.checked_trace(state, batch, rng)
         metrics = evaluate(traced, state.tx.plan, inputs).aux
         return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
@@ -349,14 +350,14 @@ def _clip_factor(norm: jax.Array, clip_norm: float) -> jax.Array:
     return jnp.minimum(1, clip_norm / (norm + 1e-6))
 
 
-def _is_marked(x: Any) -> bool:
+def _is_marked(x: object) -> bool:
     return isinstance(x, Weighted | PerExample | Summed)
 
 
-def _as_sums(x: Any) -> Any:
+def _as_sums(x: PyTree) -> PyTree:
     """Returns a weighted mean as two sums, which are divided after their reduction."""
     return Weighted(Summed(x.sum), Summed(x.weight)) if isinstance(x, Weighted) else x  # type: ignore[arg-type]
 
 
-def _as_mean(x: Any) -> Any:
+def _as_mean(x: PyTree) -> PyTree:
     return x.sum / x.weight if isinstance(x, Weighted) else x
