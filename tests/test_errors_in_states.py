@@ -119,6 +119,21 @@ def test_abstract_meshes_hold_no_arrays():
         jzero.init_train_state(lambda key: plain_state(), jax.random.key(0), stage=3, mesh=mesh)
 
 
+def test_a_program_for_an_abstract_mesh_needs_the_name_of_a_platform():
+    state = jzero.abstract_train_state(plain_state(), stage=3, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
+    step = jzero.make_train_step(loss_fn)
+    with raises(TypeError, "`AbstractMesh`", "lowering_platforms=('tpu',)", "jzero.make_mesh()"):
+        step.lower(state, BATCH)
+    assert "num_partitions = 8" in step.trace(state, BATCH).lower(lowering_platforms=("tpu",)).as_text()
+    assert jzero.estimate_step_memory(step, state, BATCH).peak > 0
+
+
+def test_abstract_meshes_may_have_explicit_axes():
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    state = jzero.abstract_train_state(plain_state(), stage=3, mesh=mesh)
+    assert jzero.estimate_step_memory(jzero.make_train_step(loss_fn), state, BATCH).peak > 0
+
+
 def test_fields_of_the_configuration_are_sent_where_they_go():
     with raises(TypeError, "`config=jzero.ZeroConfig(stage=..., precision='bf16')` to `shard_train_state`"):
         jzero.shard_train_state(plain_state(), stage=3, precision="bf16")

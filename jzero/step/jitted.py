@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
+from jax.sharding import AbstractMesh
 from jax.tree_util import PyTreeDef
 
 from jzero import _compat
@@ -25,7 +26,7 @@ from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
 from jzero.engine.merge import MERGES
 from jzero.engine.recompute import Remat
 from jzero.plan.plan import ZeroPlan
-from jzero.state.adapter import Loss, adapt_sharded
+from jzero.state.adapter import Loss, adapt_sharded, plan_of
 from jzero.state.disk import detached, for_loss, run_on_rows
 from jzero.state.train_state import check_alive
 from jzero.step.agreement import StepAgreement
@@ -59,6 +60,13 @@ def _merges(value: object) -> dict[str, str]:
 
 
 MERGE = Setting(f"a dictionary from regular expressions over names of variables to one of {tuple(MERGES)}", _merges)
+
+ABSTRACT_MESH = (
+    "A program is lowered for a platform, and this state is laid out on an `AbstractMesh`, which has none. Name it: "
+    "`step.trace(state, batch).lower(lowering_platforms=('tpu',))`. Or lay the state out on devices, such as "
+    "`jzero.make_mesh()`. `jzero.estimate_step_memory` takes the state as it is, and `jzero.analyze` with `topology=` "
+    "compiles for a machine that you do not have."
+)
 
 
 def _nothing() -> None:
@@ -239,7 +247,13 @@ class Step:
 
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> jax.stages.Lowered:
         """Lowers the step for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
-        return self.trace(state, batch, rng=rng).lower()
+        traced = self.trace(state, batch, rng=rng)
+        try:
+            return traced.lower()
+        except ValueError as error:
+            if isinstance(plan_of(state).mesh, AbstractMesh):
+                raise TypeError(ABSTRACT_MESH) from error
+            raise
 
     def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> jax.stages.Traced:
         """Traces the step for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
