@@ -71,8 +71,15 @@ class Request:
 
     def check_values(self) -> None:
         """Raises unless the state has values to place."""
-        _check_concrete(self.state)
-        check_alive(self.state)
+        leaves = jax.tree_util.tree_leaves_with_path(self.state)
+        abstract = [path_str(path) for path, x in leaves if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer)]
+        if abstract:
+            raise TypeError(
+                f"`shard_train_state` places arrays, but these leaves are abstract: {abstract[:5]}. Call it outside "
+                "`jit`; plan an abstract state with `plan_train_state`, make one that is born sharded with "
+                "`init_train_state`."
+            )
+        check_alive([x for _, x in leaves])
 
     def make_plan(self) -> ZeroPlan:
         """Returns the plan."""
@@ -80,16 +87,14 @@ class Request:
 
     def abstract(self, plan: ZeroPlan) -> TrainStateLike:
         """Returns the state as `plan` stores it, as shapes."""
-        tx, shapes = ZeroTransformation(self.natural.tx, plan), map(abstract_leaf, all_leaves(plan))
-        return with_leaves(stored_state(self.natural, plan), plan, shapes, tx=tx)
+        return with_leaves(self.state, plan, map(abstract_leaf, all_leaves(plan)), tx=self._wrapped(plan))
 
     def place(self, plan: ZeroPlan, *, donate: bool, values: list[str] | None) -> TrainStateLike:
         """Returns the state on the devices, as `plan` stores it; notes the values that this process supplies."""
         plan.check_host_memory()
-        tx = ZeroTransformation(self.natural.tx, plan)
-        files = checked_files(tx)
-        arranged = self._arrange(plan)
-        uses = collections.Counter(map(id, jax.tree.leaves(arranged)))
+        files = checked_files(self._wrapped(plan))
+        nodes = self._nodes(plan)
+        uses = collections.Counter(map(id, jax.tree.leaves(nodes)))
         for_disk: dict[str, Leaf] = {}
 
         def place(x: Leaf, leaf: StateLeaf) -> jax.Array | OnDisk:
@@ -110,7 +115,7 @@ class Request:
                 array.delete()
             return placed
 
-        leaves = list(map(place, flat_nodes(arranged, plan), all_leaves(plan)))
+        leaves = list(map(place, nodes, all_leaves(plan)))
         if files is not None:
             files.fill(lambda i: [place_now(for_disk[x.path], x) for x in plan.disk_fields[i]], plan.disk_fields)
             files.pipeline.store.commit()
@@ -118,12 +123,16 @@ class Request:
             for x in jax.tree.leaves(self.state):
                 if isinstance(x, jax.Array) and not x.is_deleted():
                     x.delete()
-        return with_leaves(arranged, plan, leaves, tx=tx)
+        return with_leaves(self.state, plan, leaves, tx=self._wrapped(plan))
 
-    def _arrange(self, plan: ZeroPlan) -> TrainStateLike:
-        """Returns the values in the structure that `plan` stores; padded ones as nodes, which know their own layout."""
+    def _wrapped(self, plan: ZeroPlan) -> ZeroTransformation:
+        return ZeroTransformation(self.natural.tx, plan)
+
+    def _nodes(self, plan: ZeroPlan) -> list[Leaf]:
+        """Returns the values that `plan` stores; padded ones know their own layout."""
         plain = self.state if self.old is None else _plain_values(self.state, self.old)
-        return stored_state(with_optimizer(plain, self.natural.params, self.natural.tx), plan, self.state.opt_state)
+        trained = with_optimizer(plain, self.natural.params, self.natural.tx)
+        return flat_nodes(stored_state(trained, plan, self.state.opt_state), plan)
 
 
 def restrict(state: S, trainable: PyTree | str | None) -> S:
@@ -221,17 +230,4 @@ def check_has_devices(mesh: AnyMesh | None) -> None:
         raise TypeError(
             "An `AbstractMesh` has no devices to place arrays on: pass a mesh of devices, such as `jzero.make_mesh()`. "
             "`plan_train_state` and `abstract_train_state` take either, since they place nothing."
-        )
-
-
-def _check_concrete(train_state: TrainStateLike) -> None:
-    abstract = [
-        path_str(path)
-        for path, x in jax.tree_util.tree_leaves_with_path(train_state)
-        if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer)
-    ]
-    if abstract:
-        raise TypeError(
-            f"`shard_train_state` places arrays, but these leaves are abstract: {abstract[:5]}. Call it outside `jit`; "
-            "plan an abstract state with `plan_train_state`, make one that is born sharded with `init_train_state`."
         )
