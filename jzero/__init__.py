@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
     from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
     from jzero.config.keep import Keep as Keep
+    from jzero.config.leaf_rule import LeafRule as LeafRule
     from jzero.config.offload import Offload as Offload
     from jzero.config.offload import ZenFlow as ZenFlow
     from jzero.config.precision import DynamicLossScale as DynamicLossScale
     from jzero.config.precision import Precision as Precision
     from jzero.config.quantization import Quantization as Quantization
-    from jzero.config.zero import LeafRule as LeafRule
     from jzero.config.zero import ZeroConfig as ZeroConfig
     from jzero.deepspeed.conversion import from_deepspeed as from_deepspeed
     from jzero.deepspeed.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
@@ -95,18 +95,20 @@ if TYPE_CHECKING:
     from jzero.state.shard import plan_train_state as plan_train_state
     from jzero.state.shard import shard_train_state as shard_train_state
     from jzero.state.train_state import TrainState as TrainState
-    from jzero.step.equivalence import EquivalenceReport as EquivalenceReport
+    from jzero.step.deviations import EquivalenceReport as EquivalenceReport
     from jzero.step.equivalence import check_equivalence as check_equivalence
+    from jzero.step.eval_step import make_eval_step as make_eval_step
     from jzero.step.overflow import LossScaleError as LossScaleError
-    from jzero.step.train_step import make_eval_step as make_eval_step
     from jzero.step.train_step import make_train_step as make_train_step
     from jzero.step.train_step import value_and_grad as value_and_grad
 
 _HOMES = {
     "jzero.engine.outputs": ("PerExample", "Summed", "Weighted"),
     "jzero.config.offload": ("Offload", "ZenFlow"),
-    "jzero.config.zero": ("LeafRule", "ZeroConfig"),
-    "jzero.step.equivalence": ("EquivalenceReport", "check_equivalence"),
+    "jzero.config.leaf_rule": ("LeafRule",),
+    "jzero.config.zero": ("ZeroConfig",),
+    "jzero.step.deviations": ("EquivalenceReport",),
+    "jzero.step.equivalence": ("check_equivalence",),
     "jzero.state.init": ("init_train_state",),
     "jzero.state.inspect": (
         "get_full_grad",
@@ -129,7 +131,8 @@ _HOMES = {
     "jzero.state.pending": ("apply_pending",),
     "jzero.state.gather": ("gather_params", "natural_params", "unshard_train_state", "update_params"),
     "jzero.state.shard": ("abstract_train_state", "plan_train_state", "shard_train_state"),
-    "jzero.step.train_step": ("make_eval_step", "make_train_step", "value_and_grad"),
+    "jzero.step.eval_step": ("make_eval_step",),
+    "jzero.step.train_step": ("make_train_step", "value_and_grad"),
     "jzero.analysis.analyze": ("analyze",),
     "jzero.analysis.candidates": ("Fit",),
     "jzero.analysis.fill": ("fill_memory",),

@@ -30,7 +30,8 @@ from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
 from jzero.layout.mesh import make_mesh, platform_of
 from jzero.plan.plan import ZeroPlan
-from jzero.step.train_step import EvalStep, TrainStep, ValueAndGrad
+from jzero.step.eval_step import EvalStep
+from jzero.step.train_step import TrainStep, ValueAndGrad
 
 RECOMPUTED = (
     "By default (`remat=None`) results of expensive operations are saved, and the rest of scans and repeated "

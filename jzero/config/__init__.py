@@ -1,5 +1,5 @@
 """The user's settings, validated on construction.
 
-Read `zero` (`ZeroConfig`, `Offload`, `LeafRule`), then `precision` and `quantization`; `settings` checks their values.
+Read `zero` (`ZeroConfig`) and its parts: `leaf_rule`, `offload`, `precision`, `quantization`. `settings` checks values.
 Nothing here knows a mesh, a state or an array.
 """

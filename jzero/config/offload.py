@@ -182,6 +182,11 @@ class Offload:
             "disk_checksum": FLAG,
         }
         check_fields(self, allowed, prefix="Offload.")
+        self._check_places()
+        self._check_updates()
+
+    def _check_places(self) -> None:
+        """Raises if fields contradict each other about where the state lives."""
         if (self.optimizer == "disk") != (self.path is not None):
             raise ValueError(
                 "`Offload.path` is the folder for `optimizer='disk'`: got "
@@ -192,20 +197,28 @@ class Offload:
                 "`Offload.params='disk'` keeps parameters beside their masters and optimizer state, but `optimizer` is "
                 f"{self.optimizer!r}: set `optimizer='disk'` too, or `params='host'`."
             )
-        if self.params == "disk" and self.delay:
-            raise ValueError(
-                "`Offload.delay=1` writes new parameters while a step still reads the old ones, which `params='disk'` "
-                "does not do: set `delay=0`, or `params='host'`."
-            )
         if self.optimizer == "none" and (self.ratio != 1 or self.device_budget_bytes is not None):
             raise ValueError(
                 "`Offload.ratio` and `Offload.device_budget_bytes` say how much of the optimizer state goes to the "
                 f"host, but `optimizer` is 'none': got {self.ratio!r} and {self.device_budget_bytes!r}."
             )
+        if self.ratio != 1 and self.device_budget_bytes is not None:
+            raise ValueError(
+                f"`Offload.ratio={self.ratio!r}` and `Offload.device_budget_bytes={self.device_budget_bytes}` "
+                "both say how much goes to the host: set one of them."
+            )
+
+    def _check_updates(self) -> None:
+        """Raises if fields contradict each other about where and when updates run."""
         if self.compute == "host" and self.optimizer == "none":
             raise ValueError(
                 "`Offload.compute='host'` updates optimizer state where it is, but `optimizer` is 'none': set "
                 "`optimizer='host'` too."
+            )
+        if self.params == "disk" and self.delay:
+            raise ValueError(
+                "`Offload.delay=1` writes new parameters while a step still reads the old ones, which `params='disk'` "
+                "does not do: set `delay=0`, or `params='host'`."
             )
         if self.delay and self.compute == "device":
             raise ValueError(
@@ -217,11 +230,6 @@ class Offload:
                 "`Offload.zenflow` lets the host's CPU update beside the devices, which keep the parameters, and has "
                 f"delays of its own: got compute={self.compute!r}, delay={self.delay}, params={self.params!r}. Set "
                 "`compute='host'`, `delay=0` and `params='none'`, or `zenflow=None`."
-            )
-        if self.ratio != 1 and self.device_budget_bytes is not None:
-            raise ValueError(
-                f"`Offload.ratio={self.ratio!r}` and `Offload.device_budget_bytes={self.device_budget_bytes}` "
-                "both say how much goes to the host: set one of them."
             )
 
     @property

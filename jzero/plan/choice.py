@@ -35,7 +35,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jzero._types import KeyPath
-from jzero.config.zero import LeafRule
+from jzero.config.leaf_rule import LeafRule
 from jzero.layout.cut import Cut
 
 MAX_PADDING = 0.125

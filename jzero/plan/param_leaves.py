@@ -14,8 +14,9 @@ from jax.tree_util import PyTreeDef
 
 from jzero._text import key_names, path_str
 from jzero._types import DType, KeyPath, PyTree
+from jzero.config.leaf_rule import LeafRule
 from jzero.config.precision import cast_dtype, is_key, wide_dtype
-from jzero.config.zero import LeafRule, ZeroConfig
+from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import itemsize
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, shard_axes

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jzero._types import DType
-from jzero.config.zero import LeafRule
+from jzero.config.leaf_rule import LeafRule
 from jzero.jaxpr.sizes import itemsize
 from jzero.layout.blocks import LEAST
 from jzero.layout.comm import Comm, Hop

@@ -11,7 +11,7 @@ import numpy as np
 
 from jzero._text import key_names
 from jzero._types import PyTree, TrainStateLike
-from jzero.config.zero import LeafRule
+from jzero.config.leaf_rule import LeafRule
 from jzero.plan.choice import find_scan_dims
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields, missing_fields

@@ -1,6 +1,7 @@
 """The steps that a user calls, built on the engine, the update and the state.
 
-Read `train_step`, `jitted` (the base of all steps), `loss` (the user's function, traced and checked), `inputs` (checks
-and places arguments), `agreement` (processes compare programs before they run them), `compiler_options`, `overflow`,
-`equivalence` with its `reference`. Only tools and the command line import this room.
+Read `train_step`, `eval_step`, `jitted` (the base of all steps), `loss` (the user's function, traced and checked),
+`inputs` (checks and places arguments), `agreement` (processes compare programs before they run them),
+`compiler_options`, `overflow`, `equivalence` with its `reference` and `deviations`. Only tools and the command line
+import this room.
 """
