@@ -60,14 +60,18 @@ def run(state, model, layout, sampling, *, key=0, prompts=PROMPTS):
     shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
     params = jzero.gather_params(state, shardings=layouts.shardings(shapes, mesh))
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    new = jax.jit(functools.partial(generate, model, sampling=sampling))(params, batch)
-    return np.asarray(new)[: len(prompts)]
+    return np.asarray(compiled(model, sampling)(params, batch))[: len(prompts)]
+
+
+@functools.cache
+def compiled(model, sampling):
+    return jax.jit(functools.partial(generate, model, sampling=sampling))
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
     default_for(
-        [("llama", "whole"), ("llama", "tensor 2"), ("llama", "eval step"), ("mistral", "whole")],
+        [("llama", "tensor 2"), ("llama", "eval step"), ("mistral", "whole")],
         itertools.product(WANT, ("whole", "tensor 2", "tensor 4", "eval step")),
     ),
 )

@@ -26,6 +26,7 @@ from jzero.cli import commands
 from tests import hf_models
 from tests.test_hf_parity import born, decoder, logits
 from tests.test_mapping import full, make_state, numbers
+from tests.tiers import slow
 
 LORA = decoder.Lora(rank=2, alpha=3.0)
 NO_ADAPTERS = r"(?!.*/lora_[ab]).*"
@@ -39,8 +40,16 @@ def tensors_in(folder):
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
-@pytest.mark.parametrize(("stage", "num_devices"), [(3, 8), pytest.param(3, 3, marks=pytest.mark.smoke), (1, 8)])
+@pytest.mark.parametrize(
+    ("family", "stage", "num_devices"),
+    [
+        ("gemma3_text", 3, 8),
+        pytest.param("llama", 3, 3, marks=pytest.mark.smoke),
+        ("qwen2", 1, 8),
+        *itertools.starmap(slow, [("llama", 3, 8), ("llama", 1, 8), ("qwen2", 3, 8), ("qwen2", 3, 3)]),
+        *itertools.starmap(slow, [("gemma3_text", 3, 3), ("gemma3_text", 1, 8)]),
+    ],
+)
 def test_what_was_loaded_is_written_again(family, stage, num_devices, tmp_path):
     config = hf_models.write_folder(tmp_path / "like", family, "old")
     (tmp_path / "like/tokenizer.json").write_text("{}")
@@ -142,9 +151,12 @@ def cases(draw):
     return tensors, sources, paths
 
 
-@given(cases())
-@settings(max_examples=20, deadline=None)
-def test_any_mapping_is_undone_by_its_export(tmp_path_factory, case):
+@pytest.mark.parametrize("num_cases", [6, slow(60)])
+def test_any_mapping_is_undone_by_its_export(tmp_path_factory, num_cases):
+    settings(max_examples=num_cases, deadline=None)(given(cases())(undo))(tmp_path_factory)
+
+
+def undo(tmp_path_factory, case):
     tensors, sources, paths = case
     folder = tmp_path_factory.mktemp("case")
     save_file(tensors, folder / "model.safetensors")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,17 +39,26 @@ def train(state, num_steps=2):
     return state
 
 
+@functools.cache
 def plain_adam(compute_dtype, num_steps=2):
     """Returns parameters and Adam's state after training on one device, with fp32 masters."""
     tx = optax.adam(1e-3, eps=1e-6)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        seen = jax.tree.map(lambda x: x.astype(compute_dtype), params)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(models.mlp_loss)(seen, batch))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     params = models.mlp_params()
     opt_state = tx.init(params)
     for seed in range(num_steps):
-        seen = jax.tree.map(lambda x: x.astype(compute_dtype), params)
-        grads = jax.grad(models.mlp_loss)(seen, models.mlp_batch(ROWS, seed))
-        updates, opt_state = tx.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = step(params, opt_state, models.mlp_batch(ROWS, seed))
     return params, opt_state[0]
+
+
+plain_gradient = jax.jit(jax.grad(models.mlp_loss))
 
 
 def assert_whole(x, dtype=jnp.float32, shape=(37, 127)):
@@ -63,7 +74,7 @@ def assert_near(a, b, tolerance):
 
 
 CELLS = [(stage, precision) for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)] + [(2, MOMENTS), (3, MOMENTS)]
-CELLS = default_for([(1, "fp32"), (2, "bf16"), (3, "fp32"), (3, MOMENTS)], CELLS)
+CELLS = default_for([(1, "fp32"), (2, "bf16"), (3, MOMENTS)], CELLS)
 
 
 @pytest.mark.smoke
@@ -89,13 +100,15 @@ def test_parameters_and_moments_are_those_of_one_device(stage, precision):
             np.testing.assert_array_equal(jzero.get_full_opt_state(state, path, name=alias), found)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [slow(0, "bf16"), (1, "fp32"), slow(2, "bf16"), slow(3, "fp32"), (3, "bf16")]
+)
 def test_gradient_is_that_of_one_device(stage, precision):
     state = sharded(make_config(stage, precision))
     _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(ROWS))
     dtype = jnp.float32 if precision == "fp32" else BF16
     params = jax.tree.map(lambda x: x.astype(dtype), models.mlp_params())
-    want = jax.grad(models.mlp_loss)(params, models.mlp_batch(ROWS))
+    want = plain_gradient(params, models.mlp_batch(ROWS))
     for layer, kind in (("layer_0", "kernel"), ("layer_2", "bias")):
         found = jzero.get_full_grad(state, f"{layer}/{kind}", grads=grads)
         assert_whole(found, shape=want[layer][kind].shape)
@@ -146,7 +159,7 @@ def test_a_parameter_that_was_set_is_trained_on(stage, precision):
     params = models.mlp_params()
     params["layer_0"]["kernel"] = jnp.asarray(kept)
     seen = jax.tree.map(lambda x: x.astype(jnp.float32 if precision == "fp32" else BF16), params)
-    loss, grads = jax.value_and_grad(models.mlp_loss)(seen, models.mlp_batch(ROWS))
+    loss, grads = jax.jit(jax.value_and_grad(models.mlp_loss))(seen, models.mlp_batch(ROWS))
     new, metrics = jzero.make_train_step(models.mlp_loss)(edited, models.mlp_batch(ROWS))
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5 if precision == "fp32" else 1e-2)
     moved = jzero.get_full_param(new, KERNEL).astype(jnp.float32) - kept.astype(np.float32)
@@ -232,7 +245,7 @@ def test_a_parameter_that_is_not_trained():
         jzero.get_full_opt_state(state, KERNEL, name="mu")
 
 
-@pytest.mark.parametrize("prefix", ["", "frozen/"])
+@pytest.mark.parametrize("prefix", [slow(""), "frozen/"])
 def test_a_parameter_that_no_optimizer_knows(prefix):
     """A frozen NNX parameter lies beside `params`; its path in the plan begins with the field."""
     model = Model()
@@ -293,7 +306,7 @@ def test_leaves_of_another_shape_and_of_wrapped_optimizers():
     assert rows.shape == (37,)
     assert np.all(rows > 0)
     state = train(sharded(make_config(3), tx=optax.MultiSteps(optax.adam(1e-3), 2)), 1)
-    want = jax.grad(models.mlp_loss)(models.mlp_params(), models.mlp_batch(ROWS))["layer_0"]["kernel"]
+    want = plain_gradient(models.mlp_params(), models.mlp_batch(ROWS))["layer_0"]["kernel"]
     assert_near(jzero.get_full_opt_state(state, KERNEL, name="acc_grads"), want, 1e-5)
     assert not np.any(jzero.get_full_opt_state(state, KERNEL, name="mu"))
 
@@ -327,7 +340,7 @@ def test_errors_name_what_there_is():
         jzero.set_full_opt_state(state, KERNEL, name="mu", value=np.zeros((37, 128)))
     with pytest.raises(ValueError, match=r"1 leaves, .* 6 parameters"):
         jzero.get_full_grad(state, KERNEL, grads=grads["layer_0"]["kernel"])
-    natural = jax.grad(models.mlp_loss)(models.mlp_params(), models.mlp_batch(ROWS))
+    natural = plain_gradient(models.mlp_params(), models.mlp_batch(ROWS))
     with pytest.raises(ValueError, match=r"\(37, 127\), .*\(37, 128\)"):
         jzero.get_full_grad(state, KERNEL, grads=natural)
 

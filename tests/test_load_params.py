@@ -32,8 +32,9 @@ def test_files_of_another_program_are_loaded_into_shards(stage, precision, dtype
         np.testing.assert_array_equal(loaded.params["c"], tensors["c"].astype(ml_dtypes.bfloat16))
     inner = loaded.opt_state.inner if precision == "bf16" else loaded.opt_state
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(inner)), "the optimizer's state stays"
-    step = jax.jit(lambda state: state.apply_gradients(grads=jax.tree.map(jnp.ones_like, jzero.natural_params(state))))
-    assert int(step(loaded).step) == 1
+    if stage == 3:
+        grads = jax.tree.map(jnp.ones_like, jzero.natural_params(loaded))
+        assert int(jax.jit(lambda state: state.apply_gradients(grads=grads))(loaded).step) == 1
 
 
 def test_each_device_reads_its_part_only(tmp_path, monkeypatch):
@@ -63,17 +64,12 @@ def test_tied_leaves_are_tied_again(tmp_path):
     assert "tied.kernel" not in tensors
     both = {**tensors, "tied.kernel": tensors["first.kernel"]}
     alone = {("tied.kernel" if name == "first.kernel" else name): x for name, x in tensors.items()}
+    other = sharded(nnx_state(5), 1, 5)
     for number, stored in enumerate((tensors, both, alone)):
         save_file(stored, tmp_path / f"{number}.safetensors")
-        model, optimizer = jzero.load_params(sharded(nnx_state(5), 1, 5), tmp_path / f"{number}.safetensors")
+        model, optimizer = jzero.load_params(other, tmp_path / f"{number}.safetensors")
         assert model.tied.kernel is model.first.kernel
         np.testing.assert_array_equal(jzero.get_full_param((model, optimizer), "first/kernel"), tensors["first.kernel"])
-
-
-def test_tied_leaves_that_differ_are_refused(tmp_path):
-    pair = sharded(nnx_state(), 3)
-    jzero.export_params(pair, tmp_path / "x.safetensors")
-    tensors = load_file(tmp_path / "x.safetensors")
     save_file({**tensors, "tied.kernel": tensors["first.kernel"] + 1}, tmp_path / "y.safetensors")
     with pytest.raises(ValueError, match=r"params/first/kernel, .* the same"):
         jzero.load_params(pair, tmp_path / "y.safetensors")

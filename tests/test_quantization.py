@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.analysis.collectives import bytes_on_port
+from jzero.analysis.sent import sent
 from jzero.layout.cut import Cut
-from tests.compiled import analyze
 from tests.quantized import BATCH, FLAT, SECONDARY, STEPS, TWO, TWO_HOPS, WIDTH, config_of, numpy_rounded
 from tests.test_two_hops import LAYERS, loss_fn, unrolled_loss
-from tests.tiers import singles
+from tests.tiers import default_for, singles, slow
 
-EXACT = jzero.Quantization()
+name_of = lambda x: getattr(x, "__name__", None)
 
 
 def make_params():
@@ -72,11 +73,17 @@ def _round_one(before, path, dim, num_stacked, key, x):
     return numpy_rounded(x, dim, num_stacked=num_stacked) if is_it else before(key, x)
 
 
-@singles(
-    lambda x: getattr(x, "__name__", None),
-    sizes=[FLAT, {"data": 3}, TWO, {"replica": 2, "data": 4}],
-    loss=[loss_fn, unrolled_loss],
-    options=[{}, {"accumulate_steps": 2}, {"remat": False}],
+REPLICAS = {"replica": 2, "data": 4}
+OPTIONS = [{}, {"accumulate_steps": 2}, {"remat": False}]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "loss", "options"),
+    default_for(
+        [({"data": 3}, unrolled_loss, OPTIONS[1]), (REPLICAS, loss_fn, OPTIONS[2])],
+        itertools.product([FLAT, {"data": 3}, TWO, REPLICAS], [loss_fn, unrolled_loss], OPTIONS),
+    ),
+    ids=name_of,
 )
 def test_gathers_train_like_plain_optax_on_rounded_parameters(sizes, loss, options):
     """The gradient is taken at the rounded parameters, and applied to the exact ones."""
@@ -103,11 +110,16 @@ def test_gathers_train_like_plain_optax_on_rounded_parameters(sizes, loss, optio
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), params, plain)
 
 
-@singles(
-    lambda x: getattr(x, "__name__", None),
-    loss=[loss_fn, unrolled_loss, casting_loss],
-    fields=[{}, {"precision": "bf16"}, {"reshard_after_forward": False}, {"prefetch_bytes": 10**6}],
-    options=[{}, {"accumulate_steps": 2}, {"remat": False}],
+FIELDS = [{}, {"precision": "bf16"}, {"reshard_after_forward": False}, {"prefetch_bytes": 10**6}]
+
+
+@pytest.mark.parametrize(
+    ("loss", "fields", "options"),
+    default_for(
+        [(loss_fn, FIELDS[3], OPTIONS[1]), (casting_loss, FIELDS[2], OPTIONS[2])],
+        itertools.product([loss_fn, unrolled_loss, casting_loss], FIELDS, OPTIONS),
+    ),
+    ids=name_of,
 )
 @pytest.mark.filterwarnings("ignore:`prefetch_bytes=")
 def test_secondary_shards_are_the_same_integers(loss, fields, options):
@@ -128,7 +140,7 @@ def test_prefetch_and_kept_parameters_see_the_same_integers():
 
 def test_the_number_of_devices_changes_little():
     """Rounded parameters are the same bits; only the sums differ."""
-    meshes = [(FLAT, {}), ({"data": 4}, {}), ({"data": 3}, {}), (TWO, TWO_HOPS)]
+    meshes = [(FLAT, {}), ({"data": 3}, {}), (TWO, TWO_HOPS)]
     losses = [train(config_of(gather="int8", **fields), sizes)[0] for sizes, fields in meshes]
     for other in losses[1:]:
         np.testing.assert_allclose(other, losses[0], atol=5e-4)
@@ -208,7 +220,7 @@ def test_tensor_parallel_parameters_are_rounded_part_by_part():
     loss = lambda p, x: jnp.square(jnp.tanh(x @ p["up"]) @ p["down"]).mean()
     batch = rng.normal(size=(32, 64)).astype(np.float32)
     results = []
-    for sizes in ({"data": 4}, {"data": 4, "model": 2}, {"node": 2, "data": 2, "model": 2}):
+    for sizes in ({"data": 4}, {"node": 2, "data": 2, "model": 2}):
         mesh = jzero.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
         placed = {k: jnp.asarray(v, jnp.float32) for k, v in params.items()}
         if "model" in sizes:
@@ -222,18 +234,18 @@ def test_tensor_parallel_parameters_are_rounded_part_by_part():
         state = jzero.shard_train_state(plain, config=config, mesh=mesh)
         assert not jzero.plan_of(state).unquantized
         step = jzero.make_train_step(loss)
-        report = analyze(step, state, batch)
+        report = jzero.analyze(step, state, batch)
         report.verify()
         assert {r.dtype for r in report.collectives if r.kind == "all-gather"} == {"s8"}
         state, metrics = step(state, batch)
         results.append((float(metrics["loss"]), jax.device_get(jzero.gather_params(state))))
-    for loss_value, found in results[1:]:
-        assert loss_value == pytest.approx(results[0][0], rel=1e-6)
-        # Gradients are rounded, too, and each device's or node's by itself.
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, results[0][1])
+    (whole, plain), (in_parts, found) = results
+    assert in_parts == pytest.approx(whole, rel=1e-6)
+    # Gradients are rounded, too, and each device's or node's by itself.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, plain)
 
 
-@pytest.mark.parametrize("sizes", [FLAT, TWO])
+@pytest.mark.parametrize("sizes", [slow(FLAT), TWO])
 def test_integers_are_what_travels(sizes):
     """By hand: bytes of integers and scales, each once per hop; nothing wider crosses a link."""
     fields = {**SECONDARY, "secondary_grads": True} if "node" in sizes else {}
@@ -242,7 +254,7 @@ def test_integers_are_what_travels(sizes):
     state = sharded(config, sizes)
     plan = jzero.plan_of(state)
     step = jzero.make_train_step(loss_fn, accumulate_steps=2)
-    report = analyze(step, state, BATCH)
+    report = jzero.analyze(step, state, BATCH)
     report.verify()
     gathers = [r for r in report.collectives if r.kind == "all-gather"]
     assert {r.dtype for r in gathers if "zero_update" not in r.axis and r.elements > 10_000} == {"s8"}
@@ -265,7 +277,7 @@ def test_wider_gathers_are_a_violation(monkeypatch):
     monkeypatch.setattr(Cut, "in_blocks", lambda cut, *_: cut)
     state = sharded(config_of(gather="int8"), FLAT)
     with pytest.raises(jzero.PlanViolation, match="wider than the int8 of the plan"):
-        analyze(jzero.make_train_step(loss_fn), state, BATCH).verify()
+        jzero.analyze(jzero.make_train_step(loss_fn), state, BATCH).verify()
 
 
 def test_crossing_nodes_at_each_use_is_a_violation(monkeypatch):
@@ -276,7 +288,7 @@ def test_crossing_nodes_at_each_use_is_a_violation(monkeypatch):
     )
     state = sharded(config_of(**SECONDARY), TWO)
     with pytest.raises(jzero.PlanViolation, match="3 times per step, once in"):
-        analyze(jzero.make_train_step(loss_fn), state, BATCH).verify()
+        jzero.analyze(jzero.make_train_step(loss_fn), state, BATCH).verify()
 
 
 def test_the_plan_names_what_stays_exact():
@@ -322,18 +334,21 @@ def test_bytes_on_network_ports_are_those_of_the_formula():
     padded, reduced = stack + tied + frozen, stack + tied
     step = jzero.make_train_step(loss_fn)
 
-    def on_ports(**fields):
-        report = analyze(step, sharded(config_of(rules=rules, **fields), TWO), BATCH)
-        rows = [r for r in report.collectives if r.elements > 1000 and r.kind != "all-reduce"]
-        assert {(r.axis, r.level) for r in rows} <= {("node", "between"), ("data", "within")}
-        assert report.nic_bytes == sum(r.nic_bytes for r in report.collectives)
-        return sum(r.nic_bytes for r in rows)
+    def between(**fields):
+        traced = step.trace(sharded(config_of(rules=rules, **fields), TWO), BATCH).jaxpr
+        return sum(x.times * hop.sent_bytes for x in sent(traced) for hop in x.hops if hop.axes == ("node",))
 
     share = 0.5 / 4 * 4  # (M-1)/M / D, in bytes of fp32
-    assert on_ports(**TWO_HOPS) == pytest.approx(share * (2 * padded + 2 * tied + reduced), rel=1e-6)  # tied: two uses
-    assert on_ports(**SECONDARY) == pytest.approx(share * (padded + reduced), rel=1e-6)
+    assert between(**TWO_HOPS) == pytest.approx(share * (2 * padded + 2 * tied + reduced), rel=1e-6)  # tied: two uses
+    assert between(**SECONDARY) == pytest.approx(share * (padded + reduced), rel=1e-6)
     integers = (LAYERS * 64 + 96) * (62 + 4) + 96 * (96 + 4)  # bytes: even rows, and a scale for each
-    assert on_ports(**SECONDARY, gather="int8") == pytest.approx(share * (integers / 4 + reduced), rel=1e-6)
+    of_integers = pytest.approx(share * (integers / 4 + reduced), rel=1e-6)
+    assert between(**SECONDARY, gather="int8") == of_integers
+    report = jzero.analyze(step, sharded(config_of(rules=rules, **SECONDARY, gather="int8"), TWO), BATCH)
+    rows = [r for r in report.collectives if r.elements > 1000 and r.kind != "all-reduce"]
+    assert {(r.axis, r.level) for r in rows} <= {("node", "between"), ("data", "within")}
+    assert report.nic_bytes == sum(r.nic_bytes for r in report.collectives)
+    assert sum(r.nic_bytes for r in rows) == of_integers
 
 
 @pytest.mark.parametrize(
