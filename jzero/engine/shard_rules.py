@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,20 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
-from jzero._types import DType, Params
+from jzero._types import DType
 from jzero.engine.bundles import Bundle
 from jzero.engine.lazy import Deferred, Operand, ShardedParam, is_constant, is_lazy
 from jzero.layout.placement import memory_of
 
 T = TypeVar("T")
-OwnPart: TypeAlias = Callable[[Sequence[T], T], Sequence[T]]
-Rule: TypeAlias = Callable[[ShardedParam, Sequence[jax.Array], Params, tuple[int, ...]], ShardedParam | None]
+Rule: TypeAlias = Callable[[ShardedParam, JaxprEqn, Sequence[jax.Array]], ShardedParam | None]
+
+
+class OwnPart(Protocol):
+    """Adapts values, one per dimension of a whole parameter, to an array that may be a shard."""
+
+    def __call__(self, values: Sequence[T], of_cut: T) -> Sequence[T]:
+        """Returns the values; for a shard, with `of_cut` for the cut dimension."""
 
 
 def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> ShardedParam | None:
@@ -37,8 +43,7 @@ def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> ShardedParam | N
     # Indices made of literals count as literals.
     operands = [Bundle.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in inputs[1:]]
     others = [x for x in operands if not is_lazy(x)]
-    shape = tuple(_compat.type_of(eqn.outvars[0]).shape)
-    return rule(lazy, others, eqn.params, shape) if len(others) == len(operands) else None
+    return rule(lazy, eqn, others) if len(others) == len(operands) else None
 
 
 def constrain_lazy(x: ShardedParam | Deferred, spec: PartitionSpec) -> ShardedParam | Deferred:
@@ -70,15 +75,13 @@ def widens(old: DType, new: DType) -> bool:
     return bool(of_old.nmant <= of_new.nmant and of_old.minexp >= of_new.minexp and of_old.maxexp <= of_new.maxexp)
 
 
-def _same(lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> ShardedParam:
+def _same(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> ShardedParam:
     return lazy
 
 
-def _cast(
-    lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]
-) -> ShardedParam | None:
+def _cast(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> ShardedParam | None:
     """The first narrowing cast runs before the gather, widening casts after it; a second narrowing cast is deferred."""
-    new, old = jnp.dtype(params["new_dtype"]), jnp.dtype(lazy.dtype)
+    new, old = jnp.dtype(eqn.params["new_dtype"]), jnp.dtype(lazy.dtype)
     if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
         return None
     if widens(old, new):
@@ -89,30 +92,25 @@ def _cast(
     return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None
 
 
-def _transpose(
-    lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]
-) -> ShardedParam | None:
+def _transpose(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> ShardedParam | None:
     if lazy.cut.flat or memory_of(lazy.shard) == "host" or lazy.on_disk is not None:  # hosts only copy
         return None
     if lazy.stays:  # see [Note: Parameters that stay]
         return None
-    order = tuple(params["permutation"])
-    return _map_arrays(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)  # [D/N, F] -> [F, D/N]
+    order = tuple(eqn.params["permutation"])
+    return _map_arrays(lazy, eqn, lambda x, _: lax.transpose(x, order), order)  # [D/N, F] -> [F, D/N]
 
 
-def _squeeze(
-    lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]
-) -> ShardedParam | None:
-    dims = tuple(params["dimensions"])
+def _squeeze(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> ShardedParam | None:
+    dims = tuple(eqn.params["dimensions"])
     if any(lazy.cut.cuts(d) for d in dims) or not _can_change(lazy, dims):
         return None
     rest = [d for d in range(len(lazy.shape)) if d not in dims]
-    return _map_arrays(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)  # [1, D/N, F] -> [D/N, F]
+    return _map_arrays(lazy, eqn, lambda x, _: lax.squeeze(x, dims), rest)  # [1, D/N, F] -> [D/N, F]
 
 
-def _slice(
-    lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]
-) -> ShardedParam | None:
+def _slice(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> ShardedParam | None:
+    params, shape = eqn.params, _compat.type_of(eqn.outvars[0]).shape
     strides = params["strides"] or (1,) * len(lazy.shape)
     start, limit = params["start_indices"], params["limit_indices"]
     for d, size in enumerate(lazy.shape):
@@ -121,17 +119,15 @@ def _slice(
     if not _can_change(lazy, [d for d, size in enumerate(lazy.shape) if shape[d] != size]):
         return None
 
-    def cut_slice(x: jax.Array, own: OwnPart[Any]) -> jax.Array:
+    def cut_slice(x: jax.Array, own: OwnPart) -> jax.Array:
         size = x.shape[_cut_dim(lazy, x)]  # all of the shard's
         return lax.slice(x, own(start, 0), own(limit, size), own(strides, 1))
 
-    return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
+    return _map_arrays(lazy, eqn, cut_slice, range(len(lazy.shape)))
 
 
-def _dynamic_slice(
-    lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]
-) -> ShardedParam | None:
-    sizes = tuple(params["slice_sizes"])  # for `w[i]`: [1, D, F]
+def _dynamic_slice(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> ShardedParam | None:
+    sizes = tuple(eqn.params["slice_sizes"])  # for `w[i]`: [1, D, F]
     if len(others) != len(lazy.shape):
         return None
     # A part of the cut dimension would be on some devices only.
@@ -139,10 +135,10 @@ def _dynamic_slice(
     if any(map(lazy.cut.cuts, changed)) or not _can_change(lazy, changed):
         return None
 
-    def cut_slice(x: jax.Array, own: OwnPart[Any]) -> jax.Array:
+    def cut_slice(x: jax.Array, own: OwnPart) -> jax.Array:
         return lax.dynamic_slice(x, own(others, jnp.zeros_like(others[0])), own(sizes, x.shape[_cut_dim(lazy, x)]))
 
-    return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
+    return _map_arrays(lazy, eqn, cut_slice, range(len(lazy.shape)))
 
 
 def _can_change(lazy: ShardedParam, dims: Sequence[int]) -> bool:
@@ -156,24 +152,16 @@ def _cut_dim(lazy: ShardedParam, x: jax.Array) -> int:
 
 
 def _map_arrays(
-    lazy: ShardedParam,
-    fn: Callable[[jax.Array, OwnPart[Any]], jax.Array],
-    *,
-    dims: Sequence[int],
-    shape: tuple[int, ...],
+    lazy: ShardedParam, eqn: JaxprEqn, fn: Callable[[jax.Array, OwnPart], jax.Array], dims: Sequence[int]
 ) -> ShardedParam:
-    """Applies `fn(array, own)` to the arrays of a lazy parameter.
-
-    `own(values, of_cut)` returns values per dimension of the array: for the shard, `of_cut` for the cut dimension. The
-    result has `shape`; its dimension `i` was `dims[i]`.
-    """
+    """Applies `fn(array, own)` to the arrays of a lazy parameter; dimension `i` of the result was `dims[i]`."""
     of_shard = lazy.cut.for_shard if lazy.on_disk is None else lambda values, of_cut: [values[0], of_cut]
     return dataclasses.replace(
         lazy,
         # e.g. [L, D/N, F] -> [1, D/N, F], and [L, D, F] -> [1, D, F]
         shard=fn(lazy.shard, of_shard),
         unsharded=None if lazy.unsharded is None else fn(lazy.unsharded, lambda values, of_cut: values),
-        cut=lazy.cut.for_shape(shape, dims),
+        cut=lazy.cut.for_shape(_compat.type_of(eqn.outvars[0]).shape, dims),
     )
 
 
