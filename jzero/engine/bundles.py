@@ -28,7 +28,7 @@ Recipe: TypeAlias = "int | tuple[Operation, tuple[Recipe, ...]]"
 Recipes: TypeAlias = tuple[Recipe, ...]
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["template"])
 @dataclasses.dataclass(frozen=True)
 class Bundle:
     """Values, as distinct leaves and a template.
@@ -40,15 +40,6 @@ class Bundle:
 
     leaves: tuple[Value, ...]
     template: Recipes
-
-    def tree_flatten(self) -> tuple[tuple[Value, ...], Recipes]:
-        """Splits into leaves and static template."""
-        return self.leaves, self.template
-
-    @classmethod
-    def tree_unflatten(cls, template: Recipes, leaves: Sequence[Value]) -> Bundle:
-        """Joins what `tree_flatten` split."""
-        return cls(tuple(leaves), template)
 
     @classmethod
     def of(cls, values: Iterable[Value]) -> Bundle:

@@ -15,9 +15,10 @@ shard itself (`shard_rules`), or it is repeated at each use (`Deferred`). So in
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,11 @@ ParamKey: TypeAlias = tuple[int, Cut]
 """The identity of a shard, and the part of the parameter that it is of."""
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["shard", "unsharded"],
+    meta_fields=["cut", "comm", "wire_dtype", "dtype", "row_of", "path", "on_disk", "stays"],
+)
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
     """A parameter that is gathered where it is used.
@@ -87,16 +92,6 @@ class ShardedParam:
     path: str = ""
     on_disk: DType | None = None
     stays: bool = False
-
-    def tree_flatten(self) -> tuple[tuple[jax.Array, jax.Array | None], tuple[Any, ...]]:
-        """Splits into arrays and static layout."""
-        layout = (self.cut, self.comm, self.wire_dtype, self.dtype, self.row_of, self.path, self.on_disk, self.stays)
-        return (self.shard, self.unsharded), layout
-
-    @classmethod
-    def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, ...]) -> ShardedParam:
-        """Joins what `tree_flatten` split."""
-        return cls(*children, *aux)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -163,7 +158,7 @@ class Operation(NamedTuple):
         return hash(self.key)
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["inputs"], meta_fields=["operation"])
 @dataclasses.dataclass(frozen=True)
 class Deferred:
     """A cheap operation on lazy values alone, repeated at each use.
@@ -175,15 +170,6 @@ class Deferred:
 
     inputs: tuple[Operand, ...]
     operation: Operation
-
-    def tree_flatten(self) -> tuple[tuple[Operand, ...], Operation]:
-        """Splits into inputs and static operation."""
-        return self.inputs, self.operation
-
-    @classmethod
-    def tree_unflatten(cls, operation: Operation, inputs: Sequence[Operand]) -> Deferred:
-        """Joins what `tree_flatten` split."""
-        return cls(tuple(inputs), operation)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -276,10 +276,10 @@ def _restore_stacked(row: Value, index: int) -> Callable[[list[jax.Array]], Leaf
     """Returns a function that makes a result from the stacked arrays, or shards, of the turns."""
     if not isinstance(row, ShardedParam):
         return lambda ys: ys[index]
-    _, layout = dataclasses.replace(row, row_of=None).tree_flatten()  # layout alone: no tracer may leave the turn
+    layout = jax.tree.structure(dataclasses.replace(row, row_of=None, unsharded=None))  # no tracer may leave the turn
 
     def restore(ys: list[jax.Array]) -> ShardedParam:
-        stack = ShardedParam.tree_unflatten(layout, (ys[index], None))
+        stack: ShardedParam = layout.unflatten([ys[index]])
         return dataclasses.replace(stack, cut=stack.cut.add_leading(len(ys[index])))  # [L, D/N, F]
 
     return restore
