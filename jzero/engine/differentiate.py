@@ -35,6 +35,7 @@ from jzero.config.precision import widen
 from jzero.engine.outputs import Weighted
 from jzero.engine.recompute import AxisEnv
 from jzero.engine.trace import TracedLoss
+from jzero.jaxpr.equations import equations_of
 from jzero.jaxpr.interpret import evaluate
 from jzero.layout.sums import Sums
 
@@ -150,13 +151,10 @@ def _captures(loss: AnyJaxpr, value: jax.Array, line: str) -> ValueError:
 
 def _custom_derivatives(jaxpr: AnyJaxpr) -> Iterator[tuple[str, str]]:
     """Yields the functions with derivative rules of their own, such as `custom_vjp masked`, and the line of a call."""
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-        inner = list(_compat.contained_jaxprs(eqn))
+    for eqn in equations_of(jaxpr):
         if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-            name = f"{eqn.primitive.name.removesuffix('_call')} {inner[0].debug_info.func_name}"
-            yield name, _compat.line_of(eqn)
-        for called in inner:
-            yield from _custom_derivatives(called)
+            function = next(_compat.contained_jaxprs(eqn)).debug_info.func_name
+            yield f"{eqn.primitive.name.removesuffix('_call')} {function}", _compat.line_of(eqn)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jzero import _compat
 from jzero._compat import Atom
 from jzero.engine.gradient_exits import Reduction
+from jzero.jaxpr.equations import equations_in
 
 RELABELS = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "sharding_constraint", "transpose"])
 
@@ -56,7 +57,7 @@ class Makers:
 
     @functools.cached_property
     def _loops(self) -> list[int]:
-        return [i for i, eqn in enumerate(self.eqns) if _has_loop(eqn)]
+        return [i for i, eqn in enumerate(self.eqns) if any(x.primitive.name == "scan" for x in equations_in(eqn))]
 
     def is_loop_between(self, x: Atom, y: Atom) -> bool:
         """Whether a loop stands between the equations that made two gradients, or makes the second."""
@@ -72,10 +73,3 @@ class Makers:
             relabels = eqn.primitive.name in RELABELS or eqn.primitive.name == "add_any"
             self._first[atom] = min(map(self._find_first_maker, eqn.invars)) if relabels else self._makers[atom]
         return self._first[atom]
-
-
-def _has_loop(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scan, or contains one."""
-    if eqn.primitive.name == "scan":
-        return True
-    return any(_has_loop(inner) for jaxpr in _compat.contained_jaxprs(eqn) for inner in jaxpr.eqns)

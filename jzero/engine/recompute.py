@@ -40,6 +40,7 @@ from jax.sharding import NamedSharding
 from jzero import _compat
 from jzero._compat import AnyJaxpr
 from jzero.config.keep import Keep
+from jzero.jaxpr.equations import equations_in
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import Piece, evaluate, propagate
 from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
@@ -97,9 +98,7 @@ def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str]
 
 def recomputes(eqn: JaxprEqn) -> bool:
     """Whether an equation, or anything in it, is recomputed in the backward pass."""
-    return eqn.primitive.name in REMAT or any(
-        recomputes(inner) for jaxpr in _compat.contained_jaxprs(eqn) for inner in jaxpr.eqns
-    )
+    return any(x.primitive.name in REMAT for x in equations_in(eqn))
 
 
 def recompute(jaxpr: AnyJaxpr, remat: Remat, axis_env: AxisEnv) -> ClosedJaxpr:

@@ -42,6 +42,7 @@ from jzero.engine.gradient_rules import GRADIENT_RULES
 from jzero.engine.makers import Makers
 from jzero.engine.placed import named_p, reduce_p, unreduced_p
 from jzero.jaxpr.edit import Editor, params_of_call
+from jzero.jaxpr.equations import equations_of
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.primitives import CALLS, RUNS, called_jaxpr
 
@@ -225,10 +226,5 @@ def _adds_shards(eqn: JaxprEqn, place: int, index: int, how: Reduction) -> bool:
     if any(v is body.invars[place] for v in read) or not any(v is tried.invars[place] for v in read):
         return False
     # Turns that each reduce all of it would send more than one reduction after the loop.
-    return int(eqn.params["length"]) * _count_reduced(tried) <= math.prod(how.cut.shape)
-
-
-def _count_reduced(jaxpr: Jaxpr) -> int:
-    """Returns the number of elements that a program reduces."""
-    own = sum(math.prod(eqn.params["cut"].shape) for eqn in jaxpr.eqns if eqn.primitive is reduce_p)
-    return own + sum(_count_reduced(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))
+    num_reduced = sum(math.prod(x.params["cut"].shape) for x in equations_of(tried) if x.primitive is reduce_p)
+    return int(eqn.params["length"]) * num_reduced <= math.prod(how.cut.shape)

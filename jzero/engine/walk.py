@@ -44,9 +44,9 @@ from jzero.engine.meshes import MeshFacts, names_mesh
 from jzero.engine.order import Order
 from jzero.engine.shard_rules import apply_on_shard
 from jzero.jaxpr.edit import params_retraced
+from jzero.jaxpr.equations import reads_of
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import evaluate
-from jzero.jaxpr.uses import reads_of
 
 _TRACED_ANEW = frozenset(["composite", "cond", "custom_linear_solve", "custom_vmap_call", "reduce", "while"])
 

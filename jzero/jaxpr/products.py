@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
+from jzero.jaxpr.equations import equations_in, equations_of
 from jzero.jaxpr.primitives import Trait, primitives_with
 
 FACTORIZATIONS = frozenset(
@@ -20,23 +21,19 @@ FACTORIZATIONS = frozenset(
 
 def mixes(eqn: JaxprEqn) -> bool:
     """Whether an equation needs whole operands."""
-    if eqn.primitive.name in primitives_with(Trait.MIXING):
-        # An inner product communicates one scalar, and empty operands nothing.
-        return _compat.type_of(eqn.outvars[0]).shape != () and all(
-            math.prod(_compat.type_of(v).shape) for v in eqn.invars
-        )
-    return any(mixes(x) for jaxpr in _compat.contained_jaxprs(eqn) for x in jaxpr.eqns)
+    # An inner product communicates one scalar, and empty operands nothing.
+    return any(
+        x.primitive.name in primitives_with(Trait.MIXING)
+        and _compat.type_of(x.outvars[0]).shape != ()
+        and all(math.prod(_compat.type_of(v).shape) for v in x.invars)
+        for x in equations_in(eqn)
+    )
 
 
 def factorizes(jaxpr: AnyJaxpr, *, stacks: bool = False) -> bool:
-    """Whether a program has factorizations; with `stacks`, whether one of them has several matrices at once."""
-
-    def does(eqn: JaxprEqn) -> bool:
-        if eqn.primitive.name in FACTORIZATIONS:
-            return not stacks or any(math.prod(_compat.type_of(v).shape[:-2]) > 1 for v in eqn.invars)
-        return any(factorizes(x, stacks=stacks) for x in _compat.contained_jaxprs(eqn))
-
-    return any(map(does, _compat.open_jaxpr(jaxpr)[0].eqns))
+    """Whether a program has factorizations; with `stacks`, whether one takes several matrices at once."""
+    eqns = [eqn for eqn in equations_of(jaxpr) if eqn.primitive.name in FACTORIZATIONS]
+    return any(not stacks or any(math.prod(_compat.type_of(v).shape[:-2]) > 1 for v in x.invars) for x in eqns)
 
 
 def cost_of(jaxpr: AnyJaxpr) -> float:

@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jzero import _compat
 from jzero._compat import AnyJaxpr, Atom, Scopes
 from jzero._types import Params
+from jzero.jaxpr.equations import equations_in
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import Program, open_program
 
@@ -30,12 +31,7 @@ FEWEST = 16
 
 def is_worth_a_call(jaxpr: AnyJaxpr | Program[JaxprEqn]) -> bool:
     """Whether a piece of a program is long enough to become a call, instead of being traced wherever it occurs."""
-    return _num_equations(open_program(jaxpr)[0]) >= FEWEST
-
-
-def _num_equations(jaxpr: AnyJaxpr | Program[JaxprEqn]) -> int:
-    inner = (_num_equations(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))
-    return len(jaxpr.eqns) + sum(inner)
+    return sum(1 for eqn in open_program(jaxpr)[0].eqns for _ in equations_in(eqn)) >= FEWEST
 
 
 class CanonicalJaxpr(NamedTuple):

@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant(
         "turns_always_add_shards",
         "engine/reduce_early.py",
-        'return int(eqn.params["length"]) * _count_reduced(tried) <= math.prod(how.cut.shape)',
+        'return int(eqn.params["length"]) * num_reduced <= math.prod(how.cut.shape)',
         "return True",
         "test_reductions.py::test_each_gradient_is_reduced_once",
         "constant_of_a_loop",

@@ -1,4 +1,4 @@
-"""How a program reads one of its inputs."""
+"""Searches programs for equations: all of them, however deep, or those that read one input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from collections.abc import Iterator
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
+
+
+def equations_of(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
+    """Yields all equations of a jaxpr, and those of the jaxprs that they contain."""
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        yield from equations_in(eqn)
+
+
+def equations_in(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Yields an equation, and all equations of the jaxprs that it contains."""
+    yield eqn
+    for jaxpr in _compat.contained_jaxprs(eqn):
+        yield from equations_of(jaxpr)
 
 
 def reads_of(jaxpr: Jaxpr, var: Var) -> Iterator[JaxprEqn]:
