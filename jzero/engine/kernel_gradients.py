@@ -70,18 +70,12 @@ def without_transposes(jaxpr: J, cache: Cache | None = None) -> J:
 
 def _with_bodies(eqn: JaxprEqn, cache: Cache) -> JaxprEqn:
     """Returns a loop, call or recomputed block whose body has no such transposes."""
-    name = eqn.primitive.name
-    if name != "scan" and name not in CALLS and name not in REMAT:
+    if eqn.primitive.name not in CALLS | REMAT | {"scan"}:
         return eqn
-    body = eqn.params["jaxpr"] if name == "scan" else called_jaxpr(eqn)
+    body = called_jaxpr(eqn)
     if body not in cache:
         cache[body] = without_transposes(body, cache)
-    new = cache[body]
-    if new is body:
-        return eqn
-    if name == "scan":
-        return eqn.replace(params={**eqn.params, "jaxpr": new})
-    return eqn.replace(params=params_of_call(eqn, new, [False] * len(eqn.outvars)))
+    return eqn if cache[body] is body else eqn.replace(params=params_of_call(eqn, cache[body]))
 
 
 def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:

@@ -100,7 +100,7 @@ class _Waits(Editor):
         jaxpr = called_jaxpr(eqn)
         if jaxpr not in self.cache:
             self.cache[jaxpr] = wait_for_gradients(jaxpr, self.cache)
-        return eqn.replace(params=params_of_call(eqn, self.cache[jaxpr], [False] * len(eqn.outvars)))
+        return eqn.replace(params=params_of_call(eqn, self.cache[jaxpr]))
 
 
 def _carried(eqn: JaxprEqn) -> list[Atom]:

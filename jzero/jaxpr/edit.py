@@ -71,21 +71,20 @@ def is_recomputed(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in REMAT and bool(eqn.params["differentiated"])
 
 
-def params_of_call(eqn: JaxprEqn, jaxpr: AnyJaxpr, is_changed: Sequence[bool]) -> Params:
-    """Returns the parameters of a call, or of a recomputed block, that runs another jaxpr.
+def params_of_call(eqn: JaxprEqn, jaxpr: AnyJaxpr, is_changed: Sequence[bool] = ()) -> Params:
+    """Returns the parameters of a call, recomputed block or loop that runs another jaxpr.
 
     Args:
       eqn: The equation.
       jaxpr: What it runs.
-      is_changed: For each result, whether it has another shape, for which its sharding does not hold.
+      is_changed: If results have another shape, for which a call's sharding does not hold: for each, whether it does.
     """
     name = next(name for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
     params = {**eqn.params, name: jaxpr}
-    if "out_shardings" in params:
-        pairs = zip(params["out_shardings"], is_changed, strict=True)
-        params["out_shardings"] = tuple(_compat.UNSPECIFIED if changed else x for x, changed in pairs)
-        pairs = zip(params["out_layouts"], is_changed, strict=True)
-        params["out_layouts"] = tuple(None if changed else x for x, changed in pairs)
+    if is_changed and "out_shardings" in params:
+        for key, default in (("out_shardings", _compat.UNSPECIFIED), ("out_layouts", None)):
+            pairs = zip(params[key], is_changed, strict=True)
+            params[key] = tuple(default if changed else x for x, changed in pairs)
     return params
 
 

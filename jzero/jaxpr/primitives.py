@@ -98,7 +98,7 @@ def primitives_with(traits: Trait) -> frozenset[str]:
 
 
 def called_jaxpr(eqn: JaxprEqn) -> AnyJaxpr:
-    """Returns the jaxpr, closed or open, that an equation with the trait `CALL`, `CUSTOM` or `REMAT` runs."""
+    """Returns the jaxpr, closed or open, that a call, a recomputed block or a scan runs."""
     return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
 
 
