@@ -138,15 +138,8 @@ unreduced_p = _primitive("zero_unreduced", _same, lambda x, **_: x)
 named_p = _primitive("zero_named", _same, lambda x, **_: x)
 wait_p = _primitive("zero_wait", _wait, lambda *xs, **_: list(xs), several=True)
 
-PLACED: dict[Primitive, Callable[..., PyTree]] = {
-    gather_p: _gather,
-    read_p: _read,
-    reduce_p: _reduce,
-    unreduced_p: _same,
-    named_p: _same,
-    wait_p: _wait,
-}
-"""What each of them computes."""
+PLACED = frozenset([gather_p, read_p, reduce_p, unreduced_p, named_p, wait_p])
+"""The primitives of a placed program."""
 
 
 def hops_of(eqn: JaxprEqn) -> tuple[Hop, ...]:
@@ -162,7 +155,7 @@ def hops_of(eqn: JaxprEqn) -> tuple[Hop, ...]:
 
 def operations_of(eqn: JaxprEqn) -> Jaxpr:
     """Returns the operations that an equation of a placed program stands for."""
-    fn = functools.partial(PLACED[eqn.primitive], **eqn.params)
+    fn = functools.partial(eqn.primitive.impl, **eqn.params)
     with _compat.where_traced(eqn):
         mesh = jax.sharding.get_abstract_mesh()
         axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
