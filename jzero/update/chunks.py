@@ -96,7 +96,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
         return [part.without_padding(y, 0) for y in x.fn(here, part.positions, numbers)]
 
     def in_chunks(arrays: list[jax.Array], numbers: list[jax.Array]) -> list[jax.Array]:
-        shape, first = arrays[0].shape, first_index(plan, x.leaf, arrays[0].shape)
+        shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
         written = [arrays[t] for t in held]
         pieces = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
         views = [y.reshape(pieces.view) for y in arrays]
@@ -123,7 +123,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
             rising = [y for y, s in zip(outs, stays, strict=True) if not s]
             return [y.astype(arrays[t].dtype) for y, t in zip(staying, on_host, strict=True)], rising
 
-        there, here = map(iter, _on_cpu(plan, fn, (first_index(plan, x.leaf, shape), arrays, numbers)))
+        there, here = map(iter, _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, numbers)))
         return [next(there) if s else next(here) for s in stays]
 
     spec = x.leaf.device_sharding.spec
@@ -145,7 +145,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
         return number_of_part(part, x.fn(here, part.positions, numbers), how, dtype)
 
     def in_chunks(arrays: list[jax.Array], numbers: list[jax.Array]) -> jax.Array:
-        shape, first = arrays[0].shape, first_index(plan, x.leaf, arrays[0].shape)
+        shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
         pieces = _split(plan, arrays)
         views = [y.reshape(pieces.view) for y in arrays]
 
@@ -162,7 +162,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
         def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[tuple[()], jax.Array]:
             return (), compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
 
-        return _on_cpu(plan, fn, (first_index(plan, x.leaf, shape), arrays, numbers))[1][None]
+        return _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, numbers))[1][None]
 
     names = tuple(jax.tree.leaves(tuple(x.leaf.device_sharding.spec)))
     local = on_cpu if plan.config.offload.compute == "host" else in_chunks
@@ -190,7 +190,7 @@ def _split(plan: ZeroPlan, arrays: Sequence[jax.Array]) -> Pieces:
     return split(arrays[0].shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled)
 
 
-def first_index(plan: ZeroPlan, leaf: StateLeaf, shape: tuple[int, ...]) -> list[jax.Array]:
+def first_index(leaf: StateLeaf, shape: tuple[int, ...]) -> list[jax.Array]:
     """Returns the index of the first element of this device's part along each dimension, inside of a `shard_map`."""
     spec = leaf.device_sharding.spec
     names = [tuple(jax.tree.leaves(x)) for x in (*spec, *[None] * (len(shape) - len(spec)))]

@@ -20,12 +20,12 @@ from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Part, first_index
 from jzero.update.fields import Input, Stored, grad_field, param_field
-from jzero.update.find_visits import targets_of, visit_of
+from jzero.update.find_visits import result_visit
 from jzero.update.run import Run, Targets
 from jzero.update.whole import Before
 
 
-def _specs(plan: ZeroPlan, leaf: StateLeaf) -> tuple[PartitionSpec, PartitionSpec]:
+def _specs(leaf: StateLeaf) -> tuple[PartitionSpec, PartitionSpec]:
     """Returns the specs of arrays laid out like a leaf, and of one entry per chosen column of each part."""
     spec = leaf.device_sharding.spec
     names = tuple(jax.tree.leaves(tuple(spec)))
@@ -53,16 +53,15 @@ class Columns:
     def update(self, run: Run, i: int, inputs: Before[Input], targets: Targets) -> dict[int, Stored]:
         """Returns the results of a parameter, by their numbers among all: its state stays in the records."""
         plan, leaf, param = self.plan, self.plan.leaves[i].grad, param_field(inputs, i)
-        outs = run.split.jaxpr.outvars
-        visit, operands = visit_of(run, i, [outs[k] for k in targets], targets_of(run, i, targets))
+        visit, operands = result_visit(run, i, targets)
         arrays = {"grads": [grad_field(inputs, i).stored], "params": [param.stored], "near": operands.near}
         parts = [arrays[x.kind][x.number] for x in visit.sources if x.kind in arrays]
-        dim, spec_pair = leaf.column_dim, _specs(plan, leaf)
+        dim, spec_pair = leaf.column_dim, _specs(leaf)
 
         def local(
             fields: list[jax.Array], chosen: jax.Array, parts: list[jax.Array], numbers: list[jax.Array], old: jax.Array
         ) -> tuple[list[jax.Array], jax.Array]:
-            first = first_index(plan, leaf, old.shape)
+            first = first_index(leaf, old.shape)
             taken = iter([jnp.take(x, chosen, dim) for x in parts])
             shape = fields[0].shape
 
@@ -102,7 +101,7 @@ def choose_columns(plan: ZeroPlan, grads: Mapping[int, jax.Array]) -> dict[int, 
 
     def of(i: int, grad: jax.Array) -> jax.Array:
         leaf = plan.leaves[i].grad
-        dim, count, (like, entries) = leaf.column_dim, plan.num_chosen(leaf), _specs(plan, leaf)
+        dim, count, (like, entries) = leaf.column_dim, plan.num_chosen(leaf), _specs(leaf)
 
         def local(part: jax.Array) -> jax.Array:
             others = [d for d in range(part.ndim) if d != dim]
@@ -130,7 +129,7 @@ def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, new: jax.Array, 
     grad = leaf.grad
     stored = leaf.param.relayout(old, grad)
     if chosen is not None:
-        like, entries = _specs(plan, grad)
+        like, entries = _specs(grad)
         dim = grad.column_dim
 
         def local(new: jax.Array, stored: jax.Array, chosen: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -15,6 +15,9 @@ from jzero._types import PyTree
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.trainable import MaskedTransformation
 
+Transformation: TypeAlias = optax.GradientTransformation | MaskedTransformation
+"""The user's optimizer."""
+
 DIFFERENT = (
     "The optimizer (`tx`) of a sharded state takes gradients of the structure and shapes of the parameters. One whose "
     "gradients differ from them, such as `optax.lookahead`, cannot train it: keep the second copy of the parameters in "
@@ -22,7 +25,7 @@ DIFFERENT = (
 )
 
 
-def extra_args(tx: Any, value: jax.Array | None, grads: PyTree) -> dict[str, PyTree]:
+def extra_args(tx: Transformation, value: jax.Array | None, grads: PyTree) -> dict[str, PyTree]:
     """Returns the extra arguments that a train step hands to an optimizer; none if that takes none.
 
     Args:

@@ -17,6 +17,7 @@ from jzero import _compat
 from jzero._compat import Atom
 from jzero._types import DType
 from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.products import mixes
 from jzero.layout.on_disk import OnDisk
 from jzero.update.fields import Stored, far_params, owners_of_inputs, placed_fields
@@ -60,16 +61,11 @@ def find_visits(update: WholeUpdate, stored: Before[Stored], sums: Mapping[int, 
     _check_elementwise(run)
     has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
     run.evaluate(owners_of_inputs(plan, inputs) if has_matrices and plan.num_shards > 1 else None)
-    outs, numbers = run.split.jaxpr.outvars, numbers_of(out)
-    targets_of_param = {i: run.targets(i, inputs, numbers) for i in plan.disk_fields}
-    if run.pending:
-        visits = _sum_visits(run)
-    else:
-        visits = [
-            visit_of(run, i, [outs[k] for k in x], targets_of(run, i, x)) for i, x in targets_of_param.items() if x
-        ]
-    from_records = {k for targets in targets_of_param.values() for k in targets}
-    needs = _needs_grads(run, [v for k, v in enumerate(outs) if k not in from_records])
+    numbers = numbers_of(out)
+    targets = {i: run.targets(i, inputs, numbers) for i in plan.disk_fields}
+    visits = _sum_visits(run) if run.pending else [result_visit(run, i, x) for i, x in targets.items() if x]
+    from_records = set().union(*targets.values())
+    needs = _needs_grads(run, [v for k, v in enumerate(run.split.jaxpr.outvars) if k not in from_records])
     return NextPass([x for x, _ in visits], [x for _, x in visits], run.sums, needs)
 
 
@@ -97,24 +93,19 @@ def _check_elementwise(run: Run) -> None:
 
 def _needs_grads(run: Run, outputs: Sequence[Atom]) -> bool:
     """Whether results need gradients of parameters in records, other than by numbers over them."""
-    waiting, visited = [v for v in outputs if not _compat.is_literal(v)], set[Var]()
-    while waiting:
-        v = waiting.pop()
-        field, i = run.fields.get(v), run.split.producers.get(v)
-        if field is not None and field.before_name == "grads":
-            return True
-        if v not in visited and i is not None and i not in run.record_sums:
-            waiting += [x for x in run.split.jaxpr.eqns[i].invars if not _compat.is_literal(x)]
-        visited.add(v)
-    return False
+    jaxpr = run.split.jaxpr
+    sums = {v for i in run.record_sums for v in jaxpr.eqns[i].outvars}
+    needed = find_needed(jaxpr, outputs, side_effects=False, available=sums).variables
+    return any(v in needed and field.before_name == "grads" for v, field in run.fields.items())
 
 
-def targets_of(run: Run, i: int, targets: Targets) -> list[int | DType | SumTarget]:
-    """Returns the targets of a visit: fields on disk by number, and dtypes."""
+def result_visit(run: Run, i: int, targets: Targets) -> tuple[Visit, VisitOperands]:
+    """Returns the visit that computes the results of a parameter, and its operands."""
     place = {leaf.path: k for k, leaf in enumerate(run.plan.disk_fields[i])}
-    return [
+    results: list[int | DType | SumTarget] = [
         place[x.path] if isinstance(x, OnDisk) else x.dtype if isinstance(x, jax.Array) else x for x in targets.values()
     ]
+    return visit_of(run, i, [run.split.jaxpr.outvars[k] for k in targets], results)
 
 
 def _sum_visits(run: Run) -> list[tuple[Visit, VisitOperands]]:

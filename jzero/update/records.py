@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -127,9 +127,12 @@ class RecordRun:
     def _prepare(self, visit: Visit, operands: VisitOperands, step_arrays: StepArrays) -> None:
         """Splits the operands of a visit over the devices that have a part of its parameter."""
         i, leaf = visit.param, self.plan.leaves[visit.param]
-        arrays: dict[str, list[Any]] = {"near": operands.near}
-        arrays |= {"grads": [step_arrays.grads.get(i)], "params": [step_arrays.params.get(i)]}
-        near = [_by_device(arrays[x.kind][x.number]) for x in visit.sources if x.kind in arrays]
+        read: dict[str, Callable[[int], jax.Array | PartsOnHost]] = {
+            "near": operands.near.__getitem__,
+            "grads": lambda _: step_arrays.grads[i],
+            "params": lambda _: step_arrays.params[i],
+        }
+        near = [_by_device(read[x.kind](x.number)) for x in visit.sources if x.kind in read]
         counts = [_by_device(operands.numbers[x.number]) for x in visit.sources if x.kind == "number"]
         dtypes = [x for x in visit.targets if not isinstance(x, int | SumTarget)]
         shape = leaf.grad.part_shape

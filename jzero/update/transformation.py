@@ -13,8 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +30,7 @@ from jzero.plan.opt_state import ZeroOptState, with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
 from jzero.update.columns import with_others
-from jzero.update.extra_args import check_grads, check_params_stored
+from jzero.update.extra_args import Transformation, check_grads, check_params_stored
 from jzero.update.fields import Stored
 from jzero.update.find_visits import NextPass, find_visits
 from jzero.update.run import run_update
@@ -58,7 +56,7 @@ class ZeroTransformation:
       value: If the state has its own `apply_gradients`: the loss of the train step, for optimizers that ask for it.
     """
 
-    inner: Any
+    inner: Transformation
     plan: ZeroPlan
     applied: jax.Array | None = dataclasses.field(default=None, compare=False, repr=False)
     value: jax.Array | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -69,7 +67,7 @@ class ZeroTransformation:
         return _init(self, params)
 
     def update(
-        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Applies the inner transformation.
 
@@ -161,7 +159,7 @@ class ZeroTransformation:
         """Returns the update of a step, and its inputs."""
         plan, own = self.plan, _to_own_state(self.plan, state)
         trained = frozenset(i for i, leaf in enumerate(plan.leaves) if leaf.trained)
-        before = _before(plan, own, grads, plan.flat_params(params), applied=applied, value=value)
+        before = _before(plan, own, grads, plan.flat_params(params), applied, value)
         return WholeUpdate(plan, self.inner, trained), before
 
     def with_late_results(
@@ -241,7 +239,7 @@ def _update(
         rounded = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.dtype != x.update_dtype}
         new_params = frozenset[int]() if params is None else frozenset(rounded)
         extra = {name: _natural(plan, x) for name, x in arrays.items()}
-        before = _before(plan, own, [Grad(x) for x in grads], stored, applied=applied, value=tx.value, extra=extra)
+        before = _before(plan, own, [Grad(x) for x in grads], stored, applied, tx.value, extra)
         after = run_update(WholeUpdate(plan, tx.inner, new_params, functions), before)
         results, new = _results(plan, own, after, applied)
         if overflowed is not None:
@@ -255,14 +253,18 @@ _update_jit = jax.jit(_update, static_argnums=(0, 5))
 
 
 def _before(
-    plan: ZeroPlan, own: ZeroOptState, grads: Sequence[Grad[Stored]], params: list[jax.Array | None], **of_step: Any
+    plan: ZeroPlan,
+    own: ZeroOptState,
+    grads: Sequence[Grad[Stored]],
+    params: list[jax.Array | None],
+    *of_step: PyTree,
 ) -> Before[Stored]:
-    """Returns the inputs of an update."""
+    """Returns the inputs of an update; `of_step` are `applied`, `value` and `extra` of a `Before`."""
     nothing = [None] * len(plan.leaves)
     trained = [g if leaf.trained else None for g, leaf in zip(grads, plan.leaves, strict=True)]
     masters = nothing if own.masters is None else plan.flat_params(own.masters)
     inner = plan.inner_treedef.flatten_up_to(own.inner)
-    return Before(trained, params, masters, inner, nothing, own.num_updates, **of_step)
+    return Before(trained, params, masters, inner, nothing, own.num_updates, *of_step)
 
 
 def _results(

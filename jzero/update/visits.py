@@ -7,12 +7,15 @@ An update whose state is on disk cannot be one program. `run.find_visits` tells 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
 from jzero._types import DType
 from jzero.update.split import Kernel
+
+if TYPE_CHECKING:
+    from jzero.update.columns import Columns
 
 
 class FromDisk(NamedTuple):
@@ -26,7 +29,7 @@ class FromDisk(NamedTuple):
 
     sums: Mapping[int, jax.Array]
     results: Mapping[int, jax.Array]
-    columns: Any = None
+    columns: Columns | None = None
 
 
 NO_DISK = FromDisk({}, {})

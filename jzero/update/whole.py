@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jzero.layout.casts import apply_edits, positions_of, round_stochastically, 
 from jzero.layout.leaves import LeafPlan
 from jzero.layout.placement import make_strongly_typed
 from jzero.plan.plan import ZeroPlan
-from jzero.update.extra_args import extra_args, said_clearly
+from jzero.update.extra_args import Transformation, extra_args, said_clearly
 
 NOTHING = np.float32(-0.0)
 """What changes no bit when it is added."""
@@ -110,7 +110,7 @@ class WholeUpdate:
     """
 
     plan: ZeroPlan
-    tx: Any
+    tx: Transformation
     new_params: frozenset[int]
     functions: Functions = ()
 
