@@ -97,7 +97,7 @@ def test_terminals_get_lines_that_fit():
         ("ZeroPlan", ["bytes per device", "params", "grads", "opt_state", "total"]),
         ("Fit", ["stage"]),
         ("EquivalenceReport", ["leaf", "absolute", "relative", "drift"]),
-        ("DeepSpeedReport", ["honoured", "value", "what becomes of it"]),
+        ("DeepSpeedReport", ["honoured", "value", "note"]),
     ],
 )
 def test_tables_of_reports_are_tables(reports, name, header):

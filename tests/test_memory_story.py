@@ -61,7 +61,7 @@ def test_a_ledger_of_states_that_are_more_than_the_peak():
     """Stage 1 adds up whole gradients only if there are several micro-batches; the plan counts them."""
     step = str(Ledger(STATES, 11 * GIB)).splitlines()[1]
     assert "estimated  -1.00 GiB" in step
-    assert "never all there at once" in step
+    assert "never exist at once" in step
 
 
 def test_a_small_ledger_has_small_units():

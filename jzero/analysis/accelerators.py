@@ -41,14 +41,14 @@ class GpuFacts:
       compute_capability: Major and minor.
       num_sms: Multiprocessors in use.
       clock_hz: The highest clock of the multiprocessors.
-      hbm_bytes: Memory as CUDA reports it, which is less than the name says.
+      hbm_bytes: Memory as CUDA reports it, which is less than the name suggests.
       hbm_bytes_per_s: Bandwidth of that memory.
       l2_bytes: The L2 cache.
-      flops: Operations per second by HLO's name of the element type; `tf32` is what jax multiplies fp32 with.
+      flops: Operations per second by HLO's name of the element type; jax multiplies fp32 as `tf32`.
       num_nvlinks: NVLink links; 0 if GPUs talk over PCIe.
-      intra_link_bytes_per_s: What it can send to GPUs of its host, in one direction, over all links together.
-      inter_link_bytes_per_s: What it can send to other hosts, in one direction: an assumption about the network.
-      host_link_bytes_per_s: What it can send to its host's memory, in each direction at once: its PCIe lanes.
+      intra_link_bytes_per_s: Bandwidth to the GPUs of its host, in one direction, over all links.
+      inter_link_bytes_per_s: Bandwidth to other hosts, in one direction: an assumption about the network.
+      host_link_bytes_per_s: Bandwidth to its host's memory, in each direction at once: its PCIe lanes.
     """
 
     name: str
@@ -174,7 +174,7 @@ GPUS: Mapping[str, GpuFacts] = {
         hbm_bytes=int(23.5 * GIB),  # sold as 24 GB
         hbm_bytes_per_s=1008e9,  # white paper "NVIDIA Ada GPU Architecture", and so the rates below
         l2_bytes=72 * MIB,
-        # With sums in fp32: half of what sums in fp16 take.
+        # With fp32 accumulation: half the rate of fp16 accumulation.
         flops={"bf16": 165.2e12, "f16": 165.2e12, "tf32": 82.6e12, "f32": 82.6e12, "f8e4m3fn": 330.3e12},
         num_nvlinks=0,
         intra_link_bytes_per_s=PCIE_4,
@@ -203,14 +203,14 @@ class TpuFacts:
     """The specifications of a TPU chip. Rates are the vendor's peaks.
 
     Attributes:
-      accelerator: The accelerator type that Google Cloud calls it by.
-      cores_per_chip: The cores per chip by which that type is counted.
-      hbm_bytes: What the compiler lets one program use; it keeps a part of the chip's memory for itself.
+      accelerator: Its accelerator type on Google Cloud.
+      cores_per_chip: The cores per chip; that type counts cores.
+      hbm_bytes: The memory that the compiler lets a program use; it reserves the rest.
       hbm_bytes_per_s: Bandwidth of that memory.
       flops: Operations per second by HLO's name of the element type.
       num_links: Links to its neighbours: two for each dimension of the torus.
-      link_bytes_per_s: What it can send over one of them.
-      chip_config: How libtpu is to see its cores, where that is not its default.
+      link_bytes_per_s: Bandwidth of one link, in one direction.
+      chip_config: libtpu's chip configuration, if not the default.
     """
 
     accelerator: str

@@ -64,7 +64,7 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
       topology: A machine such as `"h200:8"` or `"v5e:2x4"`, see `jzero.analysis.machines.machine`; by default this one.
       mesh: The mesh. By default that of the state; for another machine the ZeRO axis takes all devices that the other
         axes leave.
-      config: What to partition, and how, if it differs from the state's plan.
+      config: The configuration, if it differs from the state's plan.
       plan: The plan to verify against; by default that of the first state among the arguments.
       trainable: Which parameters are trained, as for `shard_train_state`, if the state does not say.
       compiler_options: As for `jax.jit(...).lower(...).compile`.
@@ -108,14 +108,14 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     host_state = arrays_on_host(used) if used is not None and isinstance(fn, TrainStep) else 0
     if used is not None and host_state and (platform == "cpu" or not used.names_host_memory):
         notes.append(
-            "The compiler for these devices does not tell host memory from theirs: what is on the host is taken from "
-            "the plan, and chunks on their way count as temporaries."
+            "The compiler for these devices does not distinguish host memory: host bytes are the plan's, and chunks in "
+            "transit count as temporaries."
         )
     calls = host_calls(facts.programs[0])
     if calls.total:
         notes.append(
-            f"Of {calls.total} calls of the host's CPU the schedule has other work beside {calls.covered}; their time "
-            "is not in the timeline."
+            f"The schedule overlaps {calls.covered} of {calls.total} calls of the host's CPU with other work; their "
+            "time is not in the timeline."
         )
     if _recomputes_by_default(fn, placed, keywords):
         notes.append(RECOMPUTED)
@@ -136,8 +136,8 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
         excess = facts.memory.arguments / estimated.arguments - 1
         if excess > TILES_WORTH_A_NOTE:
             notes.append(
-                f"State and batch take {100 * excess:.0f} % more than their elements do: the compiler stores some "
-                "shards in tiles that they do not fill."
+                f"State and batch take {100 * excess:.0f} % more than their elements: the compiler pads some shards to "
+                "whole tiles."
             )
     limit = usable_bytes(hardware)
     return dataclasses.replace(_report(facts, used, mesh, hardware, notes), estimated=estimated, limit=limit)
@@ -154,7 +154,7 @@ def _compiler(topology: str | None, compiler_options: Mapping[str, Any] | None) 
 
 
 def _facts(fn: Any, args: Sequence[Any], stages: Sequence[Stage], platform: str) -> Compiled:
-    """Returns what is compared with the plan, of all programs of a step together; records move nothing between devices.
+    """Returns the facts to compare with the plan, of all programs of a step; records move nothing between devices.
 
     Args:
       fn: The step, or a jitted function.
@@ -187,7 +187,7 @@ def _notes_on_stages(stages: Sequence[Stage]) -> list[str]:
     largest = max(stages, key=lambda x: x.peak)
     return [
         f"The step is {len(stages)} programs, since its update runs on records outside of programs. The peak is that "
-        f"of {largest.name}, with what the others leave on a device. The timeline is that of {stages[0].name} alone: "
+        f"of {largest.name}, including what the others leave on a device. The timeline covers {stages[0].name} alone: "
         "the time of the records depends on the disk and on the host (`jzero doctor --disk`)."
     ]
 
@@ -204,8 +204,8 @@ def _report(
         notes.append("A loop of unknown trip count counts as one pass.")
     if plan is not None and plan.params_on_disk:
         notes.append(
-            "Rows of parameters on disk count as if they were there at once: how long a program waits for them, only a "
-            "run tells. Without the devices, an operation of a row's size stands for its read."
+            "Rows of parameters on disk count as available at once: only a run shows how long a program waits for "
+            "them. Without the devices, an operation of a row's size replaces its read."
         )
     violations: list[str] = []
     if plan is not None:

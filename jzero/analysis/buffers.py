@@ -85,7 +85,7 @@ class Operation:
       inner: The body of a loop or branch.
       is_transfer: Whether it is a collective.
       gathers: Whether it is a collective that gathers whole arrays.
-      may_wait: Whether compilers postpone it: a product, a reduction over devices, or of what is not written.
+      may_wait: Whether compilers may postpone it: a product, or a reduction, over devices or of a fused value.
       num_bytes: What it reads and writes of the device's memory, without `inner`.
       product: Its arithmetic, if it is a product.
       reduces: Whether it computes few elements from many.
@@ -140,9 +140,9 @@ class TracedProgram:
       transfers: The collectives, including those of inner loops.
       flops: Operations of its products, including those of inner loops.
       outputs: The buffers that outlive it.
-      barriers: Those of its barriers that make arrays wait for others: each one's place among the operations.
+      barriers: The barriers that make arrays wait for others, each as its range of operations.
       result_bytes: What the device reads and writes to store results that no operation writes.
-      transposed: Inside a loop: the stacks that it gathers along another dimension than a layer's first.
+      transposed: Inside a loop: the stacks that it gathers along a dimension other than a layer's first.
       copies: Maps the buffers of such stacks to the buffers of their copies.
       regathered: The buffers of results that the program gathers, which replace donated arguments.
     """
@@ -166,14 +166,14 @@ class TracedProgram:
         return Value(bytes_of(aval) // parts, "", parts, buffer=len(self.buffers) - 1)
 
     def finish(self, outputs: Sequence[Value], *, num_carry: int | None = None) -> TracedProgram:
-        """Sets the values that outlive the program: of a loop, `num_carry` carried ones, then slices of stacks."""
+        """Sets the values that outlive the program; in a loop, `num_carry` carried ones, then slices of stacks."""
         self.outputs = self.reads(outputs)
         stacked = [] if num_carry is None else outputs[num_carry:]
         self.result_bytes = self.bytes_to_store(outputs) + sum(2 * x.num_bytes for x in stacked if self.is_written(x))
         return self
 
     def bytes_to_store(self, results: Iterable[Value]) -> int:
-        """Returns what is read and written to compute those results that have no buffer yet."""
+        """Returns the bytes read and written to compute the results that have no buffer yet."""
         fused = [x for x in results if not self.is_written(x)]
         return self.bytes_read(fused) + sum(x.num_bytes for x in fused)
 
@@ -195,7 +195,7 @@ class TracedProgram:
         return self._written.get(x, x).buffer is not None
 
     def bytes_read(self, values: Iterable[Value]) -> int:
-        """Returns how much of the buffers is read to compute values, each once; of what is sliced, the slices."""
+        """Returns the bytes of buffers that are read to compute values, each once; slices count alone."""
         sizes: dict[int, float] = {}
         bounds: dict[Value, float] = {}
         pending: list[tuple[Value, float]] = [(x, math.inf) for x in values]
@@ -212,7 +212,7 @@ class TracedProgram:
         return int(sum(sizes.values()))
 
     def write(self, x: Value, *, backward: bool, keep: bool = True) -> Value:
-        """Returns a value with a buffer; writes it unless it has one or was written before, for others only if kept."""
+        """Returns a value in a buffer, written if it has none yet; later readers share that buffer only if `keep`."""
         if x.buffer is not None or not x.num_bytes:
             return x
         if x not in self._written:
@@ -227,7 +227,7 @@ class TracedProgram:
         return self._written[x]
 
     def include(self, *bodies: TracedProgram, times: int = 1) -> None:
-        """Adds the flops and transfers of a body that runs `times` times; of branches, the most of any."""
+        """Adds the flops and transfers of a body that runs `times` times; of branches, the largest."""
         self.flops += times * max(body.flops for body in bodies)
         busiest = max(bodies, key=lambda body: sum(x.times * x.num_bytes for x in body.transfers))
         self.transfers += [dataclasses.replace(x, times=times * x.times) for x in busiest.transfers]

@@ -31,7 +31,7 @@ class Recomputation(NamedTuple):
     Attributes:
       remat: For `make_train_step`.
       name: For tables.
-      phrase: For sentences; empty if it need not be said.
+      phrase: For sentences; may be empty.
     """
 
     remat: Remat | None
@@ -43,7 +43,7 @@ RECOMPUTED = (
     Recomputation(False, "none", "nothing recomputed"),
     Recomputation("as_written", "", ""),
     Recomputation(None, "default", ""),
-    Recomputation("cheap", "cheap", "what is cheap recomputed"),
+    Recomputation("cheap", "cheap", "cheap activations recomputed"),
     Recomputation(True, "scans", "scans recomputed"),
 )
 """The options that have names, the least recomputation first."""
@@ -51,10 +51,10 @@ RECOMPUTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to train.
+    """A configuration to train with.
 
     Attributes:
-      config: What to partition, and how.
+      config: Its configuration.
       mesh_shape: The size of each mesh axis.
       accumulate_steps: For `make_train_step`.
       remat: For `make_train_step`.
@@ -62,8 +62,8 @@ class Candidate:
       compiled_peak: Its peak according to the compiler; `None` if it was not compiled, or was refused.
       compiled_seconds: The time of a step by the compiled schedule, without waits for a disk or the host; `None` if it
         was not compiled, or no rates are known.
-      refused: Whether the compiler refused it; that for TPUs refuses programs that do not fit.
-      lacks: What the host or its disk has too little of; empty if nothing, or if that is not known.
+      refused: Whether the compiler rejected it as out of memory, as the TPU compiler does.
+      lacks: The shortage of host memory or disk space, in words; empty if there is none, or if it is unknown.
       disk_seconds: How long a step waits for a disk.
       host_seconds: How long it waits for the link to the host; `None` if that link's rate is not known.
       verdict: Why it was chosen or passed over.
@@ -88,7 +88,7 @@ class Candidate:
         return self.memory.peak if self.compiled_peak is None else self.compiled_peak
 
     def ledger(self, limit: int) -> Ledger:
-        """Returns the account of its memory, given the most bytes on one device."""
+        """Returns the account of its memory, with the limit on one device."""
         memory = self.memory
         return Ledger(memory.states, memory.peak, self.compiled_peak, limit, memory.host, memory.disk)
 
@@ -238,7 +238,7 @@ class Fit(Report):
             time = "" if x.memory.seconds is None else f"; a step takes {_milliseconds(x.best_cost())} ms"
             return f"{self.machine}: {describe(x)} fits: {sizes}{time}"
         least = self.least
-        excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} there are"
+        excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} available"
         excess = least.lacks if least.lacks and least.peak <= self.limit else excess
         excess = "and the compiler rejects it: out of memory" if least.refused else excess
         need = f"{describe(least)} with {format_bytes(least.peak)} per device"

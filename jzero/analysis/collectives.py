@@ -69,7 +69,7 @@ class Collective:
 
     @property
     def full_size(self) -> int:
-        """Elements of the whole array that it gathers, scatters or sums, in one run."""
+        """Elements of the unsharded array that one run gathers, scatters or sums."""
         size = sum(x.size for x in self.results)
         return size * self.num_devices if self.kind == "reduce-scatter" else size
 

@@ -13,14 +13,14 @@ from jzero.analysis.search import Search, by_cost
 from jzero.layout.mesh import platform_of
 
 RIVALS = 3
-"""How many candidates that fit are compiled, as estimated times are not exact."""
+"""The fitting candidates to compile, since estimated times are inexact."""
 
 
 def confirm(search: Search, tried: Sequence[Candidate]) -> list[Candidate]:
     """Returns the candidates, by cost, with the best compiled.
 
-    What may fit is compiled in the order of cost, until `RIVALS` of them fit. Where no rates of the machine are known,
-    the first that fits is the best.
+    Compiles those that may fit, the cheapest first, until `RIVALS` fit; until one does if the machine's rates are
+    unknown.
     """
     tried = sorted(tried, key=by_cost)
     while True:
@@ -31,7 +31,7 @@ def confirm(search: Search, tried: Sequence[Candidate]) -> list[Candidate]:
                 continue
             if any(x.is_compiled and x.fits(search.limit) for x in tried):
                 return tried
-            # Nothing fits: is the least really too much?
+            # Nothing fits by the estimates: compile the smallest, to be sure.
             i = min(range(len(tried)), key=lambda i: (tried[i].refused, bool(tried[i].lacks), tried[i].peak))
             if tried[i].is_compiled:
                 return tried
@@ -57,7 +57,7 @@ def _next(tried: Sequence[Candidate], limit: int) -> int | None:
 def _with_figures(x: Candidate, of: Candidate) -> Candidate:
     """Returns a candidate with the compiler's figures of another, if it is the same program.
 
-    Of one micro-batch, stage 2 is stage 1.
+    With one micro-batch, stages 1 and 2 are the same program.
     """
     if (x.memory, x.remat) != (of.memory, of.remat):
         return x

@@ -7,10 +7,11 @@ What could stay between the passes is one ordered list, and the longest prefix t
 2. all other parameters, the last used first,
 3. blocks, the last first.
 
-Parameters come first: a block that is kept but gathers its parameters again has nothing to hide these gathers behind
-(a mixture of experts on 8 H200: 5 of 8 blocks so took longer than none). Among blocks hardly anything but their number
-matters. Rows of stacks take part only where a step is known to communicate for more than a quarter of the time that it
-computes: to keep them, loops write and read stacks. A plan, shapes and a limit decide, so all processes keep the same.
+Parameters come first: a block that is kept but gathers its parameters again has no computation to hide these gathers
+behind (for a mixture of experts on 8 H200s, keeping 5 of 8 blocks this way was slower than keeping none). Of blocks,
+little but the number matters. Rows of stacks are candidates only if a step is known to communicate for more than a
+quarter of the time that it computes, since loops must write and read stacks to keep them. Only the plan, shapes and the
+limit decide, so all processes keep the same.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep
 
 BUSY_LINKS = 0.25
-"""Communication in parts of computation above which rows of stacks stay whole."""
+"""The ratio of communication to computation above which rows of stacks may be kept."""
 MANY_USES = 2.5
-"""Gathers per step above which a parameter comes first; a loop that gathers ahead makes two a little more."""
+"""Gathers per step above which a parameter comes first; a loop that gathers ahead makes slightly more than two."""
 MOST_COMPILED = 4
 """Most programs to compile until one fits."""
 
@@ -61,9 +62,9 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
 ) -> TrainStep:
     """Returns a step that keeps what fits between its passes, instead of gathering and recomputing it.
 
-    By default stage 3 gathers parameters again for the backward pass, and recomputes cheap activations, whatever memory
-    is free. This chooses a `Keep` by [Note: What is kept first]. If `step` has an option `remat` other than "cheap",
-    that stays, and only parameters are kept.
+    By default stage 3 gathers parameters again for the backward pass, and recomputes cheap activations, however much
+    memory is free. This chooses a `Keep` by [Note: What is kept first]. If `step` has an option `remat` other than
+    "cheap", that stays, and only parameters are kept.
 
     Args:
       step: From `make_train_step`. It does not change.
@@ -73,9 +74,9 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
       hbm_bytes: Most bytes of a step on one device. By default 90 % of the device's memory, and no more than jax may
         take of it.
       topology: A machine such as `"h200:8"`; by default the devices of the state.
-      confirm: Whether to compile the choice, others if its memory is not as estimated, the step as it is, and the one
-        that keeps parameters alone; the fastest by its compiled schedule is returned. Without it, or without the
-        compiler of `topology`, the choice is the most whose estimate is within 90 % of the limit.
+      confirm: Whether to compile the choice, others if its memory is not as estimated, `step` itself, and the step that
+        keeps parameters alone; the fastest by its compiled schedule is returned. Without it, or without the compiler of
+        `topology`, the choice is the longest prefix whose estimate is within 90 % of the limit.
 
     Returns:
       A step that differs in `remat`. If nothing more fits, or nothing could be kept, `step` itself.
@@ -101,7 +102,7 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
         warnings.warn(note, stacklevel=2)
     limit = limit_of(hbm_bytes, topology, hardware)
     if step.remat == "offload":
-        raise ValueError("With `remat='offload'` activations wait on the host, as memory is short: leave `remat` out.")
+        raise ValueError("`remat='offload'` frees memory that this function would fill: leave `remat` out.")
     if topology is not None:
         state = relaid(state, devices=hardware.num_devices if devices is None and hardware is not None else devices)
     plan = plan_of_argument(state)
@@ -113,8 +114,8 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
     filling = Filling(step=step, arguments=(state, batch, rng), plan=plan, machine=hardware, topology=topology)
     if (excess := filling.estimated(0).peak - limit) > 0:
         warnings.warn(
-            f"Nothing is kept: the step as it is takes {format_bytes(limit + excess)} per device (estimated), "
-            f"{format_bytes(excess)} more than there are. `jzero.fit` finds a layout that fits.",
+            f"Nothing is kept: the step itself takes {format_bytes(limit + excess)} per device (estimated), "
+            f"{format_bytes(excess)} too much. Use a layout that fits: `jzero.fit` finds one.",
             stacklevel=2,
         )
         return step
@@ -124,19 +125,19 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
 
 @dataclasses.dataclass(kw_only=True)
 class Filling:
-    """The list of [Note: What is kept first], and what the step takes that keeps a prefix of it.
+    """The list of [Note: What is kept first], and the memory of steps that keep a prefix of it.
 
     Attributes:
       step: The step that keeps nothing.
       arguments: Its state, batch and key.
       plan: The plan of the state.
-      machine: What is known about the machine.
+      machine: The machine's specifications; `None` if unknown.
       topology: Its name, if it is not this one.
       paths: Parameters, in the order of the list.
       num_blocks: The number of blocks after them.
       is_all: Whether no parameter that is gathered again is left out.
-      compiled: The figures of the steps that were compiled, by the length of the prefix; `None`: refused. What is
-        known before need not be compiled again.
+      compiled: The figures of compiled steps, by the length of the prefix, `None` if rejected; may start with known
+        ones.
     """
 
     step: TrainStep
@@ -195,7 +196,7 @@ class Filling:
         iteration = 0
         while high - low > 1:
             a, b = self.estimated(low).peak, self.estimated(high).peak
-            share = 0.5 if iteration % 3 == 2 or a >= b else (limit - a) / (b - a)  # now and then a half: it ends soon
+            share = 0.5 if iteration % 3 == 2 or a >= b else (limit - a) / (b - a)  # sometimes a bisection, to end soon
             middle = min(max(self._at(low, high, share), low + 1), high - 1)
             if self.estimated(middle).peak <= limit:
                 low = middle
@@ -215,9 +216,9 @@ class Filling:
     def confirmed(self, limit: int) -> int:
         """Returns the length of the prefix whose compiled schedule takes least time, of those that fit.
 
-        It compiles the longest that fits, as far as a few compilations tell. Where rates are known, it also compiles
-        the step as it is and the one that keeps parameters alone: what is kept is written and read, and that can take
-        longer than to compute it again.
+        It searches for the longest that fits, in a few compilations. If rates are known, it also compiles the step that
+        keeps nothing and the one that keeps parameters alone: to write and read what is kept can take longer than to
+        recompute it.
         """
         longest, fails = 0, len(self.paths) + self.num_blocks + 1
         number, most = self.longest(limit), len(self.compiled) + MOST_COMPILED
@@ -229,7 +230,7 @@ class Filling:
                 continue
             fits = figures.peak <= limit
             longest, fails = (number, fails) if fits else (longest, number)
-            # The next may be off by as much, or in the same ratio: where there is room, the bolder guess is compiled.
+            # The next estimate may be off by as much, or in the same ratio: if this step fits, try the bolder guess.
             guesses = self.longest(limit - (figures.peak - estimated)), self.longest(limit * estimated / figures.peak)
             number = min(max(guesses) if fits else min(guesses), fails - 1)
         if longest == 0 or self.machine is None:
@@ -250,7 +251,7 @@ class Filling:
 
 
 def _gathered_again(moved: Iterable[Sent], plan: ZeroPlan, micro_batches: int) -> list[tuple[str, bool]]:
-    """Returns the parameters that a step gathers more than once, first what stays first, and whether by rows."""
+    """Returns the parameters that a step gathers more than once, in the order to keep them, and whether by rows."""
     shapes = {x.path: x.shape for x in _params(plan)}
     times, rows = collections.Counter[str](), dict[str, bool]()
     for x in moved:

@@ -31,7 +31,7 @@ CLOSE = (
     "The choice is estimated at {share:.0%} of the limit, and estimates can be 10 % low: compile it "
     "(`confirm=True`) before a long run, or leave room with a lower `hbm_bytes`."
 )
-HOST = "The state takes {num_bytes} of each node's memory, pinned: pass `host_bytes` to refuse what is too much."
+HOST = "The state takes {num_bytes} of each node's memory, pinned: pass `host_bytes` to limit it."
 FRACTION = (
     f"jax takes 75 % of a GPU's memory unless told otherwise: to train with {USABLE:.0%} of it, set "
     f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}."
@@ -70,10 +70,10 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     waits for as long as the state takes to be read and written once. It searches no other offload, nor what changes
     numbers: a note tells what `Quantization` would save.
 
-    Then it compiles candidates, the fastest first, until three fit, and those the estimate may wrongly leave out. Of
-    these the fastest by the compiled schedule is chosen. What memory it leaves is spent as by `fill_memory`: then
-    `choice.remat` is a `Keep`. On devices whose rates are not known, the cheapest is the one
-    that sends least, then the one that computes least; only the choice, and what fills it, is compiled.
+    Then it compiles candidates, the fastest first, until three fit, and those that the estimate may wrongly rule out.
+    It chooses the fastest of these by the compiled schedule, and spends the remaining memory as `fill_memory` does:
+    then `choice.remat` is a `Keep`. On devices whose rates are not known, the cheapest is the one that sends least,
+    then the one that computes least; only the choice, and what fills it, is compiled.
 
     Args:
       make_state: A function from a PRNG key to a train state, as for `init_train_state`, or a state, concrete or
@@ -91,7 +91,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       host_bytes: What the state may take of a node's memory.
       disk_path: A folder on a local disk of every node, for `Offload(optimizer="disk")`.
       disk_bytes: What the state may take of that disk.
-      disk_bytes_per_s: The disk's rate in each direction, both at once, as `jzero doctor --disk` tells it.
+      disk_bytes_per_s: The disk's rate in each direction, both at once, as `jzero doctor --disk` measures it.
       offload: Whether to compare optimizer state in host memory with all else, rather than try it last. A step then
         waits for as long as the state takes over the link to the host.
       has_aux: As for `make_train_step`.
@@ -208,7 +208,7 @@ def _notes_on(search: Search, chosen: Candidate) -> list[str]:
 
 
 def _offloads(search: Search, *, from_start: bool) -> tuple[list[Offload], tuple[Offload, ...], list[str]]:
-    """Returns where to keep optimizer state, where if nothing else fits, and why not on the disk or the host."""
+    """Returns the offloads to try, those to try if nothing fits, and notes on those that are impossible."""
     base, *on_disk = search.node.offloads(search.base.offload)
     offloads, notes = [base], []
     for offload in on_disk:

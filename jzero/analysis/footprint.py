@@ -32,7 +32,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, is_
       program: From `trace_program`.
       gpu: Whether XLA compiles for GPUs, where it delays reductions of gradients.
       limit: The bytes that its scheduler plans with.
-      is_awaited: Whether blocks will wait for gradients although the trace does not say so: it names no platform.
+      is_awaited: Whether to assume that blocks wait for gradients, as for a trace that names no platform.
     """
     program = postpone_gradients(program, is_awaited=is_awaited) if gpu else program
     bodies = {

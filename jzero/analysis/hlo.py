@@ -59,8 +59,8 @@ class Instruction:
       result: An `Array`, or nested tuples of them.
       operands: Names of instructions of the same computation; for a constant its text.
       called: Names of the computations that it runs, loop conditions not counted.
-      attributes: What follows the operands, as text.
-      is_root: Whether it is what its computation returns.
+      attributes: The text after the operands.
+      is_root: Whether its computation returns it.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call."""
         match = _TARGET.search(self.attributes)
         return match.group(1) if match else ""
 
@@ -103,7 +103,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What it returns."""
+        """The instruction that it returns."""
         return next(x for x in reversed(self.instructions) if x.is_root)
 
     def arrays(self, name: str) -> tuple[Array, ...]:
@@ -111,7 +111,7 @@ class Computation:
         return self.by_name[name].results if name in self.by_name else ()
 
     def source(self, name: str) -> Instruction | None:
-        """The instruction that made what `name` holds, through copies, casts and the like."""
+        """The instruction that computes `name`, behind copies, casts and the like."""
         source = self.by_name.get(name)
         while source is not None and source.opcode in TRIVIAL and source.operands:
             source = self.by_name.get(source.operands[0])
@@ -124,7 +124,7 @@ class Program:
 
     Attributes:
       computations: Its computations by name.
-      entry: The name of the one that runs; empty if there is none.
+      entry: The name of the entry computation; empty if there is none.
       num_devices: Partitions times replicas.
     """
 

@@ -1,4 +1,4 @@
-"""The memory of a training step on one device, as one account: what is known of it, and who says so."""
+"""The memory of a training step on one device: each figure, and its source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jzero.plan.state_bytes import BytesPerDevice
 from jzero.plan.table import format_bytes
 
 STEP = "activations, gathered weights, logits"
-LESS = f"{STEP}, less gradients: they are never all there at once"
+LESS = f"{STEP}, less the gradients that never exist at once"
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
@@ -19,10 +19,10 @@ class Ledger:
     """The bytes of a training step on one device. `print` it for the account.
 
     Attributes:
-      states: Parameters, gradients and optimizer state, exactly; the same whoever fills the ledger.
+      states: Parameters, gradients and optimizer state: exact, and the same in every ledger.
       estimated_peak: The most memory of a step, as estimated from its trace; `None` if it was not traced.
       compiled_peak: The same by the compiler; `None` if it was not compiled.
-      limit: What a step may take of the device's memory; `None` if that is not known.
+      limit: The memory of the device that a step may use; `None` if unknown.
       host: State in the memory of the device's host, which is no part of `states`.
       disk: State on disk, likewise; both copies.
 

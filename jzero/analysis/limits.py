@@ -1,4 +1,4 @@
-"""The machine that a question is about, and what a step may take of its memory."""
+"""The machine to estimate for, and the memory that a step may use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_COMPILED = "Nothing was compiled: the figures are estimated."
 
 
 def hardware_of(topology: str | None, *, confirm: bool) -> tuple[Machine | None, list[jax.Device] | None, list[str]]:
-    """Returns the facts about a machine, its devices if its compiler is installed, and notes."""
+    """Returns a machine's specifications, its devices if its compiler is installed, and notes."""
     if topology is None:
         devices = jax.devices()
         return this_machine(devices), devices, [] if confirm else [NOT_COMPILED]
@@ -31,7 +31,7 @@ def hardware_of(topology: str | None, *, confirm: bool) -> tuple[Machine | None,
 
 
 def this_machine(devices: Sequence[jax.Device]) -> Machine | None:
-    """Returns the facts about the devices' machine; `None` if it is unknown."""
+    """Returns the specifications of the devices' machine; `None` if it is unknown."""
     kind = devices[0].device_kind
     if kind in _TPU_KINDS:
         chip = _TPU_KINDS[kind]
@@ -51,7 +51,7 @@ def usable_bytes(hardware: Machine | None) -> int | None:
 
 
 def limit_of(hbm_bytes: float | None, topology: str | None, hardware: Machine | None) -> int:
-    """Returns the most bytes of a step on one device: given, or a share of its memory, and no more than jax may take.
+    """Returns the limit of a step on one device: `hbm_bytes`, else a share of its memory, at most what jax may take.
 
     Raises:
       ValueError: The memory of the devices is not known.

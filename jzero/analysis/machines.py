@@ -16,8 +16,8 @@ SHARED_LANES = (
     "the host's memory (GeForce has no peer-to-peer), a half or a quarter of that rate is left."
 )
 UNKNOWN_NETWORK = (
-    "The network between TPU slices has no published rate, so the model lets what crosses slices go at the rate of the "
-    "links within them: take `nic_bytes` and the rate of your own network instead."
+    "The network between TPU slices has no published rate, so the model uses that of the links within slices: divide "
+    "`nic_bytes` by the rate of your network instead."
 )
 
 
@@ -35,10 +35,10 @@ class Machine:
       flops: Peak operations per second of one device by HLO's name of the element type, as far as published.
         By default jax multiplies fp32 matrices as `tf32` on GPUs and as `bf16` on TPUs.
       num_links: The separate links that share `intra_link_bytes_per_s`: 1 where any peer can have all of it.
-      intra_link_bytes_per_s: What one device can send within its node, in one direction, over all links together.
-      inter_link_bytes_per_s: What one device can send to another node, in one direction; `None` on TPUs, whose nodes
-        are slices: nothing is published about the network between them.
-      host_link_bytes_per_s: What one device can send to its host's memory, in each direction at once; `None` on TPUs:
+      intra_link_bytes_per_s: Bandwidth of one device within its node, in one direction, over all links.
+      inter_link_bytes_per_s: Bandwidth of one device to other nodes, in one direction; `None` on TPUs, whose nodes are
+        slices: nothing is published about the network between them.
+      host_link_bytes_per_s: Bandwidth of one device to its host's memory, in each direction at once; `None` on TPUs:
         nothing is published.
       remark: What its rates leave out; may be empty.
     """

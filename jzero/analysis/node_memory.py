@@ -21,7 +21,7 @@ class NodeMemory:
     Attributes:
       devices: Its devices.
       host_bytes: What the state may take of the host's memory; `None` if that is not known.
-      disk_path: A folder on the disk; `None` if none is to be tried.
+      disk_path: A folder on the disk; `None` to try no disk.
       disk_bytes: What the state may take of it.
       disk_bytes_per_s: Its rate in each direction, both at once.
     """
@@ -65,10 +65,10 @@ class NodeMemory:
         return _waits(self.devices * memory.disk / 2 / self.disk_bytes_per_s, memory, offload)
 
     def host_seconds(self, memory: StepMemory, offload: Offload, hardware: Machine | None) -> float | None:
-        """Returns how long a step waits for the links to the host; `None` if there is something there, and no rate.
+        """Returns how long a step waits for the links to the host; `None` if it uses them and their rate is unknown.
 
-        The update reads and writes everything once, both at a time; on the host's CPU, gradients go down and parameters
-        come back.
+        The update reads and writes everything once, both at once; one on the host's CPU receives gradients and returns
+        parameters.
         """
         if not memory.host:
             return 0.0
@@ -79,5 +79,5 @@ class NodeMemory:
 
 
 def _waits(seconds: float, memory: StepMemory, offload: Offload) -> float:
-    """Returns the part of an update's transfers that a step waits for: of a late one, what the passes leave."""
+    """Returns how long a step waits for an update's transfers; the passes hide those of a late one."""
     return max(0.0, seconds - (memory.seconds or 0.0)) if offload.is_late else seconds

@@ -1,10 +1,10 @@
 """The order in which compilers for GPUs run a traced program.
 
 [Note: Postponed gradients]
-What makes the gradient of a weight is read by nothing else in the backward pass: a product, or a reduction, such as of
-the cotangents of a bias that all layers add to their scores. XLA's scheduler for GPUs goes from the results back to the
-arguments, so it runs such operations late, and their operands stay in memory until then: before the next barrier if a
-later part of the backward pass waits for the gradient, else until all of the backward pass is done.
+A weight's gradient has no reader in the rest of the backward pass. The operation that makes it is a product, or a
+reduction, such as that of the cotangents of a bias that all layers add to their scores. XLA's scheduler for GPUs goes
+from the results back to the arguments, so it runs such operations late, and their operands stay in memory until then:
+before the next barrier if a later part of the backward pass waits for the gradient, else after the backward pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The device memory of an update on records, beside the state, from a plan.
 
-`estimate_step_memory` adds it to that of loss and gradients, whose program ends before. All reduced gradients are
-there, and the shards of new parameters. Beside them either records pass through the device, or parameters that every
-device stores unsharded are gathered.
+`estimate_step_memory` takes the larger of this peak and that of loss and gradients, whose program ends before. All
+reduced gradients are on the device, and the shards of new parameters. Beside them either records pass through, or
+parameters that every device stores unsharded are gathered.
 """
 
 from __future__ import annotations
@@ -54,6 +54,6 @@ def _moving_bytes(plan: ZeroPlan) -> int:
 
 
 def _result_bytes(plan: ZeroPlan, i: int) -> int:
-    """Returns the bytes of an element of a new parameter; one on the host never is on the device as a whole."""
+    """Returns the bytes of an element of a new parameter; one on the host is never complete on the device."""
     leaf = plan.leaves[i].param
     return 0 if leaf.memory == "host" else itemsize(leaf.dtype)

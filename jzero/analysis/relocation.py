@@ -48,7 +48,7 @@ def relaid(
       x: An argument.
       devices: The machine's devices, or their number; the ZeRO axis takes all that the other axes leave.
       mesh: The mesh, if it is known.
-      config: What to partition, and how, if the state does not say.
+      config: The configuration, if the state has none.
       trainable: Which parameters are trained, if the state does not say.
     """
     state = _as_state(x)
@@ -63,7 +63,7 @@ def relaid(
     if mesh is None:
         sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()} if plan is not None else {}
         named = axes_of_config(config)
-        # In the order of the old mesh, which says who is whose neighbour; ZeRO's axis, -1, takes the rest.
+        # In the order of the old mesh, which decides who is whose neighbour; ZeRO's axis, -1, takes the rest.
         axes = {name: size for name, size in named.items() if name not in sizes} | sizes
         axes |= {name: size for name, size in named.items() if size == -1}
         mesh = abstract_mesh(devices, axes) if isinstance(devices, int) else make_mesh(devices=devices, **axes)

@@ -26,7 +26,7 @@ NO_PLAN = "no argument of the function is a state sharded by jzero. Pass `plan=`
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """All collectives of one kind, axis, dtype and use, inside or outside loops; what is merged counts by dtype.
+    """All collectives of one kind, axis, dtype and use, inside or outside loops; merged ones count under each dtype.
 
     Attributes:
       kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`.
@@ -91,7 +91,7 @@ class AnalysisReport(Report):
       notes: Facts that the figures leave out, and facts that are unknown.
       estimated: For a training step, the memory by `estimate_step_memory`, with activations by layer. It models the
         compilers for GPUs and TPUs; the one for CPUs orders unrolled code differently.
-      limit: What a step may take of a device's memory, 90 % of it; `None` if the machine is not known.
+      limit: The memory of a device that a step may use, 90 % of it; `None` if the machine is not known.
 
     Example:
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
@@ -140,7 +140,7 @@ class AnalysisReport(Report):
         """Raises if the compiled program departs from the plan.
 
         Raises:
-          PlanViolation: It does; the message lists every way.
+          PlanViolation: It does; the message lists every departure.
           ValueError: There is no plan to compare with.
         """
         if self.plan is None:
@@ -174,8 +174,8 @@ class AnalysisReport(Report):
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the modelled timeline as a trace, for https://ui.perfetto.dev or `chrome://tracing`.
 
-        Its tracks are the device's computation, which waits where nothing is drawn for collectives that it needs, the
-        links within a node, and the network between nodes. Times are those of the model, not of a run.
+        Its tracks are the device's computation and its waits for collectives, the links within a node, and the network
+        between nodes. Times are those of the model, not of a run.
 
         Args:
           path: The file, such as `"trace.json"`.

@@ -64,11 +64,11 @@ class Search:
       batch: The global batch.
       rng: The `rng` of the step.
       topology: The name of the machine, if it is not this one.
-      hardware: What is known about it.
+      hardware: Its specifications, if known.
       devices: Its devices, if it can be compiled for.
       num_devices: Their number.
-      node: What a node has beside its devices.
-      base: What is not searched.
+      node: The host memory and the disk of a node.
+      base: The settings that are not searched.
       limit: Most bytes of a step on one device.
       stages: The stages to search.
       remat: The options `remat` to search.
@@ -102,7 +102,7 @@ class Search:
         return sorted(tried, key=by_cost)
 
     def more(self, tried: Sequence[Candidate]) -> list[Candidate]:
-        """Returns what else to try if nothing fits, a disk apart: every parameter cut, then state in host memory."""
+        """Returns what to try if nothing fits without a disk: every parameter cut, then state in host memory."""
         if any(x.fits(self.limit) and not x.memory.disk for x in tried):
             return []
         return self._cut_further(tried) or self._layouts(
@@ -127,7 +127,7 @@ class Search:
         return ""
 
     def _layouts(self, offloads: Sequence[Offload]) -> list[Candidate]:
-        """Returns the candidates that keep the state in each of the given ways."""
+        """Returns the candidates with each of these offloads."""
         candidates = [
             x
             for stage, num_replicas, recompute, offload in itertools.product(

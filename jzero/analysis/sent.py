@@ -1,7 +1,7 @@
 """What a traced program sends, by parameter: exact, without devices and without a compiler.
 
 In: the jaxpr of a step, or of any function that calls one. Out: each gather and each reduction of its placed program,
-with the parameter, how often it runs, and what becomes of it. For the step of [Life of a step](../life_of_a_step.md):
+with the parameter, how often it runs, and its fate. For the step of [Life of a step](../life_of_a_step.md):
 
     gather up x1, gather down x1, reduce down x1, gather down x1, reduce up x1
 
@@ -36,7 +36,7 @@ class Fate(enum.Enum):
     Attributes:
       USED: It does not.
       STACKED: The loop that gathers it returns the rows of all iterations.
-      SCANNED: A loop runs over it, or over what is computed from it: a stack that is whole before the loop.
+      SCANNED: A loop runs over it, or over what is computed from it: the stack is gathered before the loop.
       KEPT: The backward pass reads what the forward pass gathered.
     """
 
@@ -54,7 +54,7 @@ class Sent(NamedTuple):
       path: The parameter; empty if it is not known.
       times: How often a step runs it; a `while` counts as one pass.
       in_loop: Whether it is inside a loop.
-      fate: What becomes of a gathered parameter.
+      fate: The fate of a gathered parameter.
     """
 
     eqn: JaxprEqn
@@ -109,7 +109,7 @@ class _Walk:
       in_loop: Whether a loop runs it.
       inputs: The names of those inputs that are shards.
       outputs: The names of those outputs that are shards of gradients.
-      stacked: The outputs of which a loop keeps all turns.
+      stacked: The outputs that a loop stacks over its iterations.
     """
 
     times: int
@@ -121,12 +121,12 @@ class _Walk:
     def __call__(self, jaxpr: Jaxpr) -> Iterator[Sent]:
         """Yields what the jaxpr sends."""
         shards, grads = dict(self.inputs), dict(self.outputs)
-        for eqn in reversed(jaxpr.eqns):  # gradients, from their names after calls to what makes them
+        for eqn in reversed(jaxpr.eqns):  # names of gradients, from the calls back to the equations that make them
             if eqn.primitive is named_p:
                 grads |= dict.fromkeys(_variables(eqn.invars), grads.get(eqn.outvars[0], eqn.params["path"]))
             elif len(eqn.outvars) == 1 and eqn.outvars[0] in grads and eqn.primitive is not reduce_p:
                 grads |= dict.fromkeys(_variables(eqn.invars), grads[eqn.outvars[0]])
-        for eqn in jaxpr.eqns:  # shards, from their names before calls to the gathers
+        for eqn in jaxpr.eqns:  # names of shards, from before the calls to the gathers
             first = next((shards.get(v, "") for v in _variables(eqn.invars[:1])), "")
             if eqn.primitive is gather_p:
                 yield Sent(eqn, first or eqn.params["path"], self.times, self.in_loop, self._fate(eqn, jaxpr))

@@ -1,7 +1,7 @@
 """The programs of a training step: one, or those around its passes over records, in their order.
 
 In: a step and its arguments. Out: every program, traced and compiled, and the memory of a device while it runs, with
-what other programs left there. See [Note: Records outside of a program] in `jzero.update.records`.
+the results of other programs. See [Note: Records outside of a program] in `jzero.update.records`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Stage(NamedTuple):
       compiled: The compiled program.
       memory: Its memory by itself.
       beside: Bytes of other arrays on a device while it runs.
-      times: How many of it are under way on a device at a time.
+      times: How many runs of it a device has in flight.
     """
 
     name: str
@@ -122,7 +122,7 @@ def check_on_records(step: TrainStep, state: Any, batch: Any, rng: Any) -> None:
 
 
 class _Largest(NamedTuple):
-    """The largest record that a program computes: what it computes, its other operands, its place in a part."""
+    """The largest record that a program computes: its visit, its other operands, its place in a part."""
 
     visit: Visit
     operands: Any
@@ -155,7 +155,7 @@ class _Stages:
     def all(self, batch: Any, rng: Any) -> list[Stage]:
         """Returns the programs in their order."""
         plan = self.plan
-        # Where programs do not tell host memory from the devices', shapes do not, either.
+        # If programs do not distinguish host memory, neither do shapes.
         live = _num_bytes((self.state, batch, rng)) - (0 if plan.names_host_memory else arrays_on_host(plan))
         traced = self.outside.gradients.trace(self.state, batch, **optional_rng(rng))
         first = self._stage("loss and gradients", traced, live, takes_params=True)
@@ -167,7 +167,7 @@ class _Stages:
         return [first, *passes, self._stage("the rest of the update", traced, results.num_bytes, takes_params=True)]
 
     def _passes(self, step_grads: Any, live: int) -> tuple[list[Stage], _PassResults]:
-        """Returns the programs of all passes, and what they leave; `live` bytes are on a device before."""
+        """Returns the programs of all passes, and their results; `live` bytes are on a device before."""
         stages: list[Stage] = []
         sums: dict[int, Any] = {}
         for level in itertools.count():

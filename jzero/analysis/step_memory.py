@@ -204,7 +204,7 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
       topology: A machine such as `"h200:8"`, for its number of devices and its rates. Its compiler is not needed.
       mesh: The devices. Without `topology`, an abstract mesh counts as TPUs. By default the state's mesh, or all
         devices of `topology` on the ZeRO axis.
-      config: What to partition, and how, if it differs from the state's plan.
+      config: The configuration, if it differs from the state's plan.
       trainable: Which parameters are trained, as for `shard_train_state`, if the state does not say.
 
     Returns:

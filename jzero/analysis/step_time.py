@@ -4,13 +4,13 @@ In: a traced program, its mesh and a machine. Out: seconds of computation, of co
 
 [Note: How time is estimated]
 Rates are those of [Note: The model of the machine], for the operations of the trace instead of a compiled schedule. A
-product takes its operations at the peak of its dtype, anything else its bytes at the bandwidth of the device's memory,
-whichever is longer. What is fused into its readers is read with them, a reduction too if they also read what it
-reduces, as in a softmax whose parts are not kept. What a loop computes is copied into its stack.
+product takes its operations at the peak of its dtype or its bytes at the bandwidth of the device's memory, whichever is
+longer; anything else its bytes. Readers of a fused value read its inputs. A reduction is fused, too, if its readers
+also read its input, as in a softmax of which no parts are saved. Results of a loop are copied into their stacks.
 
-The passes hide the shorter of computation and communication behind the longer one, but not all of it: the first gather
-and the last reduction of a micro-batch have nothing beside them, nor what is reduced once after several micro-batches,
-and layers differ. The update waits for the norm of all gradients, and new parameters are gathered during it.
+The passes hide the shorter of computation and communication behind the longer one, but not all of it: nothing overlaps
+the first gather and the last reduction of a micro-batch, or what is reduced once after several micro-batches; and
+layers differ. The update waits for the norm of all gradients, and new parameters are gathered during it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jzero.layout.comm import PASSES
 from jzero.layout.mesh import AnyMesh
 
 EXPOSED = 0.5
-"""Of the shorter of computation and communication, the part that nothing hides, if both take equally long."""
+"""The exposed share of the shorter of computation and communication, if both take equally long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepTime:
     Attributes:
       compute: The device's own work, the update included.
       update: The part of it that belongs to the update.
-      communication: The collectives of the forward and backward pass.
+      communication: Collectives of the forward and backward pass.
       after_update: Those of the update, most of all the gathers of new parameters; only the update hides them.
       seconds: The whole step.
     """
@@ -92,9 +92,9 @@ def step_time(program: TracedProgram, traffic: Sequence[Traffic], machine: Machi
 
 
 def _exposed_at_ends(program: TracedProgram, traffic: Sequence[Traffic], micro_batches: int) -> float:
-    """Returns the seconds of what has nothing beside it: each micro-batch's first gather and last reduction.
+    """Returns the seconds of collectives that nothing overlaps: each micro-batch's first gather and last reduction.
 
-    Of several micro-batches, also what is reduced once after them.
+    With several micro-batches, also of those that run once after them.
     """
     passes = [(t, x.seconds) for t, x in zip(program.transfers, traffic, strict=True) if UPDATE not in t.scope]
     after_all = [seconds for t, seconds in passes if t.times < micro_batches]
@@ -138,7 +138,7 @@ def _update_seconds(program: TracedProgram, machine: Machine) -> float:
 def _find_normalizing(program: TracedProgram) -> set[int]:
     """Returns the reductions that are fused, as those of a softmax are.
 
-    Their results are read with what they reduce, and not kept for the backward pass.
+    Their readers read their inputs too, and the backward pass does not need their results.
     """
     operations = program.operations
     readers: dict[int, list[Operation]] = {}

@@ -57,7 +57,7 @@ def topology_devices(name: str) -> list[jax.Device]:
       >>> jzero.make_mesh(devices=devices).shape["data"]  # doctest: +SKIP
       8
     """
-    parse_machine(name)  # raises for what is no name, which may have no hash
+    parse_machine(name)  # before the cache, which needs a hash
     return list(_devices(name))
 
 

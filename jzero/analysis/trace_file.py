@@ -15,15 +15,15 @@ _WRAPPED = re.compile(r"(?:(?:jvp|transpose|vmap|remat|checkpoint)\()*([^()]*)\)
 _NOISE = re.compile(
     r".*zero_.*|.*\(.*|while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation|shard_map|"
 )
-"""What names of operations hold beside the names of the model's parts."""
+"""The parts of operation names that do not name parts of the model."""
 
 
 def trace_of(timeline: Timeline, title: str) -> dict[str, Any]:
     """Returns a timeline as the content of a trace file; its times are in microseconds.
 
     Args:
-      timeline: The timeline. Where it keeps no more spans, the trace says on each track what it leaves out.
-      title: What it is of.
+      timeline: The timeline. If it stores too few spans, the track of computation says so.
+      title: The name of the trace's process.
     """
     tracks = {key: number for number, key in enumerate(TRACKS, 1)}
     events = [_meta("process_name", title, 0)]
@@ -59,11 +59,11 @@ def _place(x: Collective) -> str:
 
 
 def _waits(timeline: Timeline, track: int) -> list[dict[str, Any]]:
-    """Returns what fills the track of computation: its waits, and at the end what the timeline leaves out."""
+    """Returns the waits of the computation; the last one is marked if the timeline leaves out spans."""
     computation = [span for span in timeline.spans if span.stream == "compute"]
     starts, ends = [span.start for span in computation], [span.end for span in computation]
     gaps = zip([0.0, *ends], [*starts, timeline.seconds], strict=True)
     waits = [_complete("wait", "wait", track, *gap, {}) for gap in gaps if gap[1] - gap[0] > 1e-12]
     if waits and len(timeline.spans) >= MAX_SPANS:
-        waits[-1] |= {"name": "not shown: further turns of loops", "cat": "not shown"}
+        waits[-1] |= {"name": "not shown: further iterations of loops", "cat": "not shown"}
     return waits

@@ -14,14 +14,14 @@ compilers for GPUs and TPUs share:
   overlap the reductions, it reduces the gradients of one iteration during the next. Gradients reduced before the loop
   count until after it: without this rule, the estimate for 1.4B at stage 3 is 7 % below the compiler's figure, with it
   2 %.
-* On GPUs, what makes gradients runs late, see [Note: Postponed gradients]. A concatenation is made for each reader
-  anew, and so is an elementwise result that a product needs in another layout. A fusion that sums what it computes at a
-  cost writes that, too, if others read it.
-* On GPUs, if a stack of layers is cut along another dimension than a layer's first, it is copied into another layout
+* On GPUs, operations that make gradients run late, see [Note: Postponed gradients]. Each reader recomputes a
+  concatenation, and an elementwise result that a product needs in another layout. A fusion that sums an expensive
+  value also writes that value if others read it.
+* On GPUs, if a stack of layers is cut along a dimension other than a layer's first, it is copied into another layout
   for as long as loops gather from it.
 * On GPUs, parameters gathered after the update exist twice until the end, since a collective does not write into a
-  donated argument. If that would exceed the scheduler's limit, they are gathered one by one. Rows of stacks do not:
-  each is written into the stack's argument.
+  donated argument. If that would exceed the scheduler's limit, they are gathered one by one. Rows of stacks exist
+  once: each is written into the stack's argument.
 
 Left out: workspaces of kernels, tiles and alignment, fragmentation, other copies into other layouts, gathering ahead,
 `unroll` of loops, and arrays that the loss closes over. Mesh axes other than ZeRO's (tensor parallelism) are left out,
@@ -157,7 +157,7 @@ class _Visitor:
         ]
 
     def _write_beside(self, inputs: list[Value]) -> None:
-        """Writes what a reduction of the backward pass computes at a cost and others read: a fusion writes several."""
+        """Writes expensive inputs of a backward reduction that others read too: a fusion can have several outputs."""
         pending = list(inputs) if self.backward else []
         while pending:
             x = pending.pop()
@@ -167,10 +167,10 @@ class _Visitor:
                 pending += [y for y in x.sources if y.num_bytes >= x.num_bytes]
 
     def _placed(self, inputs: list[Value]) -> list[Value]:
-        """Adds what an equation of a placed program stands for; what it sends its `Comm` knows."""
+        """Adds the operations of a placed equation, with the transfers that its `Comm` names."""
         before, barriers = len(self.program.transfers), list(self.program.barriers)
         outputs = _run(self.program, operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
-        if self.eqn.params.get("how") != "select":  # then a gather waits, no gradient
+        if self.eqn.params.get("how") != "select":  # it delays a gather, not a gradient
             self.program.barriers = barriers
         of_param = self.eqn.primitive is gather_p
         self.program.transfers[before:] = [
@@ -186,7 +186,7 @@ class _Visitor:
         written = range(start, len(self.program.operations))
         if waits:
             self.program.barriers.append(written)
-        else:  # one that makes a cast round
+        else:  # it only makes a cast round
             for t in written:
                 self.program.operations[t].may_wait = True
         return values
@@ -338,7 +338,7 @@ class _Visitor:
         return values
 
     def _bytes_moved(self, inputs: Sequence[Value], read: Sequence[Value], outputs: Sequence[Value]) -> int:
-        """Returns what an operation reads and writes of the device's memory."""
+        """Returns the bytes of device memory that an operation reads and writes."""
         kind = self.eqn.primitive.name
         if kind == "dynamic_update_slice":
             return 2 * inputs[1].num_bytes

@@ -1,10 +1,9 @@
 """Finds the departures of a program from the plan, and of the compiled program from that.
 
-The traced program says who travels: each gather and each reduction has the parameter's path (`jzero.analysis.sent`), so
-it is compared with the plan by path. What a compiler makes of it has no such names. So the compiled program is compared
-with the traced one by kind of collective and bytes: a compiler can merge a second gather with the first, move a gather
-out of its loop, gather before a cast to 16 bits or over other mesh axes first, and all-reduce instead of
-reduce-scattering. Each of these changes the sums.
+Each gather and reduction of the traced program names its parameter (`jzero.analysis.sent`), so it is compared with the
+plan by path. A compiled program has no such names, so it is compared with the traced one by kind of collective and
+bytes: a compiler can merge a second gather with the first, move a gather out of its loop, gather before a cast to 16
+bits or over other mesh axes first, and all-reduce instead of reduce-scattering. Each of these changes the sums.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ SMALL = 1024
 """Arrays of up to this many elements are not checked: they are too small to matter."""
 
 MISSING, EXCESS = 0.01, 0.05
-"""Of the parameters' elements: how much less, and more, than the traced program a compiled one may send. Compilers
-compute small parameters again and keep them for that, and gather once more before and after a loop."""
+"""The shares of the parameters' elements by which a compiled program may send less, or more, than the traced one:
+compilers keep small parameters to recompute from, and gather once more before and after a loop."""
 
 
 class PlanViolation(Exception):  # noqa: N818  # the name of the contract
@@ -112,7 +111,7 @@ def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
         if math.prod(x.cut.shape) <= SMALL:
             continue
         if x.path not in by_path:
-            yield False, f"{_say(x)} ({x.path}) is no parameter of the plan, so it is not compared with it."
+            yield False, f"{_say(x)} ({x.path}) is not a parameter of the plan, so it was not checked."
             continue
         leaf, dtype = by_path[x.path]
         way = plan.traffic.way(leaf)
@@ -244,7 +243,7 @@ def _compiler_reductions(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding
 
 
 def _large_gathers(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
-    """Looks for gathers of more than any that was traced, such as those that the compiler moved out of a loop."""
+    """Looks for gathers larger than any that was traced, such as those that the compiler moved out of a loop."""
     traced = [t.num_elements for t in compiled.transfers if t.kind == "all-gather"]
     largest = max([SMALL, *traced, *(leaf.param.size for leaf in plan.leaves if leaf.scan_dim is None)])
     for c in compiled.collectives:
@@ -255,7 +254,7 @@ def _large_gathers(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
 
 
 def _undivided(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
-    """Looks for the matrix work of the plan."""
+    """Checks that the program divides the plan's matrix work."""
     computations = (x for program in compiled.programs for x in program.computations.values())
     instructions = (x for computation in computations for x in computation.instructions)
     if compiled.returns_state and plan.matrices.kinds and not any(MATRICES in x.op_name for x in instructions):

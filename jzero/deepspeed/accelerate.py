@@ -41,7 +41,7 @@ def from_accelerate(raw: Mapping[str, Any], file: Mapping[str, Any] | None) -> t
 
     Args:
       raw: What Accelerate's file holds.
-      file: What `deepspeed_config_file` holds, if the block names one; it then says everything but the precision.
+      file: What `deepspeed_config_file` holds, if the block names one; it then decides all but the precision.
 
     Raises:
       ValueError: The block has keys that Accelerate does not know.

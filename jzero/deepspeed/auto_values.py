@@ -1,4 +1,4 @@
-"""Arguments that decide what a configuration leaves to a trainer, "auto", or that take the place of its values.
+"""Resolves the "auto" values that a configuration leaves to a trainer, and overrides others.
 
 A value is named by its key in the file, or as Hugging Face's trainer names it; one such name may decide several keys.
 """
@@ -36,7 +36,7 @@ TRAINER = {
         "zero_optimization.param_persistence_threshold",
     ),
 }
-"""The arguments of Hugging Face's trainer, and what they decide; `hidden_size` is the model's."""
+"""The arguments of Hugging Face's trainer, and the keys that they decide; `hidden_size` is the model's."""
 ENDLESS = ("WarmupLR", "LRRangeTest", "OneCycle")
 """Schedules that do not depend on the number of steps."""
 NAMES = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -48,7 +48,7 @@ def trainer_name(path: str) -> str | None:
 
 
 def override(raw: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a configuration with values at their keys, whether it has these or not.
+    """Returns a configuration with values at their keys, added where they are missing.
 
     Args:
       raw: The configuration.
@@ -86,10 +86,10 @@ def override(raw: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, 
 def decide(
     raw: Mapping[str, Any], *, auto: Mapping[str, Any] | None, batch_size: int | None, precision: str | Precision | None
 ) -> Mapping[str, Any]:
-    """Returns a configuration with values in the place of "auto", where arguments have them.
+    """Returns a configuration with the values of arguments in place of "auto".
 
     Raises:
-      ValueError: An argument contradicts what the configuration says itself, or decides nothing.
+      ValueError: An argument contradicts the configuration, or decides nothing.
     """
     if auto is not None and not isinstance(auto, Mapping):
         raise ValueError(f'`auto` must be a dictionary from keys that are "auto" to values: got {auto!r:.200}.')

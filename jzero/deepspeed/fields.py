@@ -189,7 +189,7 @@ def _offload(settings: Settings, stage: int) -> dict[str, Any]:
         settings.judge_all(PARAM_BLOCK, "ignored", "DeepSpeed reads it at stage 3 only")
         params = "none"
     if params == "disk" and optimizer != "disk" and stage:
-        settings.judge(f"{PARAM_BLOCK}device", "refused", "it needs `offload_optimizer.device: nvme`, too: or set cpu")
+        settings.judge(f"{PARAM_BLOCK}device", "refused", "it also needs `offload_optimizer.device: nvme`; or set cpu")
         params = "none"
     if stage == 0:
         _disk(settings, is_used=False)
@@ -221,7 +221,7 @@ def _zenflow(settings: Settings, params: str) -> dict[str, Any]:
         settings.judge_all(ZENFLOW_BLOCK, "refused", "parameters are offloaded, too: it needs them on the devices")
         return {}
     if settings[f"{ZENFLOW_BLOCK}select_strategy"] == "epoch":
-        settings.judge(f"{ZENFLOW_BLOCK}select_strategy", "refused", "steps are not told of epochs: set it to step")
+        settings.judge(f"{ZENFLOW_BLOCK}select_strategy", "refused", "steps do not know epochs: set it to step")
     every = settings[f"{ZENFLOW_BLOCK}update_interval"] or ZenFlow().update_interval
     multiples = {}
     if f"{ZENFLOW_BLOCK}update_interval" in settings.autos:

@@ -7,7 +7,7 @@ the bytes of a layout, leaf by leaf.
 Mixed precision with Adam, per parameter: 2 bytes for its 16-bit value, 2 for its 16-bit gradient, 12 for the fp32
 master and the two moments, 4 for the gradient cast to fp32 for the update. ZeRO's own table has 4 + 12/N bytes at
 stage 1, 2 + 14/N at stage 2 and 16/N at stage 3; it leaves out the fp32 gradient. DeepSpeed counts it, and its
-documentation takes the 16-bit gradients of stage 2 for whole, 4 + 16/N; its code has moved on to 2 + 18/N.
+documentation counts the 16-bit gradients of stage 2 unsharded, 4 + 16/N; its code has moved on to 2 + 18/N.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _eps(default: float) -> Key:
 _BETAS = Key("betas", "pair", (0.9, 0.999), "honoured", TX)
 _CORRECTION = Key("bias_correction", "bool", True, "honoured", TX)
 _AMSGRAD = Key("amsgrad", "bool", False, "refused", "DeepSpeed's kernels have none either: see `optax.amsgrad`")
-_MAXIMIZE = Key("maximize", "bool", False, "refused", "turn the sign of the loss")
+_MAXIMIZE = Key("maximize", "bool", False, "refused", "negate the loss")
 _STATES = Key("fp32_optimizer_states", "bool", True, "ignored", "moments have the dtype of the masters")
 _MAX_NORM = Key(
     "max_grad_norm",
@@ -101,7 +101,7 @@ def _lion(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.Gradien
 
 
 def _adagrad(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
-    # optax adds eps inside of the root. Of its square, the difference is below eps relative to the root.
+    # optax adds eps inside the root. With its square, the denominators differ by less than eps.
     scaled = optax.scale_by_rss(params["initial_accumulator_value"], params["eps"] ** 2)
     return optax.chain(*_weight_decay(params), scaled, optax.scale_by_learning_rate(learning_rate))
 
@@ -118,7 +118,7 @@ def _weight_decay(params: Params) -> list[optax.GradientTransformation]:
 _TORCH_ADAM = Key("torch_adam", "bool", False, "ignored", "the same numbers as DeepSpeed's own")
 _ADAM_KEYS = (_lr(1e-3), _BETAS, _eps(1e-8), _CORRECTION, _AMSGRAD, _MAXIMIZE, _STATES, _MAX_NORM, *_KERNELS)
 _ADAM_W_MODE = Key("adam_w_mode", "bool", True, "honoured", "decoupled weight decay unless false")
-_FORCED = Key("adam_w_mode", "bool", True, "ignored", "the name AdamW goes before it")
+_FORCED = Key("adam_w_mode", "bool", True, "ignored", "the type AdamW overrides it")
 
 OPTIMIZERS = {
     "adam": OptimizerKind(
@@ -173,7 +173,7 @@ _MUP = "it scales rates by each layer's width: use `optax.multi_transform`"
 REFUSED = {
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
-    "muon": "see `optax.contrib.muon`, whose iteration and choice of parameters are its own",
+    "muon": "see `optax.contrib.muon`, whose iteration and choice of parameters differ",
 }
 
 
@@ -183,10 +183,10 @@ def read_optimizer(settings: Settings) -> OptimizerBlock:
     kind = None if name is None else OPTIMIZERS.get(name.lower())
     if kind is None:
         if name is not None:
-            note = "no counterpart is known: hand an optax transformation to the train state"
+            note = "no equivalent is known: pass an optax transformation to the train state"
             settings.judge("optimizer.type", "refused", REFUSED.get(name.lower(), note))
         for param, value in settings.params.get(PATH, {}).items():
-            settings.skip(f"{PATH}.{param}", value, "there is no optimizer that takes it")
+            settings.skip(f"{PATH}.{param}", value, "no optimizer reads it")
         return OptimizerBlock(None, False, lambda schedule: None)
     params = _with_torch_default(settings, kind, name.lower())
     settings.judge("optimizer.type", "honoured", kind.note)

@@ -1,4 +1,4 @@
-"""The keys outside of `zero_optimization`, and what jzero makes of each. Defaults are DeepSpeed 0.19's.
+"""The keys outside of `zero_optimization`, with jzero's verdicts. Defaults are DeepSpeed 0.19's.
 
 Keys of `optimizer.params` and `scheduler.params` are with what they describe, in `optimizers.py` and `schedules.py`.
 Older keys, which 0.19 has removed, are here as well: files outlive releases.
@@ -57,7 +57,7 @@ PRECISION = (
     ),
     Key("communication_data_type", "dtype", None, "honoured", "`Precision.reduce_dtype`"),
     Key("data_types.grad_accum_dtype", "dtype", None, "honoured", "`Precision.accumulate_dtype`"),
-    Key("data_types.param_dtype", "dtype", None, "honoured", "must be what `fp16` or `bf16` says"),
+    Key("data_types.param_dtype", "dtype", None, "honoured", "must agree with `fp16` and `bf16`"),
     Key(
         "data_types.buffer_dtype",
         "dtype",
@@ -164,7 +164,7 @@ REST = (
     Key("pipeline", "block", None, "ignored", "for DeepSpeed's pipeline modules alone"),
     Key("use_data_before_expert_parallelism", "bool", False, "ignored", "about expert parallelism"),
     Key("seq_parallel_communication_data_type", "dtype", None, "ignored", "about sequence parallelism"),
-    Key("allgather_size", "int", None, "ignored", "of a form that DeepSpeed has given up"),
+    Key("allgather_size", "int", None, "ignored", "of a format that DeepSpeed has dropped"),
     Key("sequence_parallel_size", "int", 1, "refused", _OTHER_PARALLEL, least=1),
     Key(
         "tensor_parallel",

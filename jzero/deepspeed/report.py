@@ -38,8 +38,8 @@ class KeyVerdict:
       key: The names that lead to it, as the file has them, joined by dots.
       value: Its value.
       verdict: "honoured", "compiler" (left to XLA), "ignored" (has no effect here), "open" ("auto", and the numbers of
-        a run depend on what a trainer would fill in) or "refused" (jzero lacks it, or does other numbers).
-      note: Which field or argument took it; or why it means nothing; or what to do instead.
+        a run depend on what a trainer would fill in) or "refused" (jzero lacks it, or computes other numbers).
+      note: The field or argument that takes it, why it has no effect, or what to do instead.
       is_undecided: Whether it is "auto", and nothing here decides it.
     """
 
@@ -106,9 +106,7 @@ class DeepSpeedReport(Report):
     def verify(self) -> None:
         """Raises a `ValueError` that lists all refused and open keys, if there are any."""
         if self.refused:
-            raise ValueError(
-                f"jzero does not do all that this DeepSpeed configuration asks for:\n{_listed(self.refused)}"
-            )
+            raise ValueError(f"jzero does not support all of this DeepSpeed configuration:\n{_listed(self.refused)}")
         if self.open:
             raise ValueError(
                 f'Nothing decides what is "auto" in this DeepSpeed configuration:\n{_listed(self.open)}\n'
@@ -157,7 +155,7 @@ class DeepSpeedReport(Report):
             if rows := [row for row in self.rows if row.verdict == verdict]:
                 starts.append(len(cells))
                 cells += [
-                    (words, "value", "what becomes of it"),
+                    (words, "value", "note"),
                     *((row.key, _short(row.value), row.note) for row in rows),
                 ]
         lines = format_rows(cells, left=3)

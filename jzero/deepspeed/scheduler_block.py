@@ -44,7 +44,7 @@ def make_schedule(settings: Settings, lr: float | None, *, has_betas: bool) -> C
         if name is not None:
             settings.judge("scheduler.type", "refused", "not one of DeepSpeed's own: see `optax.schedules`")
         for param, value in settings.params.get(PATH, {}).items():
-            settings.skip(f"{PATH}.{param}", value, "there is no schedule that takes it")
+            settings.skip(f"{PATH}.{param}", value, "no schedule reads it")
         return lambda: Scheduled(None, None, complete)
     kind = SCHEDULES[name]
     params = read_params(settings, PATH, kind.keys)
@@ -70,7 +70,7 @@ def make_schedule(settings: Settings, lr: float | None, *, has_betas: bool) -> C
 
 
 def _promoting(schedule: Schedule | None) -> Schedule | None:
-    """Returns a schedule that mixes steps and rates whatever the user set for arithmetic."""
+    """Returns a schedule that mixes steps and rates under any dtype promotion that the user has set."""
 
     def promoting(step: Any) -> Any:
         assert schedule is not None

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning rate schedules, as optax has them: functions of the number of steps that came before.
+"""DeepSpeed's learning rate schedules in optax's form: functions of the number of steps so far.
 
 [Note: Which step has which rate]
 DeepSpeed advances its scheduler after each step of the optimizer, and the scheduler counts from -1. So step 0 has
@@ -107,7 +107,7 @@ def _lr_range_test(params: Params, lr: float | None) -> Schedule:
 
 
 def _one_cycle(params: Params, lr: float | None) -> Schedule:
-    """The rate of OneCycle: rises, falls, then decays if it is told to."""
+    """The rate of OneCycle: rises, falls, then may decay."""
     low, high, rate = params["cycle_min_lr"], params["cycle_max_lr"], params["decay_lr_rate"]
 
     def schedule(step: Any) -> jax.Array:
@@ -118,7 +118,7 @@ def _one_cycle(params: Params, lr: float | None) -> Schedule:
 
 
 def cycled_momentum(params: Params) -> Schedule:
-    """The momentum of OneCycle: down, up, and then perhaps higher in each step. Step 0 has the lowest."""
+    """The momentum of OneCycle: falls, rises, then may grow. Step 0 has the lowest."""
     low, high, rate = params["cycle_min_mom"], params["cycle_max_mom"], params["decay_mom_rate"]
 
     def schedule(step: Any) -> jax.Array:

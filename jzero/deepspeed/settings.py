@@ -194,7 +194,7 @@ def _changes_numbers(path: str) -> bool:
 
 
 def _problem(key: Key, value: Any) -> str | None:
-    """Returns what a value of this key must be, if it is not that."""
+    """Returns the requirement that a value of this key misses, if any."""
     allowed = {
         "bool": isinstance(value, bool),
         "int": _is_number(value) and value == int(value),

@@ -21,7 +21,7 @@ def scale_by_uncorrected_adam(b1: Any, b2: Any, eps: float, *, eps_root: float =
     return optax.GradientTransformation(adam.init, update)
 
 
-def lamb(  # noqa: PLR0913  # as many as the optimizer has
+def lamb(  # noqa: PLR0913  # the optimizer's own
     learning_rate: Any,
     b1: Any,
     b2: Any,
@@ -35,8 +35,8 @@ def lamb(  # noqa: PLR0913  # as many as the optimizer has
 ) -> optax.GradientTransformation:
     """Returns LAMB as DeepSpeed's `FusedLamb` computes it.
 
-    It differs from `optax.lamb` in two things. The ratio of norms is clipped. And moments are not corrected, also in
-    those norms: the bias correction is a factor on the learning rate.
+    It differs from `optax.lamb` in two respects: the ratio of norms is clipped, and moments are never corrected, not
+    even in those norms. Instead, the bias correction scales the learning rate.
     """
     outside, inside = (0.0, eps) if eps_inside_sqrt else (eps, 0.0)
     steps = [

@@ -1,4 +1,4 @@
-"""The keys of `zero_optimization`, offload included, and what jzero makes of each. Defaults are DeepSpeed 0.19's."""
+"""The keys of `zero_optimization`, offload included, with jzero's verdicts. Defaults are DeepSpeed 0.19's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NO_CAP = 2**63 - 1
 """What DeepSpeed writes for "no limit" (`sys.maxsize`)."""
 
 DEVICES = ("none", "cpu", "nvme")
-PINNED = "what is offloaded is always in pinned memory"
+PINNED = "offloaded arrays are always in pinned memory"
 SCAN = "the compiler's schedule; a scanned stack is gathered layer by layer"
 STAGE3 = "stage3_"
 
@@ -31,7 +31,7 @@ ZERO = (
     ),
     Key("zero_optimization.contiguous_gradients", "bool", True, "compiler", "it lays out buffers"),
     Key("zero_optimization.use_multi_rank_bucket_allreduce", "bool", True, "compiler", "it combines collectives"),
-    Key("zero_optimization.allgather_partitions", "bool", True, "compiler", "how what is gathered travels"),
+    Key("zero_optimization.allgather_partitions", "bool", True, "compiler", "it chooses the collectives that gather"),
     Key("zero_optimization.overlap_comm", "bool", None, "compiler", "it schedules collectives beside computation"),
     Key(
         "zero_optimization.compute_grad_norm",
@@ -116,7 +116,7 @@ ZERO = (
         "bool",
         False,
         "compiler",
-        "how what is gathered travels",
+        "it chooses the collectives that gather",
         old_names=(STAGE3 + "use_all_reduce_for_fetch_params",),
     ),
     Key(
