@@ -102,7 +102,7 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
         warnings.warn(note, stacklevel=2)
     limit = limit_of(hbm_bytes, topology, hardware)
     if step.remat == "offload":
-        raise ValueError("`remat='offload'` frees memory that this function would fill: leave `remat` out.")
+        raise ValueError("With `remat='offload'` a step saves memory at the cost of time: leave `remat` out.")
     if topology is not None:
         state = relaid(state, devices=hardware.num_devices if devices is None and hardware is not None else devices)
     plan = plan_of_argument(state)
