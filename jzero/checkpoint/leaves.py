@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jzero._text import key_names
 from jzero.layout.casts import apply_edits
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.on_disk import ChangedFiles, OnDisk
+from jzero.layout.on_disk import OnDisk, when_read
 from jzero.layout.placement import memory_of, on_device, place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import all_leaves, flat_state, map_state, plain_state, with_leaves
@@ -139,12 +139,9 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[TargetLeaf], li
     has_master = [leaf.master is not None for leaf in plan.leaves]
     edited = [i for i, x in enumerate(params) if has_master[i] and not isinstance(x, OnDisk)]
     for i in edited:  # one at a time, so that at most one offloaded leaf is on the devices
-        if isinstance(x := arrays[i], OnDisk):
-            arrays[i] = _changed(x, functools.partial(plan.leaves[i].edit_master, params[i]))
-            continue
-        on_devices = on_device(arrays[i]), on_device(params[i])
-        if bool(_is_edited(*on_devices, plan.leaves[i])):
-            arrays[i] = plan.leaves[i].edit_master(params[i], arrays[i])
+        leaf, master, param = plan.leaves[i], arrays[i], params[i]
+        if isinstance(master, OnDisk) or bool(_is_edited(on_device(master), on_device(param), leaf)):
+            arrays[i] = when_read(master, functools.partial(leaf.edit_master, param))
     arrays = [_in_form(x, target_leaf) for x, target_leaf in zip(arrays, leaves, strict=True)]
     return plain, leaves, arrays
 
@@ -161,19 +158,11 @@ def _move_to_plan(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
     raise ValueError(f"{leaf.path} has shape {np.shape(x)}, but the plan stores it as {leaf.stored_shape}.")
 
 
-def _changed(x: OnDisk, change: Callable[[jax.Array], Any]) -> OnDisk:
-    """Returns a leaf on disk that is changed once it is read."""
-    assert x.files is not None
-    return dataclasses.replace(x, files=ChangedFiles(x.files, change))
-
-
 def _in_form(x: Any, target_leaf: TargetLeaf) -> Any:
     """Returns a stored array in the form that is written; itself if that is the same."""
     if target_leaf.leaf.padded_cut == target_leaf.cut:
         return x
-    if isinstance(x, OnDisk):
-        return _changed(x, lambda x: target_leaf.leaf.convert(x, target_leaf.form))
-    return target_leaf.leaf.convert(x, target_leaf.form)
+    return when_read(x, lambda x: target_leaf.leaf.convert(x, target_leaf.form))
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import jax
 
@@ -63,15 +63,18 @@ class OnDisk:
             raise ValueError(f"{self.path!r} is on disk, and a program cannot read it. {INSTEAD}")
         return self.files.read_leaf(self.path)
 
-    def __jax_array__(self) -> jax.Array:
+    def __jax_array__(self) -> NoReturn:
         raise TypeError(f"{self.path!r} is on disk: it is no array to compute with. {INSTEAD}")
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError(f"{self.path!r} is on disk: it is no array to compute with. {INSTEAD}")
 
     def __repr__(self) -> str:
         return f"OnDisk({self.path!r}, shape={self.shape}, dtype={self.dtype})"
 
+
+Stored: TypeAlias = jax.Array | OnDisk
+"""A leaf as a state stores it: an array, or the place of one on disk."""
 
 _flax.register_refusal(
     OnDisk,
@@ -97,6 +100,13 @@ class ChangedFiles:
     def read_leaf(self, path: str) -> Any:
         """Returns the changed leaf."""
         return self.change(self.files.read_leaf(path))
+
+
+def when_read(x: Stored, change: Callable[[jax.Array], Any]) -> Any:
+    """Returns an array after a change; for one on disk, a node that makes the change once it is read."""
+    if not isinstance(x, OnDisk):
+        return change(x)
+    return x if x.files is None else dataclasses.replace(x, files=ChangedFiles(x.files, change))
 
 
 INSTEAD = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import TypeVar
 
 import jax
@@ -14,7 +13,7 @@ from jzero._types import Optimizer, PyTree, TrainStateLike
 from jzero.config.zero import ZeroConfig
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
-from jzero.layout.on_disk import ChangedFiles, OnDisk
+from jzero.layout.on_disk import OnDisk, when_read
 from jzero.layout.padded import Leaf, Padded, is_padded, unbox
 from jzero.layout.placement import gather_padded
 from jzero.plan.plan import ZeroPlan
@@ -186,9 +185,7 @@ def _plain_values(state: S, old: ZeroPlan) -> S:
 
 
 def _known_shape(x: jax.Array | OnDisk, leaf: StateLeaf) -> jax.Array | OnDisk:
-    if not isinstance(x, OnDisk) or x.files is None:
-        return x
-    return dataclasses.replace(x, files=ChangedFiles(x.files, leaf.box))
+    return when_read(x, leaf.box) if isinstance(x, OnDisk) else x
 
 
 def resolve_config(stage: int | None, config: ZeroConfig | None, old: ZeroPlan | None = None) -> ZeroConfig:

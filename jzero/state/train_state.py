@@ -14,7 +14,7 @@ from jzero._text import path_str
 from jzero._types import Optimizer, PyTree, TrainStateLike
 from jzero.config.precision import is_key
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.on_disk import ChangedFiles, OnDisk
+from jzero.layout.on_disk import OnDisk, when_read
 from jzero.layout.padded import Leaf, is_padded
 from jzero.layout.placement import gather_padded, memory_of
 from jzero.plan.opt_state import ZeroOptState
@@ -167,10 +167,7 @@ def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: jax.Array | OnDisk, mas
         return param
     if isinstance(param, OnDisk):  # nobody edits it by itself
         return master
-    edit = functools.partial(leaf.edit_master, param)  # one on disk is edited when it is read
-    if not isinstance(master, OnDisk):
-        return edit(master)
-    return master if master.files is None else dataclasses.replace(master, files=ChangedFiles(master.files, edit))
+    return when_read(master, functools.partial(leaf.edit_master, param))
 
 
 def stored_state(state: S, plan: ZeroPlan, before: object = None) -> S:

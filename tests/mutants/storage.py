@@ -7,8 +7,8 @@ MUTANTS = [
     Mutant(
         "edits_not_saved",
         "checkpoint/leaves.py",
-        "if bool(_is_edited(*on_devices, plan.leaves[i])):",
-        "if False:",
+        "if isinstance(master, OnDisk) or bool(_is_edited(on_device(master), on_device(param), leaf)):",
+        "if isinstance(master, OnDisk):",
         "test_checkpoint.py::test_edited_parameters_are_saved_as_the_optimizer_would_take_them",
     ),
     Mutant(
