@@ -101,7 +101,7 @@ def make_update(name):
     params = values(0)
     state = tx.init(params)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    owners = [*range(len(NAMES)), *range(len(NAMES)), *find_owners(tx, params, state, paths)]
+    owners = [*range(len(NAMES)), *range(len(NAMES)), *find_owners(tx.init, params, state, paths)]
 
     def update(grads, params, state, **extra):
         updates, state = tx.update(grads, state, params, **extra)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 LANES, SUBLANES = 128, 32
+T = TypeVar("T")
 
 
 class Pieces(NamedTuple):
@@ -39,9 +40,9 @@ class Pieces(NamedTuple):
 class Chunk(NamedTuple):
     """One chunk: `start` and `length` of the range along the dimension that is split, and its number."""
 
-    start: Any
+    start: int | jax.Array
     length: int
-    number: Any
+    number: int | jax.Array
 
 
 def split(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int, *, tiled: bool) -> Pieces:
@@ -102,7 +103,7 @@ def _padded_size(sublanes: int, lanes: int) -> int:
     return -(-sublanes // 8) * 8 * (-(-lanes // LANES) * LANES)
 
 
-def for_each_chunk(body: Callable[[Chunk, Any], Any], carry: Any, pieces: Pieces) -> Any:
+def for_each_chunk(body: Callable[[Chunk, T], T], carry: T, pieces: Pieces) -> T:
     """Returns `carry` after `carry = body(chunk, carry)` for each chunk, inside a trace.
 
     Args:

@@ -12,11 +12,12 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jax.typing import ArrayLike
 
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import Pipeline
@@ -26,6 +27,12 @@ from jzero.layout.placement import Memory
 from jzero.layout.records import Rectangle, field_offsets
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
+
+if TYPE_CHECKING:
+    from jzero.arrays.disk_rows import StateRows
+
+Parts: TypeAlias = Mapping[jax.Device, ArrayLike]
+"""The parts of an array, by the first device that has each."""
 
 QUIET_S = 30.0
 """Seconds between two lines in the log while a state is laid out."""
@@ -53,7 +60,7 @@ class Record(NamedTuple):
         return Rectangle(start, self.place.shape)
 
 
-def first_holders(plan: ZeroPlan, leaf: StateLeaf, *, everywhere: bool = False) -> dict[Any, Any]:
+def first_holders(plan: ZeroPlan, leaf: StateLeaf, *, everywhere: bool = False) -> dict[jax.Device, jax.Device]:
     """Returns for each device the first one with the same part of a leaf, of this process or of all.
 
     Args:
@@ -64,7 +71,7 @@ def first_holders(plan: ZeroPlan, leaf: StateLeaf, *, everywhere: bool = False) 
     sharding = leaf.device_sharding
     index_of = sharding.devices_indices_map(leaf.stored_shape)
     mine = sharding.addressable_devices
-    firsts: dict[str, Any] = {}
+    firsts: dict[str, jax.Device] = {}
     holders = {d: firsts.setdefault(str(index), d) for d, index in index_of.items() if everywhere or d in mine}
     return {d: holder for d, holder in holders.items() if d in mine}
 
@@ -102,7 +109,7 @@ class StateFiles:
     waiting: Any = None
     version: int = 0
     overlay: Callable[[Record, list[np.ndarray]], None] | None = None
-    rows: Any = None
+    rows: StateRows | None = None
     is_released: bool = False
     _filled: int = 0  # bytes, while the state is laid out
     _tells_at: float = 0.0
@@ -160,7 +167,7 @@ class StateFiles:
         for i in params:
             parts = [{x.device: np.asarray(x.data) for x in field.addressable_shards} for field in fields_of(i)]
 
-            def copy(number: int, buffer: np.ndarray, parts: Any = parts) -> None:
+            def copy(number: int, buffer: np.ndarray, parts: Sequence[Mapping[jax.Device, np.ndarray]] = parts) -> None:
                 record = self.records[number]
                 for view, of_device in zip(self.views(number, buffer), parts, strict=True):
                     view[...] = of_device[record.device][record.place.slices]
@@ -220,7 +227,7 @@ class StateFiles:
         self.pipeline.run(copy, self.of_param[i], writes=False)
         return self.assembled(leaf, parts)
 
-    def assembled(self, leaf: StateLeaf, parts: dict[Any, Any], memory: Memory = "device") -> jax.Array:
+    def assembled(self, leaf: StateLeaf, parts: Parts, memory: Memory = "device") -> jax.Array:
         """Returns a stored array from the parts of the first devices that have them."""
         sharding = dataclasses.replace(leaf, memory=memory).sharding
         kind = sharding.memory_kind

@@ -6,7 +6,7 @@ device has its own handles of a stack, [L, 2], which a loop slices as it would t
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ class StateRows:
         first = dict(zip(stacks, self.reader.first, strict=True))
         self.handles = {i: self._handles(plan, i, first) for i in plan.params_on_disk}
 
-    def _handles(self, plan: ZeroPlan, i: int, first: dict[Any, int]) -> jax.Array:
+    def _handles(self, plan: ZeroPlan, i: int, first: Mapping[tuple[int, jax.Device], int]) -> jax.Array:
         like, length = handle_shape(plan, i), plan.leaves[i].param.shape[0]
 
         def of_device(device: jax.Device) -> jax.Array:

@@ -41,7 +41,7 @@ def describe_plan(plan: ZeroPlan) -> str:
     return ADDRESS.sub("", "\n".join(lines))
 
 
-def describe_inputs(batch: PyTree, rng: Any) -> str:
+def describe_inputs(batch: PyTree, rng: object) -> str:
     """Describes a batch and a key: shapes, dtypes, and the values that every device stores whole."""
     lines = [
         _describe(f"batch[{path_str(path)!r}]", x, has_value=getattr(x, "shape", None) == ())
@@ -77,12 +77,12 @@ def _checksum(value: np.ndarray) -> str:
     return hashlib.sha256(sums.tobytes() + data[of_rows:].tobytes()).hexdigest()[:16]
 
 
-def describe_program(lowered: Any) -> str:
+def describe_program(lowered: jax.stages.Lowered) -> str:
     """Describes a lowered program by its text."""
     lines = lowered.as_text().splitlines()
     return "\n".join(OPAQUE.sub('"..."', line) if "custom_call" in line else line for line in lines)
 
 
-def function_name(function: Any) -> str:
+def function_name(function: object) -> str:
     """Returns a function's qualified name, or the type's name of a callable without one."""
     return getattr(function, "__qualname__", type(function).__name__)

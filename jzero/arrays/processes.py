@@ -36,6 +36,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
 from jzero import _compat
+from jzero._compat import DistributedClient
 from jzero.arrays import key_value
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ LINGER_S = 1.0
 MAX_LINES, MAX_COLUMNS = 20, 1000
 
 
-def check_wait(check_processes: Any, default: float = WAIT_S) -> float | None:
+def check_wait(check_processes: object, default: float = WAIT_S) -> float | None:
     """Returns the seconds to wait for an argument `check_processes`; `None` if processes are not compared."""
     if isinstance(check_processes, bool):
         return default if check_processes else None
@@ -144,7 +145,7 @@ def _others_failed(failures: Sequence[str]) -> str:
     return "Other processes failed, so this one stops, too:\n" + "\n".join(x[:MAX_COLUMNS] for x in failures[:3])
 
 
-def gather_json(value: Any) -> list[Any]:
+def gather_json(value: object) -> list[Any]:
     """Returns the values, data for JSON, of all processes; each process must call it."""
     return [value] if jax.process_count() == 1 else [json.loads(text) for text in gather_texts(json.dumps(value))]
 
@@ -173,7 +174,7 @@ class _History:
       last: The place of the latest one.
     """
 
-    client: Any = None
+    client: DistributedClient | None = None
     counts: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
     last: str = "the start"
 
@@ -266,7 +267,7 @@ class _Exchange:
             self._fetch({i: f"heard/{i}" for i in processes}, time.monotonic() + QUIET_S)
             time.sleep(LINGER_S)
 
-    def _publish(self, name: str, what: Any) -> None:
+    def _publish(self, name: str, what: object) -> None:
         key_value.put(self.client, f"{self.key}/{name}", json.dumps(what))
 
     def _fetch(self, keys: Mapping[int, str], deadline: float, *, until_failure: bool = False) -> dict[int, Any]:
@@ -309,7 +310,7 @@ def _ended_key(process: int) -> str:
     return f"jzero/ended/{process}"
 
 
-def _say_ended(client: Any, process: int, pid: int) -> None:
+def _say_ended(client: DistributedClient, process: int, pid: int) -> None:
     if os.getpid() == pid and client is _compat.distributed_client():  # neither in a fork, nor after it was closed
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             key_value.put(client, _ended_key(process), "")

@@ -91,7 +91,7 @@ def _broadcast(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | 
 
 
 def _pad(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
-    (x, value), widths = eqn.invars, [tuple(map(int, w)) for w in eqn.params["padding_config"]]
+    (x, value), widths = eqn.invars, [(int(a), int(b), int(c)) for a, b, c in eqn.params["padding_config"]]
     grows = all(low >= 0 and high >= 0 for low, high, _ in widths)  # a negative width drops elements
     pads_cut = any(any(w) and reduction.cut.cuts(d) for d, w in enumerate(widths))
     if not makers.is_free(x) or not makers.is_zero(value) or not grows or pads_cut:

@@ -290,7 +290,7 @@ class _LocalStep:
         if number < len(self.params):
             return self.params[number].value(x)
         leaf = self.carried[number - len(self.params)]
-        if leaf is None:
+        if leaf is None or leaf.compute_dtype is None:
             return x
         cut, dtype = leaf.cut_for_collectives, leaf.compute_dtype
         if cut is None:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 
 from jzero._types import AxisNames, DType
 from jzero.layout.blocks import Blocks, pack, packed_size, unpack
-from jzero.layout.parts import apply_to_parts
+from jzero.layout.parts import Axes, apply_to_parts
 
+T = TypeVar("T")
 Index: TypeAlias = tuple[slice, ...]
 
 
@@ -41,7 +42,7 @@ class Cut:
     shape: tuple[int, ...]
     num_shards: int
     flat: bool = False
-    other_axes: tuple[AxisNames, ...] = ()
+    other_axes: Axes = ()
     parts: int = 1
     num_stacked: int = 0
     blocks: Blocks | None = None
@@ -103,7 +104,7 @@ class Cut:
         """Returns the dtype in which shards of values of a dtype travel."""
         return dtype if self.blocks is None else jnp.dtype(jnp.int8)
 
-    def axes_beside(self) -> tuple[Any, ...]:
+    def axes_beside(self) -> Axes:
         """Returns the other mesh axes of each dimension of a shard."""
         if self.blocks is None:
             return self.other_axes[: len(self.stored_shape)]
@@ -177,11 +178,11 @@ class Cut:
         dim = list(dims).index(self.dim)
         return dataclasses.replace(self, dim=dim, shape=tuple(shape), other_axes=axes, num_stacked=stacked)
 
-    def for_shard(self, values: Sequence[Any], of_cut: Any) -> list[Any]:
+    def for_shard(self, values: Sequence[T], of_cut: T) -> list[T]:
         """Returns values per dimension of a shard, given those per natural dimension: `of_cut` for the cut one."""
         return [*values[: self.dim], of_cut, *(() if self.flat else values[self.dim + 1 :])]
 
-    def with_other_axes(self, spec: Iterable[Any], sizes: Mapping[str, int]) -> Cut:
+    def with_other_axes(self, spec: Iterable[AxisNames], sizes: Mapping[str, int]) -> Cut:
         """Returns the cut of a leaf that other mesh axes shard, too.
 
         Args:
@@ -190,7 +191,7 @@ class Cut:
           sizes: The size of each mesh axis.
         """
 
-        def kept(d: int, names: Any) -> Any:
+        def kept(d: int, names: AxisNames) -> AxisNames:
             if not isinstance(names, str | tuple) or d == self.dim or (self.flat and d > self.dim):
                 return None
             names = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if sizes[n] > 1)

@@ -7,13 +7,14 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jzero._types import DType
 from jzero.jaxpr.sizes import array_bytes
@@ -21,9 +22,11 @@ from jzero.layout.casts import apply_edits
 from jzero.layout.cut import Cut
 from jzero.layout.mesh import HOST_MEMORY, AnyMesh, names_host_memory, num_parts
 from jzero.layout.misfits import describe_misfit
-from jzero.layout.on_disk import OnDisk
-from jzero.layout.padded import box, is_padded
+from jzero.layout.on_disk import OnDisk, Stored
+from jzero.layout.padded import Padded, box, is_padded
 from jzero.layout.placement import Look, Memory, gather_arrays, memory_of, on_device, place_array, relayout, to_memory
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +47,7 @@ class StateLeaf:
       reason: Why it stays whole; empty if it is cut.
       owner: Index of the parameter that an optimizer leaf follows.
       update_dtype: The dtype in which the optimizer computes with an optimizer leaf that is stored in another.
-      is_param: Whether a leaf of another field is a parameter that is not trained.
-      compute_dtype: The dtype of such a parameter in the loss; `None` for other leaves.
+      compute_dtype: The dtype in the loss of a parameter outside the optimizer; `None` for other leaves.
       memory: Where it lives between steps: on the devices, in pinned memory of each device's host, or in records,
         which programs do not see, in the host's memory or on disk.
     """
@@ -60,9 +62,13 @@ class StateLeaf:
     reason: str = ""
     owner: int | None = None
     update_dtype: DType | None = None
-    is_param: bool = False
-    compute_dtype: Any = None
+    compute_dtype: DType | None = None
     memory: Memory = "device"
+
+    @property
+    def is_param(self) -> bool:
+        """Whether it is a parameter outside the optimizer."""
+        return self.compute_dtype is not None
 
     @property
     def in_records(self) -> bool:
@@ -156,7 +162,7 @@ class StateLeaf:
             return self
         return dataclasses.replace(self, cut=self.cut.unpacked(), memory="device")
 
-    def load(self, x: jax.Array) -> jax.Array:
+    def load(self, x: Stored) -> jax.Array:
         """Returns the leaf in its natural shape on the devices, cut if possible. Inside `jit`.
 
         Args:
@@ -174,7 +180,11 @@ class StateLeaf:
         # A flattened leaf has no natural dimension to cut: the compiler chooses its layout.
         return x if cut.flat else lax.with_sharding_constraint(x, self.device_sharding)
 
-    def store(self, x: jax.Array) -> jax.Array:
+    @overload
+    def store(self, x: jax.Array) -> jax.Array: ...
+    @overload
+    def store(self, x: Stored) -> Stored: ...
+    def store(self, x: Stored) -> Stored:
         """Returns the stored array, in its memory, of an array in natural or stored shape. Inside `jit`."""
         if isinstance(x, OnDisk) or (self.array_memory == "host" and memory_of(x) == "host"):
             return x
@@ -184,7 +194,7 @@ class StateLeaf:
         x = lax.with_sharding_constraint(x, self.device_sharding)
         return jax.device_put(x, jax.memory.Space.Host) if self.array_memory == "host" else x
 
-    def place(self, x: Any, *, look: Look | None = None) -> jax.Array:
+    def place(self, x: ArrayLike, *, look: Look | None = None) -> jax.Array:
         """Returns the stored array of a natural one of any kind, or of a number, as `place_array` does."""
         is_whole = not isinstance(x, jax.Array) and jnp.issubdtype(self.dtype, np.integer)
         if is_whole and (why := describe_misfit(np.asarray(x), self.dtype)):
@@ -195,7 +205,7 @@ class StateLeaf:
             return place_array(x, self.dtype, self.sharding, self.padded_cut, look=look)
         return to_memory(self._pack(self.as_numbers.place(x, look=look)), self.sharding)
 
-    def convert(self, x: jax.Array, to: StateLeaf) -> jax.Array:
+    def convert(self, x: Stored, to: StateLeaf) -> jax.Array:
         """Returns a stored array of this layout, in a new buffer, as another layout of the same leaf stores it."""
         if to.as_numbers is not to:
             return to_memory(to._pack(self.convert(x, to.as_numbers)), to.sharding)
@@ -203,7 +213,7 @@ class StateLeaf:
         x = x if numbers is self else self._unpack(x)
         return to_memory(relayout(x, numbers.padded_cut, to.padded_cut, to.dtype, to.device_sharding), to.sharding)
 
-    def relayout(self, x: jax.Array, to: StateLeaf) -> jax.Array:
+    def relayout(self, x: Stored, to: StateLeaf) -> jax.Array:
         """Returns a stored array as another layout of the same leaf stores it, in its own dtype. Inside `jit`."""
         return to.store(self.load(x))
 
@@ -217,7 +227,7 @@ class StateLeaf:
         assert self.cut is not None
         return _unpacked(x, self.cut, self.as_numbers.device_sharding)
 
-    def check_shape(self, x: jax.Array) -> None:
+    def check_shape(self, x: Stored) -> None:
         """Raises unless an array has the natural or the stored shape."""
         if tuple(x.shape) in (self.shape, self.stored_shape):
             return
@@ -234,13 +244,13 @@ class StateLeaf:
             "gradients of `jzero.natural_params(state)` or those that `value_and_grad` returns."
         )
 
-    def box(self, x: Any) -> Any:
+    def box(self, x: T) -> T | Padded:
         """Returns an array of the stored shape as a leaf of its natural shape: a padded one as a node."""
         return box(x, self.path, self.shape, self.cut)
 
-    def unbox(self, x: Any) -> Any:
+    def unbox(self, x: object) -> Any:
         """Returns the array of a leaf: as stored if the leaf is laid out so, else in its natural shape."""
-        return x if not is_padded(x) else x.stored if x.cut == self.cut else x.natural
+        return x if not isinstance(x, Padded) else x.stored if x.cut == self.cut else x.natural
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +280,7 @@ class LeafPlan:
         """Key path of the parameter."""
         return self.param.path
 
-    def unbox(self, x: Any) -> Any:
+    def unbox(self, x: object) -> Any:
         """Returns the array of a parameter, of its gradient or of its master, as `StateLeaf.unbox` does."""
         return self.grad.unbox(x) if is_padded(x) and x.cut == self.grad.cut else self.param.unbox(x)
 
@@ -280,7 +290,7 @@ class LeafPlan:
         return self.param if self.master is None else self.master
 
     @functools.partial(jax.jit, static_argnums=0)
-    def param_as_gradient(self, param: jax.Array) -> jax.Array:
+    def param_as_gradient(self, param: Stored) -> jax.Array:
         """Returns a stored parameter laid out like its gradient."""
         return self.param.relayout(param, self.grad)
 
@@ -291,7 +301,7 @@ class LeafPlan:
         return self.master.store(apply_edits(on_device(master), self.param_as_gradient(param)))
 
 
-def gather_leaves(arrays: Sequence[jax.Array | OnDisk], leaves: Sequence[StateLeaf]) -> list[jax.Array]:
+def gather_leaves(arrays: Sequence[Stored], leaves: Sequence[StateLeaf]) -> list[jax.Array]:
     """Returns stored leaves whole on every device, in their natural shapes, gathered by one program."""
     if not arrays:
         return []

@@ -6,13 +6,14 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jzero._types import AxisNames
 from jzero.config.zero import ZeroConfig
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -44,10 +45,10 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
       >>> jzero.make_mesh(replica=2, data=4).shape["data"]
       4
     """
-    listed: Any = jax.devices() if devices is None else devices
-    chosen = list(listed) if isinstance(listed, Iterable) and not isinstance(listed, str) else [listed]
-    strange = [x for x in chosen if not isinstance(x, jax.Device)]
-    if strange or isinstance(listed, jax.Device):
+    listed: object = jax.devices() if devices is None else devices
+    items = list(listed) if isinstance(listed, Iterable) and not isinstance(listed, str) else [None]
+    chosen = [x for x in items if isinstance(x, jax.Device)]
+    if len(chosen) < len(items):
         raise TypeError(f"`devices` must be a sequence of devices, such as `jax.devices()[:4]`: got {devices!r:.200}.")
     if not chosen:
         raise ValueError("`devices` is empty: a mesh needs at least one device.")
@@ -181,7 +182,7 @@ def axis_size(mesh: AnyMesh, config: ZeroConfig) -> int:
     return num_parts(mesh, shard_axes(config))
 
 
-def num_parts(mesh: AnyMesh, names: Any) -> int:
+def num_parts(mesh: AnyMesh, names: AxisNames) -> int:
     """Returns into how many parts mesh axes cut a dimension, given as in a `PartitionSpec`."""
     return math.prod(int(mesh.shape[name]) for name in jax.tree.leaves(names))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,10 @@ import numpy as np
 from jzero._types import DType
 from jzero.layout.casts import round_without_derivative
 
+Array: TypeAlias = jax.Array | np.ndarray
 
-def describe_misfit(x: Any, dtype: DType) -> str:
+
+def describe_misfit(x: Array, dtype: DType) -> str:
     """Describes the numbers of an array that a dtype cannot hold; returns an empty string if all fit.
 
     Integers must be in its range, numbers that become integers must be integers, and finite numbers must stay finite.
@@ -40,14 +42,14 @@ def describe_misfit(x: Any, dtype: DType) -> str:
     return _not_finite(x, dtype)
 
 
-KINDS = (np.integer, np.floating, np.complexfloating)
+KINDS: tuple[type, ...] = (np.integer, np.floating, np.complexfloating)
 
 
-def _is(dtype: DType, kind: Any) -> bool:
+def _is(dtype: DType, kind: type) -> bool:
     return bool(jnp.issubdtype(dtype, kind))
 
 
-def _not_in_range(x: Any, dtype: DType) -> str:
+def _not_in_range(x: Array, dtype: DType) -> str:
     what = "numbers"
     if _is(x.dtype, np.floating):
         what = "whole numbers"
@@ -60,7 +62,7 @@ def _not_in_range(x: Any, dtype: DType) -> str:
     return f"{x.dtype} {what} from {low} to {high}, and {dtype} holds those from {info.min} to {info.max}"
 
 
-def _not_finite(x: Any, dtype: DType) -> str:
+def _not_finite(x: Array, dtype: DType) -> str:
     if _largest(x.dtype) <= _largest(dtype):
         return ""
     largest = float(_largest_lost(x, dtype))
@@ -71,19 +73,19 @@ def _largest(dtype: DType) -> float:
     return float(jnp.iinfo(dtype).max if _is(dtype, np.integer) else jnp.finfo(dtype).max)
 
 
-def _number(x: Any) -> int:
+def _number(x: Array) -> int:
     return int(np.asarray(x).item())
 
 
-def _are_whole(x: Any) -> Any:
+def _are_whole(x: Array) -> Array | np.bool:
     return _whole_on_device(x) if isinstance(x, jax.Array) else np.all(np.isfinite(x) & (np.floor(x) == x))
 
 
-def _bounds(x: Any) -> tuple[Any, Any]:
+def _bounds(x: Array) -> tuple[Array, Array]:
     return _bounds_on_device(x) if isinstance(x, jax.Array) else (x.min(), x.max())
 
 
-def _largest_lost(x: Any, dtype: DType) -> Any:
+def _largest_lost(x: Array, dtype: DType) -> Array:
     """Returns the largest number that a cast would make infinite; 0 if there is none."""
     if isinstance(x, jax.Array):
         return _largest_lost_on_device(x, dtype)

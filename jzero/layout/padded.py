@@ -28,7 +28,8 @@ since padding is zero; their means are not. Functions of `jax.lax` take only arr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -37,6 +38,8 @@ from jzero import _compat, _flax
 from jzero._types import DType
 from jzero.layout.cut import Cut
 from jzero.layout.on_disk import OnDisk
+
+T = TypeVar("T")
 
 OF_STORAGE = frozenset(
     "addressable_data addressable_shards block_until_ready committed copy_to_host_async delete device devices "
@@ -92,16 +95,16 @@ class Padded(metaclass=_SaysWhatToDo):
         self.path = path
         self.cut = cut
 
-    def tree_flatten_with_keys(self) -> Any:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[_Inside, object]], _Layout]:
         """Returns the stored array with its key, and the static layout."""
         return ((_INSIDE, self.stored),), _Layout(self.cut, self.path)
 
-    def tree_flatten(self) -> Any:
+    def tree_flatten(self) -> tuple[tuple[object], _Layout]:
         """Returns the stored array, and the static layout."""
         return (self.stored,), _Layout(self.cut, self.path)
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+    def tree_unflatten(cls, aux: _Layout, children: tuple[Any]) -> Any:
         """Returns a node around numbers; returns anything else, such as a sharding, as it is."""
         (stored,) = children
         is_number = hasattr(stored, "dtype") or isinstance(stored, float | complex)
@@ -144,7 +147,7 @@ class Padded(metaclass=_SaysWhatToDo):
             )
 
     @property
-    def at(self) -> Any:
+    def at(self) -> _At:
         """Edits as `jax.Array.at` does; the result is a padded leaf like this one."""
         return _At(self)
 
@@ -168,7 +171,7 @@ class Padded(metaclass=_SaysWhatToDo):
         """Elements without padding."""
         return int(np.prod(self.shape))
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> NoReturn:
         # In place, the edit would show in every other tree that holds this node, where arrays do not change.
         raise TypeError(
             f"{self.path!r} is stored padded, as {self.cut.stored_shape} for {self.cut.shape}, and cannot be assigned "
@@ -179,15 +182,15 @@ class Padded(metaclass=_SaysWhatToDo):
         """Returns the natural array; Flax takes the node for a box around a parameter."""
         return self.natural
 
-    def replace_boxed(self, value: Any) -> Any:
+    def replace_boxed(self, value: T) -> T:
         """Returns `value`, which was computed from the natural array."""
         return value
 
-    def add_axis(self, index: int, params: Any) -> Padded:
+    def add_axis(self, index: int, params: object) -> Padded:
         """Returns the node itself, which recognizes a stack by the shape of its array."""
         return self
 
-    def remove_axis(self, index: int, params: Any) -> Padded:
+    def remove_axis(self, index: int, params: object) -> Padded:
         """Returns the node itself, which recognizes a slice by the shape of its array."""
         return self
 
@@ -209,16 +212,16 @@ class Padded(metaclass=_SaysWhatToDo):
 class _At:
     """`x.at[index]`, with its methods."""
 
-    def __init__(self, leaf: Padded, index: Any = None) -> None:
+    def __init__(self, leaf: Padded, index: object = None) -> None:
         self.leaf, self.index = leaf, index
 
-    def __getitem__(self, index: Any) -> _At:
+    def __getitem__(self, index: object) -> _At:
         return _At(self.leaf, index)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., jax.Array | Padded]:
         leaf = self.leaf
 
-        def edit(*args: Any, **kwargs: Any) -> Any:
+        def edit(*args: object, **kwargs: object) -> jax.Array | Padded:
             new = getattr(leaf.natural.at[self.index], name)(*args, **kwargs)
             if new.shape != leaf.shape:  # from `get`
                 return new
@@ -230,7 +233,7 @@ class _At:
 
 
 def _forward(name: str) -> None:
-    def method(self: Padded, *args: Any) -> Any:
+    def method(self: Padded, *args: object) -> object:
         return getattr(self.natural, name)(*(x.natural if isinstance(x, Padded) else x for x in args))
 
     method.__name__ = name
@@ -262,19 +265,14 @@ for (
 _flax.register_array(Padded, lambda x: x.stored, lambda x, stored: Padded(stored, x.path, x.cut))
 
 
-def box(x: Any, path: str, shape: tuple[int, ...], cut: Cut | None) -> Any:
+def box(x: T, path: str, shape: tuple[int, ...], cut: Cut | None) -> T | Padded:
     """Returns a leaf as a node if it is not stored in its natural shape; anything else as it is."""
-    if (
-        isinstance(x, OnDisk)
-        or cut is None
-        or cut.stored_shape == shape
-        or getattr(x, "shape", None) != cut.stored_shape
-    ):
+    if cut is None or cut.stored_shape == shape or isinstance(x, OnDisk):
         return x
-    return Padded(x, path, cut)
+    return Padded(x, path, cut) if getattr(x, "shape", None) == cut.stored_shape else x
 
 
-def unbox(x: Any) -> Any:
+def unbox(x: object) -> Any:
     """Returns the stored array of a leaf."""
     return x.stored if isinstance(x, Padded) else x
 
@@ -283,6 +281,6 @@ Leaf: TypeAlias = jax.Array | Padded | OnDisk | jax.ShapeDtypeStruct
 """A leaf of a state: an array, a padded one as a node, the place of one on disk, or the shape of any of these."""
 
 
-def is_padded(x: Any) -> bool:
+def is_padded(x: object) -> TypeGuard[Padded]:
     """Whether a node is a padded leaf."""
     return isinstance(x, Padded)

@@ -10,12 +10,15 @@ the packing of blocks, which would join parts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
 
-Axes = tuple[Any, ...]
+from jzero._types import AxisNames
+
+Axes: TypeAlias = tuple[AxisNames, ...]
+"""The mesh axes of each dimension."""
 
 
 def apply_to_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, before: Axes, after: Axes) -> jax.Array:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jzero._types import DType
 from jzero.layout.casts import apply_edits, round_to
 from jzero.layout.cut import Cut
 from jzero.layout.mesh import HOST_MEMORY
-from jzero.layout.on_disk import OnDisk
-from jzero.layout.padded import is_padded
+from jzero.layout.on_disk import OnDisk, Stored
+from jzero.layout.padded import Padded
+
+T = TypeVar("T")
 
 Memory = Literal["device", "host", "ram", "disk"]
 """On the devices, in pinned memory of each device's host, or in records, which programs do not see."""
@@ -26,7 +29,7 @@ Look: TypeAlias = Callable[[np.ndarray], None]
 """A function that gets a whole value, on the host."""
 
 
-def memory_of(x: Any) -> Memory:
+def memory_of(x: object) -> Memory:
     """Returns where an array, a tracer, or a leaf in records is."""
     if isinstance(x, OnDisk):
         return "disk"
@@ -35,7 +38,7 @@ def memory_of(x: Any) -> Memory:
     return "host" if isinstance(x, jax.Array) and x.sharding.memory_kind == HOST_MEMORY else "device"
 
 
-def on_device(x: jax.Array | OnDisk) -> jax.Array:
+def on_device(x: Stored) -> jax.Array:
     """Returns an array in device memory, as programs need it; copies it from the host or reads it from disk."""
     if isinstance(x, OnDisk):
         return x.read()
@@ -57,10 +60,11 @@ def device_sharding(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
-def make_strongly_typed(x: Any, dtype: DType) -> jax.Array:
+def make_strongly_typed(x: ArrayLike, dtype: DType) -> jax.Array:
     """Returns a number or array as an array of exactly `dtype`, so that the next step sees the same type again."""
-    is_plain = isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False)
-    return x if is_plain else lax.convert_element_type(x, dtype)
+    if isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False):
+        return x
+    return lax.convert_element_type(x, dtype)
 
 
 def overwrite(x: jax.Array, new: jax.Array) -> jax.Array:
@@ -70,7 +74,7 @@ def overwrite(x: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def place_array(
-    x: Any, dtype: DType, sharding: NamedSharding, cut: Cut | None = None, *, look: Look | None = None
+    x: ArrayLike, dtype: DType, sharding: NamedSharding, cut: Cut | None = None, *, look: Look | None = None
 ) -> jax.Array:
     """Returns an array or a number placed by a sharding: committed, strongly typed, no buffer shared.
 
@@ -82,7 +86,7 @@ def place_array(
       look: Gets the whole value if this process supplies its own to a mesh of several processes.
     """
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        if sharding.is_fully_addressable:
+        if sharding.is_fully_addressable and isinstance(x, jax.Array):
             return _put(x, sharding)
         data = place_array(jax.random.key_data(x), np.dtype(np.uint32), sharding, look=look)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -122,9 +126,9 @@ def relayout(x: jax.Array, cut: Cut | None, new: Cut | None, dtype: DType, shard
     return lax.with_sharding_constraint(x, sharding)
 
 
-def gather_padded(x: Any) -> Any:
+def gather_padded(x: T | Padded) -> T | jax.Array:
     """Returns a padded leaf whole on every device, in its natural shape; anything else as it is."""
-    if not is_padded(x):
+    if not isinstance(x, Padded):
         return x
     x.check_alive()
     sharding = getattr(x.stored, "sharding", None)

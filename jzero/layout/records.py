@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from jzero._types import DType
 from jzero.disk.files import PAGE
 
 
@@ -56,7 +57,7 @@ def rectangles(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int) -
     ]
 
 
-def field_offsets(dtypes: Sequence[Any], size: int) -> list[int]:
+def field_offsets(dtypes: Sequence[DType], size: int) -> list[int]:
     """Returns where the fields of a record begin, and where it ends, in bytes; `size` is the number of elements."""
     pages = (-(-size * dtype.itemsize // PAGE) * PAGE for dtype in dtypes)
     return list(itertools.accumulate(pages, initial=0))

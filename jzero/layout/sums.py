@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ from jax import lax
 
 from jzero._types import DType
 from jzero.config.precision import cast_dtype, is_float8
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Sums:
         return (self.widens_bf16 and dtype == jnp.bfloat16) or is_float8(dtype)
 
 
-def sum_along(x: Any, *axes: str) -> Any:
+def sum_along(x: T, *axes: str) -> T:
     """Sums arrays along mesh axes, except those with one device, where XLA for CPUs would copy all arrays."""
     shared = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
     return lax.psum(x, shared) if shared else x

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 WORTH_SLOTS = 0.9
 """Units of equal kind go in rounds, without branches, unless the busiest device then has less than this share."""
@@ -139,7 +139,7 @@ class MatrixWork:
             lines.append(f"{kind.num:5d} x {kind.shape}  {kind.flops / size:.3g} {unit} each  {_some(kind.paths)}")
         return lines + [f"  whole on every device: {x}" for x in self.whole]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns it as data for JSON."""
         return {
             "unknown": self.unknown,

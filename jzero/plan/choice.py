@@ -32,7 +32,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jzero._types import KeyPath
 from jzero.config.leaf_rule import LeafRule
@@ -108,7 +107,7 @@ def find_scan_dims(
       shapes: Natural shape of each leaf.
       rules: The rule of each leaf; its `scan_dim` overrides the signs in the tree.
     """
-    groups: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+    groups: dict[KeyPath, list[tuple[int, ...]]] = {}
     for path, shape in zip(paths, shapes, strict=True):
         for depth in range(len(path)):
             groups.setdefault(path[:depth], []).append(shape)

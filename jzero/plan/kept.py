@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Kept(NamedTuple):
@@ -24,6 +24,6 @@ class Kept(NamedTuple):
     of_blocks: int
     block_bytes: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns it as plain data."""
         return {**self._asdict(), "params": sorted(self.params)}

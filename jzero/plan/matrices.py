@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
@@ -80,7 +80,7 @@ class Work:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     cost: float
-    kind: Any
+    kind: Hashable
 
     @property
     def count(self) -> int:
@@ -150,7 +150,7 @@ class _WholeError(Exception):
 class _Units(NamedTuple):
     """The program of one unit, and for each operand and result the dimensions that number the units."""
 
-    program: Any
+    program: Any  # a closed jaxpr, or the piece of a region
     sizes: tuple[int, ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
@@ -164,10 +164,10 @@ def _work(plan: ZeroPlan, region: Region, layouts: Mapping[tuple[int, ...], Stat
         # jaxlib's kernels for several matrices wait for threads of the pool that collectives of other devices hold.
         raise _WholeError("CPUs cannot factorize several matrices at once beside collectives")
 
-    def port(v: Any, dims: tuple[int, ...]) -> Port:
-        shape = tuple(v.aval.shape)
-        leaf = layouts.get(shape) or plan.whole_leaf("", shape or (1,), v.aval.dtype)
-        return Port(leaf, dims, *_journey(leaf, dims, plan.num_shards), jnp.dtype(v.aval.dtype))
+    def port(v: Var, dims: tuple[int, ...]) -> Port:
+        shape, dtype = tuple(_compat.type_of(v).shape), jnp.dtype(_compat.type_of(v).dtype)
+        leaf = layouts.get(shape) or plan.whole_leaf("", shape or (1,), dtype)
+        return Port(leaf, dims, *_journey(leaf, dims, plan.num_shards), dtype)
 
     inputs = tuple(map(port, region.inputs, units.inputs))
     outputs = tuple(map(port, region.outputs, units.outputs))
@@ -188,8 +188,8 @@ def _units_of(region: Region, scan_dim: int | None) -> _Units:
 
 def _sliced(units: _Units, scan_dim: int | None) -> _Units | None:
     """Returns units of one slice each, along one more dimension; `None` if there is no such dimension."""
-    invars: Any = _compat.open_jaxpr(units.program)[0].invars
-    shapes = [tuple(v.aval.shape) for v in invars[: len(units.inputs)]]
+    invars = _compat.open_jaxpr(units.program)[0].invars
+    shapes = [tuple(_compat.type_of(v).shape) for v in invars[: len(units.inputs)]]
     largest = max(shapes, key=lambda s: (len(s), math.prod(s)))
     if sum(n > 1 for n in largest) < 3:  # one matrix
         return None
@@ -226,7 +226,7 @@ def _journey(leaf: StateLeaf, dims: tuple[int, ...], num_shards: int) -> tuple[C
 
 def schedule_of(works: Sequence[Work], num_shards: int) -> tuple[list[list[Work]], Schedule]:
     """Returns works of one level in groups of equal kind, and who computes which of their units."""
-    kinds: dict[Any, list[Work]] = {}
+    kinds: dict[Hashable, list[Work]] = {}
     for work in works:
         kinds.setdefault(work.kind, []).append(work)
     groups = list(kinds.values())
@@ -234,7 +234,7 @@ def schedule_of(works: Sequence[Work], num_shards: int) -> tuple[list[list[Work]
     return groups, assign(counts, costs, num_shards, in_rounds=[group[0].stays for group in groups])
 
 
-def with_matrices(plan: ZeroPlan, update: Any) -> ZeroPlan:
+def with_matrices(plan: ZeroPlan, update: ClosedJaxpr | None) -> ZeroPlan:
     """Returns a plan that tells of the matrix work in an update.
 
     Args:

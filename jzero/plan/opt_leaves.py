@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr
+from jax.typing import ArrayLike
 
 from jzero import _compat
+from jzero._compat import Atom
 from jzero._text import path_str
-from jzero._types import KeyPath, PyTree
+from jzero._types import DType, KeyPath, PyTree
 from jzero.config.precision import cast_dtype, is_key
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.flat import flattened
@@ -38,7 +40,7 @@ class _Owned:
 
 
 def plan_opt_leaf(
-    leaf: StateLeaf, owner: int | None, init_dtype: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
+    leaf: StateLeaf, owner: int | None, init_dtype: DType, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
 ) -> StateLeaf:
     """Returns the layout of an optimizer leaf; `init_dtype` is its dtype in `tx.init`."""
     policy = config.policy
@@ -62,7 +64,7 @@ def plan_opt_leaf(
 
 
 def check_opt_state(
-    initialised: Sequence[tuple[KeyPath, Any]], paths: Sequence[KeyPath], values: Sequence[Any]
+    initialised: Sequence[tuple[KeyPath, jax.ShapeDtypeStruct]], paths: Sequence[KeyPath], values: Sequence[ArrayLike]
 ) -> None:
     """Raises unless `opt_state` has the structure and shapes of `tx.init(params)`; lists every leaf that differs."""
     want = {path_str(path): tuple(x.shape) for path, x in initialised}
@@ -84,17 +86,17 @@ def check_opt_state(
 
 
 def find_owners(
-    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, paths: Sequence[KeyPath]
+    init: Callable[[PyTree], PyTree], params: PyTree, opt_state: PyTree, paths: Sequence[KeyPath]
 ) -> list[int | None]:
     """Returns for each optimizer leaf the index of its parameter, found by structure."""
     indices = jax.tree.structure(params).unflatten(range(jax.tree.structure(params).num_leaves))
 
-    def masked(x: Any) -> bool:
+    def masked(x: object) -> TypeGuard[optax.MaskedNode]:
         return isinstance(x, optax.MaskedNode)
 
     try:
         owned = optax.tree_utils.tree_map_params(
-            tx,
+            init,
             lambda x, i: x if masked(x) else _Owned(i),
             opt_state,
             indices,
@@ -136,8 +138,8 @@ def owners_by_flow(jaxpr: ClosedJaxpr | None, owners: Sequence[int | None], num_
     return owners_now
 
 
-def _is_array(v: Any) -> bool:
-    return math.prod(v.aval.shape) > 1 and not is_key(v.aval.dtype)
+def _is_array(v: Atom) -> bool:
+    return math.prod(_compat.type_of(v).shape) > 1 and not is_key(_compat.type_of(v).dtype)
 
 
 def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[KeyPath]) -> list[int | None]:
@@ -145,7 +147,7 @@ def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[KeyPath])
     treedef = jax.tree.structure(params)
     index = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
 
-    def is_copy(node: Any) -> bool:
+    def is_copy(node: PyTree) -> bool:
         return jax.tree.structure(node) == treedef
 
     def by_tail(path: KeyPath) -> int | None:

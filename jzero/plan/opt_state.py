@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jzero import _flax
 from jzero._types import PyTree
@@ -91,7 +92,7 @@ class ZeroOptState:
         )
 
 
-def host_array(value: Any, dtype: DTypeLike) -> Any:
+def host_array(value: ArrayLike | Sequence[bool], dtype: DTypeLike) -> Any:
     """Returns a leaf of the state on the host, before it is placed."""
     return np.array(value, dtype)
 
@@ -132,8 +133,8 @@ def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: 
     )
 
 
-def with_next_loss_scale(old: Any, new: Any, rules: Any, overflowed: jax.Array) -> Any:
+def with_next_loss_scale(old: ZeroOptState, new: ZeroOptState, rules: object, overflowed: jax.Array) -> ZeroOptState:
     """Returns the optimizer state `new`, with the loss scale that follows that of `old` by `rules` if it is dynamic."""
-    if not isinstance(rules, DynamicLossScale):
+    if not isinstance(rules, DynamicLossScale) or old.loss_scale is None:
         return new
     return dataclasses.replace(new, loss_scale=next_loss_scale(old.loss_scale, rules, overflowed))

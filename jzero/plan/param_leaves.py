@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from jzero._text import key_names, path_str
-from jzero._types import DType, KeyPath, PyTree
+from jzero._types import AxisNames, DType, KeyPath, PyTree
 from jzero.config.leaf_rule import LeafRule
 from jzero.config.precision import cast_dtype, is_key, wide_dtype
 from jzero.config.zero import ZeroConfig
@@ -24,19 +24,21 @@ from jzero.layout.placement import Memory
 from jzero.plan.choice import choose_cut, find_scan_dims
 from jzero.plan.ways import why_not_stored
 
+T = TypeVar("T")
+
 OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
 
 
-def describe(path: KeyPath, x: Any, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
+def describe(path: KeyPath, x: object, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
     """Describes an input leaf: natural shape, dtype, and its spec over other mesh axes."""
     shape = tuple(getattr(x, "shape", ()))
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     ours = batch_axes(config)
 
-    def keep(names: Any) -> Any:
-        names = names if isinstance(names, tuple) else (names,)
-        others = tuple(n for n in names if n in mesh.axis_names and n not in ours)
+    def keep(names: AxisNames) -> AxisNames:
+        each = names if isinstance(names, tuple) else (names,)
+        others = tuple(n for n in each if n is not None and n in mesh.axis_names and n not in ours)
         return None if not others else others[0] if len(others) == 1 else others
 
     entries = [keep(names) for names in spec]
@@ -44,7 +46,7 @@ def describe(path: KeyPath, x: Any, config: ZeroConfig, mesh: AnyMesh) -> StateL
     return StateLeaf(path_str(path), shape, dtype_of(x), mesh, shard_axes(config), base)
 
 
-def dtype_of(x: Any) -> DType:
+def dtype_of(x: object) -> DType:
     """Returns the dtype that an array or a number has on the device, where NumPy's float64 becomes float32."""
     dtype = x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
@@ -109,7 +111,7 @@ def far_memory(config: ZeroConfig) -> Memory:
     return "device" if where == "none" else "ram" if where == "host" and config.offload.is_late else where
 
 
-def freeze(plan: LeafPlan, dtype: Any, config: ZeroConfig) -> LeafPlan:
+def freeze(plan: LeafPlan, dtype: DType, config: ZeroConfig) -> LeafPlan:
     """Returns the plan of a parameter that is not trained: no gradient, no master, its own dtype, perhaps in blocks."""
     memory = "device" if plan.param.in_records else plan.param.memory  # records are what an update writes
     param = dataclasses.replace(plan.param, dtype=dtype, memory=memory)
@@ -196,13 +198,12 @@ def plan_frozen_field(name: str, value: PyTree, config: ZeroConfig, mesh: AnyMes
         dataclasses.replace(
             freeze(plan, dtype_of(x), config).param,
             path=f"{path_str((prefix,))}/{plan.path}",
-            is_param=True,
             compute_dtype=plan.compute_dtype,
         )
         for x, plan in zip(jax.tree.leaves(value), plan_params(value, config, mesh), strict=True)
     ]
 
 
-def unzip(pairs: Sequence[tuple[KeyPath, Any]]) -> tuple[list[KeyPath], list[Any]]:
+def unzip(pairs: Sequence[tuple[KeyPath, T]]) -> tuple[list[KeyPath], list[T]]:
     """Returns paths and leaves apart."""
     return [path for path, _ in pairs], [x for _, x in pairs]

@@ -90,7 +90,7 @@ class ZeroPlan(Report):
         """Returns the leaves of a tree with the parameters' structure; for padded leaves, the stored arrays."""
         return [leaf.unbox(x) for leaf, x in zip(self.leaves, self.params_treedef.flatten_up_to(tree), strict=True)]
 
-    def stored_params(self, leaves: Sequence[Any]) -> PyTree:
+    def stored_params(self, leaves: Sequence[object]) -> PyTree:
         """Returns the tree of parameters for a state, see [Note: Padded leaves in your own loop]."""
         return self.params_treedef.unflatten([x.param.box(y) for x, y in zip(self.leaves, leaves, strict=True)])
 
@@ -98,17 +98,16 @@ class ZeroPlan(Report):
         """Returns the leaves of an optimizer state; for padded leaves, the stored arrays."""
         return [leaf.unbox(x) for leaf, x in zip(self.opt_leaves, self.opt_treedef.flatten_up_to(tree), strict=True)]
 
-    def stored_opt_state(self, leaves: Sequence[Any]) -> PyTree:
+    def stored_opt_state(self, leaves: Sequence[object]) -> PyTree:
         """Returns the optimizer state for a state, see [Note: Padded leaves in your own loop]."""
         return self.opt_treedef.unflatten([leaf.box(x) for leaf, x in zip(self.opt_leaves, leaves, strict=True)])
 
-    def stored_grads(self, leaves: Sequence[Any]) -> PyTree:
+    def stored_grads(self, leaves: Sequence[object]) -> PyTree:
         """Returns the tree of gradients for user code: padded ones, and those of padded parameters, as nodes."""
 
-        def node(leaf: LeafPlan, x: Any) -> Any:
-            cut = leaf.param.cut
-            has_no_grad = not leaf.trained and cut is not None and not cut.is_stored_naturally
-            return Padded(x, leaf.path, cut) if has_no_grad else leaf.grad.box(x)  # type: ignore[arg-type]
+        def node(leaf: LeafPlan, x: object) -> object:
+            cut = None if leaf.trained else leaf.param.padded_cut
+            return leaf.grad.box(x) if cut is None else Padded(x, leaf.path, cut)
 
         return self.params_treedef.unflatten([node(*x) for x in zip(self.leaves, leaves, strict=True)])
 

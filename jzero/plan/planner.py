@@ -8,15 +8,14 @@ import itertools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.extend.core import ClosedJaxpr
 
 from jzero._text import path_str
-from jzero._types import PyTree
+from jzero._types import PyTree, TrainStateLike
 from jzero.config.precision import DynamicLossScale, is_key
 from jzero.config.zero import ZeroConfig
 from jzero.layout.leaves import LeafPlan, StateLeaf
@@ -37,12 +36,12 @@ from jzero.plan.param_leaves import (
 )
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import check_arrays, frozen_fields, other_fields
-from jzero.plan.trainable import find_frozen, trace_update
+from jzero.plan.trainable import Optimizer, find_frozen, trace_update
 
 OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
 
 
-def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
+def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
     """Returns the plan of a train state in natural shapes, concrete or abstract; touches no device.
 
     Args:
@@ -98,7 +97,7 @@ class _Update(NamedTuple):
       jaxpr: The closed jaxpr of its update; `None` if that needs further arguments.
     """
 
-    tx: Any
+    tx: Optimizer
     initialised: PyTree
     jaxpr: ClosedJaxpr | None
 
@@ -109,7 +108,7 @@ def _as_seen(params: PyTree, leaves: Sequence[LeafPlan]) -> PyTree:
     return jax.tree.structure(params).unflatten(shapes)
 
 
-def _choose_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
+def _choose_plan(state: TrainStateLike, update: _Update, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
     """Chooses what goes to the host."""
     offload = config.offload
     if offload.optimizer == "none":
@@ -161,7 +160,9 @@ def _offload_order(params: PyTree, config: ZeroConfig, trained: Sequence[bool]) 
     return order, [sizes[i] for i in order], sum(rules[i] is True for i in order)
 
 
-def _make_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh, offloaded: Sequence[int]) -> ZeroPlan:
+def _make_plan(
+    state: TrainStateLike, update: _Update, config: ZeroConfig, mesh: AnyMesh, offloaded: Sequence[int]
+) -> ZeroPlan:
     others = other_fields(state)
     if config.offload.zenflow is not None and axis_size(mesh, config) > 1:  # whole leaves have no columns of a device
         cuts = [leaf.grad.cut for leaf in plan_params(state.params, config, mesh)]
@@ -175,7 +176,7 @@ def _make_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh, o
     init_dtypes = {path_str(path): x.dtype for path, x in init_leaves}
     paths, values = unzip(jax.tree_util.tree_leaves_with_path(state.opt_state))
     check_opt_state(init_leaves, paths, values)
-    owners = find_owners(update.tx, state.params, state.opt_state, paths)
+    owners = find_owners(update.tx.init, state.params, state.opt_state, paths)
     owners = owners_by_flow(update.jaxpr, owners, len(leaves))
     shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
     frozen = find_frozen(update.tx, update.jaxpr, [i in shaped for i in range(len(leaves))])
@@ -235,7 +236,7 @@ def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
     return dataclasses.replace(plan, opt_leaves=tuple(leaves), opt_treedef=jax.tree.structure(wrapped))
 
 
-def own_opt_state(plan: ZeroPlan, masters: Sequence[Any]) -> ZeroOptState | None:
+def own_opt_state(plan: ZeroPlan, masters: Sequence[object]) -> ZeroOptState | None:
     """Returns the initial state that jzero adds to the optimizer's own; `None` if it adds none.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from jzero._types import PyTree, TrainStateLike
 NEEDED = ("params", "opt_state", "tx", "replace", "apply_gradients")
 
 
-def missing_fields(x: Any) -> list[str]:
+def missing_fields(x: object) -> list[str]:
     """Returns what an object lacks to be a train state."""
     return [name for name in NEEDED if not hasattr(x, name)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 
@@ -183,7 +183,7 @@ def _columns(rows: Sequence[Row]) -> str:
     return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
 
 
-def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
+def plan_as_dict(plan: ZeroPlan) -> dict[str, object]:
     """Returns `plan` as data for JSON, see `ZeroPlan.to_json`."""
     config, ours, replicated = plan.config, plan.bytes_per_device, plan.replicated_bytes
     return {
@@ -219,7 +219,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
     }
 
 
-def plan_summary(plan: ZeroPlan) -> dict[str, Any]:
+def plan_summary(plan: ZeroPlan) -> dict[str, object]:
     """Returns what identifies a plan among others of the same model, as data for JSON."""
     return {
         "stage": plan.config.stage,
@@ -230,7 +230,7 @@ def plan_summary(plan: ZeroPlan) -> dict[str, Any]:
     }
 
 
-def _as_dict(leaf: StateLeaf, plan: ZeroPlan, compute_dtype: DType, trained: bool) -> dict[str, Any]:
+def _as_dict(leaf: StateLeaf, plan: ZeroPlan, compute_dtype: DType | None, trained: bool) -> dict[str, object]:
     return {
         "path": leaf.path,
         "shape": list(leaf.shape),

@@ -116,7 +116,7 @@ class Traffic:
     def _hops(self) -> list[tuple[tuple[Hop, ...], tuple[Hop, ...]]]:
         """The collectives of each parameter once per step, and of each use."""
         held = [(leaf.param, leaf.compute_dtype) for leaf in self.plan.leaves]
-        held += [(x, x.compute_dtype) for x in self.plan.other_leaves if x.is_param]
+        held += [(x, x.compute_dtype) for x in self.plan.other_leaves if x.compute_dtype is not None]
         return [self.way(x).hops(dtype) for x, dtype in held]
 
     @functools.cached_property

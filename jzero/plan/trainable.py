@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +44,16 @@ class MaskedTransformation:
       mask: For each parameter leaf, whether it is trained.
     """
 
-    inner: Any
+    inner: optax.GradientTransformation
     mask: tuple[bool, ...]
 
     def init(self, params: PyTree) -> PyTree:
         """Returns the state of the inner transformation, without frozen parameters."""
         return self._mask(params).init(params)
 
-    def update(self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any) -> Any:
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: PyTree
+    ) -> tuple[PyTree, PyTree]:
         """Returns the updates of the trained parameters, zeros for the others, and the new state."""
         updates, state = self._mask(updates).update(updates, state, params, **extra_args)
         leaves, treedef = jax.tree.flatten(updates)
@@ -62,7 +64,13 @@ class MaskedTransformation:
         return optax.masked(self.inner, jax.tree.structure(tree).unflatten(self.mask))
 
 
-def trainable_mask(trainable: Any, params: PyTree) -> tuple[bool, ...]:
+Optimizer: TypeAlias = optax.GradientTransformation | MaskedTransformation
+Update: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
+Shape: TypeAlias = tuple[tuple[int, ...], DType, bool]
+"""Shape, dtype, and whether the type is weak."""
+
+
+def trainable_mask(trainable: PyTree | str, params: PyTree) -> tuple[bool, ...]:
     """Returns for each parameter leaf whether `trainable` selects it.
 
     Args:
@@ -101,7 +109,7 @@ def trainable_mask(trainable: Any, params: PyTree) -> tuple[bool, ...]:
     return tuple(mask)
 
 
-def restrict_optimizer(tx: Any, trainable: Any, params: PyTree) -> Any:
+def restrict_optimizer(tx: Optimizer, trainable: PyTree | str | None, params: PyTree) -> Optimizer:
     """Returns `tx`, restricted to the parameters that `trainable` selects. Random keys are never trained.
 
     Raises:
@@ -122,7 +130,7 @@ def restrict_optimizer(tx: Any, trainable: Any, params: PyTree) -> Any:
     return tx if all(mask) else MaskedTransformation(tx, mask)
 
 
-def restrict_opt_state(tx: MaskedTransformation, params: PyTree, opt_state: PyTree) -> PyTree:
+def restrict_opt_state(tx: Optimizer, params: PyTree, opt_state: PyTree) -> PyTree:
     """Returns the state of `tx`, made from the state of its inner transformation for all parameters.
 
     Copies every leaf that `tx` needs from `opt_state`, by key path.
@@ -140,7 +148,7 @@ def restrict_opt_state(tx: MaskedTransformation, params: PyTree, opt_state: PyTr
     return jax.tree.unflatten(jax.tree.structure(initialised), [have[path] for path in paths])
 
 
-def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> Any:
+def trace_update(tx: Optimizer, params: PyTree, opt_state: PyTree) -> ClosedJaxpr | None:
     """Returns the closed jaxpr of `tx.update`, or `None` if that needs further arguments. Touches no device.
 
     Args:
@@ -150,13 +158,14 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> Any:
     """
     leaves, treedef = jax.tree.flatten((params, opt_state))
     shapes = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves)
+    update: Update = tx.update
     try:
-        return _traced_once(tx.update, treedef, shapes, jnp.result_type(float))
+        return _traced_once(update, treedef, shapes, jnp.result_type(float))
     except TypeError:  # an optimizer without a hash
-        return _traced(tx.update, treedef, shapes)
+        return _traced(update, treedef, shapes)
 
 
-def _traced(update: Any, treedef: PyTreeDef, shapes: Sequence[Any]) -> Any:
+def _traced(update: Update, treedef: PyTreeDef, shapes: Sequence[Shape]) -> ClosedJaxpr | None:
     leaves = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in shapes]
     params, opt_state = treedef.unflatten(leaves)
     try:
@@ -167,12 +176,14 @@ def _traced(update: Any, treedef: PyTreeDef, shapes: Sequence[Any]) -> Any:
 
 # `fit` makes a plan of one optimizer for each candidate. Not more than one: a closure may hold arrays.
 @functools.lru_cache(maxsize=1)
-def _traced_once(update: Any, treedef: PyTreeDef, shapes: Sequence[Any], default_dtype: DType) -> Any:
+def _traced_once(
+    update: Update, treedef: PyTreeDef, shapes: Sequence[Shape], default_dtype: DType
+) -> ClosedJaxpr | None:
     del default_dtype  # a part of the key
     return _traced(update, treedef, shapes)
 
 
-def find_frozen(tx: Any, jaxpr: ClosedJaxpr | None, has_state: Sequence[bool]) -> list[bool]:
+def find_frozen(tx: Optimizer, jaxpr: ClosedJaxpr | None, has_state: Sequence[bool]) -> list[bool]:
     """Returns for each parameter leaf whether it is frozen, see [Note: Frozen parameters].
 
     Args:
@@ -212,7 +223,7 @@ def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     return propagate(jaxpr, [*constants, *inputs], apply, lambda literal: not np.any(literal.val))
 
 
-def _finite_elsewhere(eqn: Any, is_zero: Sequence[bool]) -> bool:
+def _finite_elsewhere(eqn: JaxprEqn, is_zero: Sequence[bool]) -> bool:
     """Whether all other factors are finite literals: zero times anything else may be NaN."""
     return all(
         z or (_compat.is_literal(v) and np.all(np.isfinite(v.val))) for v, z in zip(eqn.invars, is_zero, strict=True)

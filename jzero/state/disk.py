@@ -103,7 +103,8 @@ def _handles(plan: ZeroPlan, i: int, x: jax.Array | OnDisk) -> jax.Array | jax.S
     """Returns the handles of a parameter on disk, given its place or these."""
     like = handle_shape(plan, i)
     if isinstance(x, OnDisk):
-        return x.files.rows.handles[i] if isinstance(x.files, StateFiles) else like
+        rows = x.files.rows if isinstance(x.files, StateFiles) else None
+        return like if rows is None else rows.handles[i]
     if (x.shape, x.dtype) != (like.shape, like.dtype):
         raise ValueError(
             f"{plan.leaves[i].path!r} is an array of shape {tuple(x.shape)}, but the plan keeps it on disk "
@@ -124,7 +125,9 @@ def run_on_rows(run: Callable[[State], T], state: State, passes: Sequence[int]) 
       DiskError: In all processes, if a row could not be read in one.
     """
     check_newest(state)
-    reader = files_of(state).rows.reader
+    rows = files_of(state).rows
+    assert rows is not None
+    reader = rows.reader
 
     def attempt() -> T:
         reader.begin(passes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -94,15 +94,15 @@ class Request:
         files = checked_files(self._wrapped(plan))
         nodes = self._nodes(plan)
         uses = collections.Counter(map(id, jax.tree.leaves(nodes)))
-        for_disk: dict[str, Leaf] = {}
+        for_disk: dict[str, Any] = {}
 
-        def place(x: Leaf, leaf: StateLeaf) -> jax.Array | OnDisk:
+        def place(x: Any, leaf: StateLeaf) -> jax.Array | OnDisk:
             if files is not None and leaf.in_records:  # once all that belongs to its parameter is known
                 for_disk[leaf.path] = x
                 return files.node(leaf)
             return place_now(x, leaf)
 
-        def place_now(x: Leaf, leaf: StateLeaf) -> jax.Array:
+        def place_now(x: Any, leaf: StateLeaf) -> jax.Array:
             array = unbox(x)
             placed = leaf.place(
                 gather_padded(array.read() if isinstance(array, OnDisk) else x), look=note_value(values, leaf)
@@ -127,7 +127,7 @@ class Request:
     def _wrapped(self, plan: ZeroPlan) -> ZeroTransformation:
         return ZeroTransformation(self.natural.tx, plan)
 
-    def _nodes(self, plan: ZeroPlan) -> list[Leaf]:
+    def _nodes(self, plan: ZeroPlan) -> list[Any]:
         """Returns the values that `plan` stores; padded ones know their own layout."""
         plain = self.state if self.old is None else _plain_values(self.state, self.old)
         trained = with_optimizer(plain, self.natural.params, self.natural.tx)

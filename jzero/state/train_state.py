@@ -15,7 +15,7 @@ from jzero._types import Optimizer, PyTree, TrainStateLike
 from jzero.config.precision import is_key
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.on_disk import OnDisk, when_read
-from jzero.layout.padded import Leaf, is_padded
+from jzero.layout.padded import is_padded
 from jzero.layout.placement import gather_padded, memory_of
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
@@ -203,13 +203,13 @@ def all_leaves(plan: ZeroPlan) -> list[StateLeaf]:
     return [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]
 
 
-def flat_nodes(state: TrainStateLike, plan: ZeroPlan) -> list[Leaf]:
+def flat_nodes(state: TrainStateLike, plan: ZeroPlan) -> list[Any]:
     """Returns the leaves of a state laid out by `plan`; padded ones as nodes, which know their own layout."""
     params, opt_state = plan.params_treedef.flatten_up_to(state.params), plan.opt_treedef.flatten_up_to(state.opt_state)
     return [*params, *opt_state, *jax.tree.leaves(other_fields(state), is_leaf=is_padded)]
 
 
-def flat_state(state: TrainStateLike, plan: ZeroPlan) -> list[jax.Array | OnDisk]:
+def flat_state(state: TrainStateLike, plan: ZeroPlan) -> list[Any]:
     """Returns the leaves of a state laid out by `plan`; for padded ones, the stored arrays."""
     return [leaf.unbox(x) for x, leaf in zip(flat_nodes(state, plan), all_leaves(plan), strict=True)]
 

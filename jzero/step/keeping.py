@@ -38,7 +38,7 @@ def check_keep(remat: Remat | None, plan: ZeroPlan) -> None:
 def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> Kept:
     """Returns what a step keeps on one device between its passes."""
     params = [(leaf.param, leaf.compute_dtype) for leaf in plan.leaves]
-    params += [(x, x.compute_dtype) for x in plan.other_leaves if x.is_param]
+    params += [(x, x.compute_dtype) for x in plan.other_leaves if x.compute_dtype is not None]
     cut = [(leaf, dtype) for leaf, dtype in params if leaf.cut is not None]
     stay = [(leaf, dtype) for leaf, dtype in cut if keep.keeps(leaf.path) or not plan.regathers]
     total = num_blocks(traced.jaxpr)

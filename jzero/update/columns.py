@@ -16,10 +16,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.on_disk import OnDisk
+from jzero.layout.on_disk import OnDisk, Stored
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Part, first_index
-from jzero.update.fields import Input, Stored, grad_field, param_field
+from jzero.update.fields import Input, grad_field, param_field
 from jzero.update.find_visits import result_visit
 from jzero.update.run import Run, Targets
 from jzero.update.whole import Before
@@ -52,9 +52,9 @@ class Columns:
 
     def update(self, run: Run, i: int, inputs: Before[Input], targets: Targets) -> dict[int, Stored]:
         """Returns the results of a parameter, by their numbers among all: its state stays in the records."""
-        plan, leaf, param = self.plan, self.plan.leaves[i].grad, param_field(inputs, i)
+        plan, leaf, param = self.plan, self.plan.leaves[i].grad, param_field(inputs, i).in_memory
         visit, operands = result_visit(run, i, targets)
-        arrays = {"grads": [grad_field(inputs, i).stored], "params": [param.stored], "near": operands.near}
+        arrays = {"grads": [grad_field(inputs, i).in_memory], "params": [param], "near": operands.near}
         parts = [arrays[x.kind][x.number] for x in visit.sources if x.kind in arrays]
         dim, spec_pair = leaf.column_dim, _specs(leaf)
 
@@ -90,7 +90,7 @@ class Columns:
         mapped = jax.shard_map(
             local, mesh=plan.mesh, in_specs=specs, out_specs=([like] * len(self.near[i]), like), check_vma=False
         )
-        self.new[i], result = mapped(list(self.near[i]), self.chosen[i], parts, operands.numbers, param.stored)
+        self.new[i], result = mapped(list(self.near[i]), self.chosen[i], parts, operands.numbers, param)
         near = leaf.load(result)
         return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jzero._types import PyTree
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.on_disk import OnDisk
+from jzero.layout.on_disk import OnDisk, Stored
 from jzero.layout.placement import memory_of
 from jzero.plan.plan import ZeroPlan
 from jzero.update.whole import Before, Grad
@@ -21,9 +21,6 @@ from jzero.update.whole import Before, Grad
 BY_PARAMETER = ("grads", "params", "masters", "positions")
 """The fields of `Before` with an entry per parameter."""
 
-
-Stored: TypeAlias = jax.Array
-"""An array as the plan stores it; in place of one on disk an `OnDisk`, which has its shape and dtype."""
 
 Input: TypeAlias = "jax.Array | Field"
 
@@ -48,6 +45,12 @@ class Field:
     def stored(self) -> Stored:
         """The array as stored; positions have none."""
         assert self.array is not None
+        return self.array
+
+    @property
+    def in_memory(self) -> jax.Array:
+        """The array as stored, of a field that is in memory."""
+        assert isinstance(self.array, jax.Array)
         return self.array
 
     @property

@@ -19,8 +19,8 @@ from jzero._types import DType
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.products import mixes
-from jzero.layout.on_disk import OnDisk
-from jzero.update.fields import Stored, far_params, owners_of_inputs, placed_fields
+from jzero.layout.on_disk import OnDisk, Stored
+from jzero.update.fields import far_params, owners_of_inputs, placed_fields
 from jzero.update.run import Run, Targets, numbers_of, traced
 from jzero.update.split import Kind
 from jzero.update.visits import Source, SumTarget, Visit, VisitOperands

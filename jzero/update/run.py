@@ -28,7 +28,7 @@ from jzero.jaxpr.products import mixes
 from jzero.jaxpr.structure import Structures
 from jzero.layout.casts import holds, positions_of, round_to
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.on_disk import OnDisk
+from jzero.layout.on_disk import OnDisk, Stored
 from jzero.layout.placement import memory_of
 from jzero.plan.matrices import Matrices, find_matrices, warn_of_whole
 from jzero.plan.plan import ZeroPlan
@@ -36,7 +36,6 @@ from jzero.update.chunks import Pass, reduce_pass, run_pass
 from jzero.update.fields import (
     Field,
     Input,
-    Stored,
     far_params,
     grad_field,
     owners_of_inputs,
@@ -259,10 +258,11 @@ class Run:
 
     def update(self, i: int, inputs: Before[Input], targets: Targets) -> dict[int, jax.Array]:
         """Returns the results of a parameter with state on the host, by their numbers among all results."""
-        leaf, outs, overwritten = self.plan.leaves[i], self.split.jaxpr.outvars, dict(targets)
+        leaf, outs = self.plan.leaves[i], self.split.jaxpr.outvars
+        overwritten = {k: x for k, x in targets.items() if not isinstance(x, OnDisk)}
         near = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
         for k, dtype in near.items():  # it overwrites the gradient if that is wide enough
-            array = grad_field(inputs, i).stored
+            array = grad_field(inputs, i).in_memory
             if holds(array.dtype, dtype) and memory_of(array) == "device":
                 overwritten[k] = array
         if not targets:
@@ -291,6 +291,7 @@ class Run:
         fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
 
         reads = [self.stored(v, leaf) for v in kernel.reads]
+        assert not any(isinstance(x, OnDisk) for x in reads)
         distinct = IdDict((x, None) for x in (*reads, *targets) if isinstance(x, jax.Array))
         arrays, numbers = ([x for x in distinct if bool(x.ndim) == has_dims] for has_dims in (True, False))
 
@@ -298,7 +299,8 @@ class Run:
             chunks: Sequence[jax.Array], positions: Callable[[], jax.Array], some: Sequence[jax.Array]
         ) -> list[jax.Array]:
             here = IdDict(zip((*arrays, *numbers), (*chunks, *some), strict=True))
-            return fn([positions() if x is None else here[x] for x in reads], chunks[0].shape)
+            values = [here[x] if isinstance(x, jax.Array) else positions() for x in reads]
+            return fn(values, chunks[0].shape)
 
         place = IdDict((x, k) for k, x in enumerate(arrays))
         return Pass(leaf, on_chunks, arrays, numbers, [place[x] if isinstance(x, jax.Array) else x for x in targets])

@@ -24,6 +24,7 @@ from jzero.arrays.collectives import gather_leaf
 from jzero.config.precision import DynamicLossScale
 from jzero.layout.casts import round_to
 from jzero.layout.leaves import LeafPlan, StateLeaf
+from jzero.layout.on_disk import OnDisk, Stored
 from jzero.layout.padded import is_padded
 from jzero.layout.placement import memory_of
 from jzero.layout.platform import platform_facts
@@ -32,7 +33,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
 from jzero.update.columns import with_others
 from jzero.update.extra_args import Transformation, check_grads, check_params_stored
-from jzero.update.fields import Stored
 from jzero.update.find_visits import NextPass, find_visits
 from jzero.update.run import run_update
 from jzero.update.visits import NO_DISK, FromDisk
@@ -132,7 +132,7 @@ class ZeroTransformation:
         update, before = self._of_step(grads, state, params, applied, value)
         results, new = _results(plan, own, run_update(update, before, disk), applied)
         stored = [
-            x if y is None else _store_new(y, leaf, plan, x)
+            x if y is None else y if isinstance(y, OnDisk) else _store_new(y, leaf, plan, x)
             for x, y, leaf in zip(old, results, plan.leaves, strict=True)
         ]
         return plan.stored_params(stored), _to_opt_state(plan, new)
@@ -215,8 +215,8 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
         None if leaf.master is None else x.astype(leaf.master.dtype)
         for x, leaf in zip(optimizer_inputs, plan.leaves, strict=True)
     ]
-    inner, masters = _stored(plan, inner, masters)
-    own = own_opt_state(plan, masters)
+    inner, stored_masters = _stored(plan, inner, masters)
+    own = own_opt_state(plan, stored_masters)
     own = ZeroOptState(inner, None, None, None) if own is None else dataclasses.replace(own, inner=inner)
     return _to_opt_state(plan, jax.tree.map(jnp.asarray, own))
 
@@ -270,7 +270,7 @@ def _before(
 
 def _results(
     plan: ZeroPlan, own: ZeroOptState, after: After[Stored], applied: jax.Array | None
-) -> tuple[list[Stored | None], ZeroOptState]:
+) -> tuple[Sequence[Stored | None], ZeroOptState]:
     """Returns the results of an update of stored parameters, and the optimizer's new state as stored."""
     number = own.num_updates
     inner, masters = _stored(plan, after.inner, after.masters)
@@ -285,8 +285,8 @@ def _results(
 
 
 def _stored(
-    plan: ZeroPlan, inner: Sequence[jax.Array], masters: Sequence[jax.Array | None]
-) -> tuple[PyTree, list[jax.Array | None]]:
+    plan: ZeroPlan, inner: Sequence[Stored], masters: Sequence[Stored | None]
+) -> tuple[PyTree, list[Stored | None]]:
     """Returns the state of the user's own optimizer, and the masters, as stored."""
     leaves = [*plan.inner_leaves, *(leaf.master for leaf in plan.leaves)]
     arrays = zip((*inner, *masters), leaves, strict=True)
@@ -302,10 +302,11 @@ def _natural(plan: ZeroPlan, x: PyTree) -> PyTree:
     return plan.params_treedef.unflatten([leaf.grad.load(y) for y, leaf in leaves])
 
 
-def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: jax.Array) -> jax.Array:
+def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: Stored) -> jax.Array:
     """Returns a new parameter, cut like its gradient, as the plan stores it; see [Note: Gathering new parameters]."""
     if memory_of(new) != "device":
         return new
+    assert not isinstance(old, OnDisk)
     new, platform = leaf.grad.load(new), platform_facts(plan.mesh)
     has_hops = len(plan.comm.shard_axes) > 1  # the compiler would gather it in one
     if leaf.param.cut is None and leaf.grad.cut is not None and (platform.transposes_gathers or has_hops):
@@ -315,7 +316,7 @@ def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: jax.Array) -
 
 
 def _change(
-    plan: ZeroPlan, i: int, param: jax.Array | None, result: jax.Array | None, is_new: bool
+    plan: ZeroPlan, i: int, param: jax.Array | None, result: Stored | None, is_new: bool
 ) -> jax.Array | np.ndarray | None:
     """Returns what a user's loop adds to a stored parameter, such that the sum is laid out as planned."""
     leaf = plan.leaves[i]
@@ -324,7 +325,7 @@ def _change(
     if leaf.trained and result is None:
         return None
     if is_new:
-        assert result is not None
+        assert isinstance(result, jax.Array)
         assert param is not None
         new = _store_new(result, leaf, plan, param)
         wide, old = new.astype(leaf.update_dtype), param.astype(leaf.update_dtype)

@@ -21,7 +21,7 @@ of the update for that reason.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -40,12 +40,12 @@ NOTHING = np.float32(-0.0)
 """What changes no bit when it is added."""
 
 
-X = TypeVar("X")
+X_co = TypeVar("X_co", covariant=True)
 Functions: TypeAlias = tuple[tuple[str, Callable[..., PyTree]], ...]
 """Arguments of an optimizer that are functions, by name."""
 
 
-class Grad(NamedTuple, Generic[X]):
+class Grad(NamedTuple, Generic[X_co]):
     """A gradient, with factors that the update multiplies it by: no array holds the product.
 
     Attributes:
@@ -53,11 +53,11 @@ class Grad(NamedTuple, Generic[X]):
       factors: Its factors, 0-d, applied one after the other.
     """
 
-    reduced: X
+    reduced: X_co
     factors: tuple[jax.Array, ...] = ()
 
 
-class Before(NamedTuple, Generic[X]):
+class Before(NamedTuple, Generic[X_co]):
     """What an update reads, one entry per parameter or leaf of the optimizer's state.
 
     Attributes:
@@ -72,18 +72,18 @@ class Before(NamedTuple, Generic[X]):
       extra: Further arguments of the optimizer, by name.
     """
 
-    grads: list[Grad[X] | None]
-    params: list[X | None]
-    masters: list[X | None]
-    inner: list[X]
-    positions: list[X | None]
+    grads: Sequence[Grad[X_co] | None]
+    params: Sequence[X_co | None]
+    masters: Sequence[X_co | None]
+    inner: Sequence[X_co]
+    positions: Sequence[X_co | None]
     number: jax.Array | None = None
     applied: jax.Array | None = None
     value: jax.Array | None = None
     extra: dict[str, PyTree] | None = None
 
 
-class After(NamedTuple, Generic[X]):
+class After(NamedTuple, Generic[X_co]):
     """What an update makes, in the order of `Before`.
 
     Attributes:
@@ -93,9 +93,9 @@ class After(NamedTuple, Generic[X]):
       inner: The new leaves of the optimizer's state.
     """
 
-    results: list[X | None]
-    masters: list[X | None]
-    inner: list[X]
+    results: Sequence[X_co | None]
+    masters: Sequence[X_co | None]
+    inner: Sequence[X_co]
 
 
 @dataclasses.dataclass(frozen=True)
