@@ -19,8 +19,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +27,20 @@ import numpy as np
 from jax import lax
 
 from jzero._types import State
-from jzero.arrays.disk_files import Record, StateFiles, first_holders
+from jzero.arrays.disk_files import StateFiles, first_holders
 from jzero.arrays.processes import succeed_together
 from jzero.config.offload import ZenFlow
 from jzero.config.precision import scale_by, wide_dtype
 from jzero.disk.pipeline import Pipeline, RunStats
 from jzero.disk.stores import CopyingStore
 from jzero.plan.plan import ZeroPlan
+from jzero.state.near_columns import NearColumns, Part
 from jzero.state.next_state import StepGrads
 from jzero.state.record_update import RecordUpdate, record_update
 from jzero.state.threads import in_thread
 from jzero.update.columns import choose_columns
 from jzero.update.records import RecordRun, host_cpu
 from jzero.update.visits import VisitOperands
-
-Part: TypeAlias = tuple[int, jax.Device]
-"""One device's part of a parameter."""
-Index: TypeAlias = tuple[slice | np.ndarray, ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,8 +49,7 @@ class Flow:
 
     Attributes:
       files: The records.
-      chosen: The columns on the devices by parameter, int32 [parts · K].
-      near: What they have there, one array per field, [..., N · K, ...].
+      columns: The columns on the devices.
       sums: Sums of gradients by parameter and device, float32 on the host.
       count: Number of gradients in the sums.
       run: The pass that runs beside steps, if one does.
@@ -63,8 +58,7 @@ class Flow:
     """
 
     files: StateFiles
-    chosen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    near: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    columns: NearColumns = dataclasses.field(init=False)
     sums: dict[Part, jax.Array] = dataclasses.field(default_factory=dict)
     count: int = 0
     run: RecordRun | None = None
@@ -72,6 +66,9 @@ class Flow:
     operands: Sequence[VisitOperands] = ()
     numbers: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     scalars: StepGrads | None = None
+
+    def __post_init__(self) -> None:
+        self.columns = NearColumns(self.files)
 
     @property
     def plan(self) -> ZeroPlan:
@@ -109,7 +106,7 @@ class Flow:
           step_grads: The gradients of the step.
           number: The number of the step.
         """
-        chooses = self.chooses and (not self.chosen or number % self.settings.select_interval == 0)
+        chooses = self.chooses and (not self.columns.chosen or number % self.settings.select_interval == 0)
         if self.run is not None and (chooses or self._is_last(number)):
             self.join()
         if chooses:
@@ -136,67 +133,7 @@ class Flow:
         """Takes the columns with the largest gradients to the devices, in place of others; nothing may be late."""
         chosen = choose_columns(self.plan, {i: step_grads.grads[i].reduced for i in self.chooses})
         self.update.wait(chosen)
-        parts = self._move(self.files.pipeline, chosen)
-        self.near = {
-            i: [self._placed(i, [x[k] for x in of.values()], of) for k in range(self._num_fields(i))]
-            for i in chosen
-            if (of := {d: x for (j, d), x in parts.items() if j == i})
-        }
-        self.chosen = chosen
-        self.files.overlay = self.overlay
-
-    def _num_fields(self, i: int) -> int:
-        return len(self.plan.disk_fields[i])
-
-    def _placed(self, i: int, columns: Sequence[np.ndarray], devices: Iterable[jax.Device]) -> jax.Array:
-        """Returns one field of the chosen columns as an array on the devices, from those of the first holders."""
-        leaf = self.plan.leaves[i].grad
-        there = dict(zip(devices, columns, strict=True))
-        sharding = leaf.device_sharding
-        shape = list(leaf.stored_shape)
-        dim = leaf.column_dim
-        part = leaf.part_shape
-        shape[dim] = shape[dim] // part[dim] * columns[0].shape[dim]
-        arrays = [jax.device_put(there[first], d) for d, first in first_holders(self.plan, leaf).items()]
-        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
-
-    def _move(self, pipeline: Pipeline, chosen: Mapping[int, jax.Array]) -> dict[Part, list[np.ndarray]]:
-        """Writes the columns on the devices into the records; returns those that are chosen now, by field."""
-        columns_of = {(i, s.device): np.asarray(s.data) for i, x in chosen.items() for s in x.addressable_shards}
-        columns_read: dict[Part, list[np.ndarray]] = {}
-
-        def visit(number: int, buffer: np.ndarray) -> None:
-            record = self.files.records[number]
-            views, place = self.files.views(number, buffer), (record.param, record.device)
-            self.overlay(record, views)
-            if place not in columns_of:
-                return
-            dim, shape = self.plan.leaves[record.param].grad.column_dim, list(self._part_shape(record.param))
-            shape[dim] = len(columns_of[place])
-            into = columns_read.setdefault(place, [np.zeros(shape, view.dtype) for view in views])
-            inside, columns = _overlap(record, dim, columns_of[place])
-            at = _at(record, dim, inside)
-            for x, view in zip(into, views, strict=True):
-                x[at] = np.take(view, columns, dim)
-
-        succeed_together(lambda: pipeline.run(visit))
-        pipeline.store.commit()
-        return columns_read
-
-    def _part_shape(self, i: int) -> tuple[int, ...]:
-        return self.plan.leaves[i].grad.part_shape
-
-    def overlay(self, record: Record, views: Sequence[np.ndarray]) -> None:
-        """Writes the columns on the devices into the fields of a record."""
-        if record.param not in self.chosen:
-            return
-        chosen = _part(self.chosen[record.param], record.device)
-        dim = self.plan.leaves[record.param].grad.column_dim
-        inside, columns = _overlap(record, dim, chosen)
-        at: Index = _at(record, dim, inside)
-        there: Index = (*[slice(None)] * dim, columns)
-        for near, view in zip(self.near[record.param], views, strict=True):
-            view[there] = _part(near, record.device)[at]
+        self.columns.take(chosen)
 
     def add(self, step_grads: StepGrads) -> None:
         """Adds the gradients of a step to the sums."""
@@ -218,7 +155,7 @@ class Flow:
         for (i, device), x in self.sums.items():
             means[i][device] = np.asarray(_divided(x, np.float32(self.count)))
         for i in set(self.plan.disk_fields) - set(self.far):  # nothing of it counts
-            zeros = np.zeros(self._part_shape(i), np.float32)
+            zeros = np.zeros(self.plan.leaves[i].grad.part_shape, np.float32)
             means[i] = dict.fromkeys(first_holders(self.plan, self.plan.leaves[i].grad).values(), zeros)
         return means
 
@@ -261,17 +198,17 @@ class Flow:
             pipeline = Pipeline(both, threads=self.plan.config.offload.disk_threads)
             run = self.run
             succeed_together(lambda: pipeline.run(lambda number, buffer: None) if run is None else run.run(pipeline))
-            state = state if run is None else land(state, run.results(), self.chosen)
+            state = state if run is None else land(state, run.results(), self.columns.chosen)
             target.pipeline.store.commit()
         elif self.run is not None:
             state, _ = self.land(state)
         if self.count:
             last = self._late_run(target, state)
             succeed_together(last.run)
-            state = land(state, last.results(), self.chosen)
+            state = land(state, last.results(), self.columns.chosen)
             target.pipeline.store.commit()
-        if self.chosen:
-            self._move(target.pipeline, {})
+        if self.columns.chosen:
+            self.columns.move(target.pipeline, {})
         if not keeps:
             self.files.waiting = self.files.overlay = None
         return state
@@ -299,7 +236,7 @@ class Flow:
         """Returns the state once the pass is done and counts; consumes the state. Raises as `join` does."""
         stats = self.join()
         assert self.run is not None
-        landed = self.update.land(state, self.run.results(), self.chosen)
+        landed = self.update.land(state, self.run.results(), self.columns.chosen)
         self.files.pipeline.store.commit()
         self.run = self.done = None
         return landed, stats
@@ -319,24 +256,6 @@ def flow_of(files: StateFiles) -> Flow:
         files.waiting = Flow(files)
     flow: Flow = files.waiting
     return flow
-
-
-def _part(x: jax.Array, device: jax.Device) -> np.ndarray:
-    return np.asarray(next(s.data for s in x.addressable_shards if s.device == device))
-
-
-def _overlap(record: Record, dim: int, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which of some columns of a part a record has: their numbers among them, and their places in it."""
-    start, count = record.place.start[dim], record.place.shape[dim]
-    inside = np.flatnonzero((columns >= start) & (columns < start + count))
-    return inside, columns[inside] - start
-
-
-def _at(record: Record, dim: int, numbers: np.ndarray) -> Index:
-    """Returns the place of a record in an array of columns, given the numbers of those that it has."""
-    place: list[slice | np.ndarray] = list(record.place.slices)
-    place[dim] = numbers
-    return tuple(place)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

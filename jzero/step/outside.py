@@ -109,7 +109,10 @@ class OutsideStep:
         waited = time.perf_counter() - begun
         sums, light = flow.note(state, step_grads), step_grads._replace(grads=[])
         flow.add(step_grads)
-        new, flow.near = self.update.rest_with_columns(state, step_grads, changed, sums, flow.chosen, light, flow.near)
+        columns = flow.columns
+        new, columns.near = self.update.rest_with_columns(
+            state, step_grads, changed, sums, columns.chosen, light, columns.near
+        )
         self.update.wait(new)
         files.version += 1
         begun = time.perf_counter()
