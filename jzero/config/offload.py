@@ -16,18 +16,18 @@ def num_bytes(least: int) -> Setting[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZenFlow:
-    """Updates that nobody waits for: the columns with the largest gradients at once, the others later, on the host.
+    """Stall-free updates: columns with the largest gradients are updated at once, the others later, on the host.
 
     Every `select_interval` steps each device takes the columns of its shards whose gradients are largest. Their masters
     and optimizer state move to the devices, which update them in each step. Gradients of all other columns add up on
     the host. Every `update_interval` steps their mean goes through the optimizer there, beside the steps of the next
-    interval, at whose end the new values count. Leaves that every device holds whole stay near.
+    interval, at whose end the new values count. The devices also update the leaves that each of them holds whole.
 
     **This changes the numbers.** Use it only where the update takes longer than a step, after more micro-batches and
     `delay=1`; the guide to offload shows what each costs.
 
     Attributes:
-      topk_ratio: Share of the columns that are near, from 0 to 1.
+      topk_ratio: Share of the columns that the devices update, from 0 to 1.
       update_interval: Steps whose gradients are added up for the other columns.
       select_interval: Steps between choices of columns, a multiple of `update_interval`.
       overlap: Whether the update of the other columns runs beside the next interval. Otherwise the last step of each

@@ -224,7 +224,7 @@ T = TypeVar("T")
 
 
 def refers_to_config(takes: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Lets a function say where a field of `ZeroConfig` goes that it is called with.
+    """Makes a function that is called with a field of `ZeroConfig` say where that field goes.
 
     Args:
       takes: The function that takes a configuration: itself, or the one that makes its state.

@@ -1,4 +1,4 @@
-"""How jzero meets the train states of each library: one class of adapters, which the integrations subclass."""
+"""Adapters that present the objects of each library as train states; integrations subclass `StateAdapter`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State on disk: in goes a plan or a state, out come its files, and the state with or without them."""
+"""Opens the files of states on disk, attaches them to states, and detaches them for programs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def check_update(tx: ZeroTransformation) -> None:
 
 
 def checked_files(tx: ZeroTransformation) -> StateFiles | None:
-    """Returns the space for the records of a state, as `check_update` and `open_files` say; `None` if it has none."""
+    """Checks the update of a state and opens its files; returns `None` if nothing of it is in records."""
     check_update(tx)
     return open_files(tx.plan) if tx.plan.has_files else None
 
 
 def open_files(plan: ZeroPlan) -> StateFiles:
-    """Takes the space for the records of a state of this process, before anything is written."""
+    """Reserves the space for this process's records of a state, before anything is written."""
     offload, records = plan.config.offload, layout(plan)
     ends = [field_offsets([x.dtype for x in plan.disk_fields[r.param]], r.place.size)[1:] for r in records]
     sizes = [x[-1] for x in ends]
@@ -167,11 +167,11 @@ def files_of(state: State) -> StateFiles:
 
 
 def kept_on_disk(state: State, files: StateFiles | None) -> State:
-    """Returns a state with leaves that belong on disk, but are arrays as stored, written there; others are copied.
+    """Writes leaves that belong on disk, but are arrays, to the files of a state; returns the state.
 
     Args:
       state: The state.
-      files: The files of the state that it came from, which is not the newest any more if anything is written.
+      files: The files of the state from which it was made. If anything is written, that state is stale.
     """
     plan = state.tx.plan
     layouts = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves]

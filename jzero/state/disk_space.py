@@ -1,4 +1,4 @@
-"""What a state takes on a disk: in goes a state, out come bytes and rates, or the space again."""
+"""Reports what a state takes on a disk, and how fast that is; frees the space."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jzero.state.disk import files_of
 
 
 class DiskStats(NamedTuple):
-    """What a state has on a disk, of this process alone; `print` it for text.
+    """What a state has on a disk, in this process alone; `print` it for text.
 
     Attributes:
       folder: The folder of its files.
@@ -21,7 +21,7 @@ class DiskStats(NamedTuple):
       num_records: Number of records, each of which one request reads or writes.
       fallbacks: What the file system cannot do, with its reason; empty where reads and writes go past the page cache.
       read_bytes: Bytes read since the state was made.
-      read_seconds: Seconds in which at least one read was under way.
+      read_seconds: Seconds in which at least one read was in progress.
       written_bytes: Bytes written, those by which the state was laid out among them.
       write_seconds: Likewise.
 
@@ -41,7 +41,7 @@ class DiskStats(NamedTuple):
 
     @property
     def read_bytes_per_s(self) -> float:
-        """The rate of reads while any was under way; 0 before the first."""
+        """The rate of reads while any is in progress; 0 before the first."""
         return self.read_bytes / self.read_seconds if self.read_seconds else 0.0
 
     @property
@@ -88,7 +88,7 @@ def release_disk(state: State) -> None:
     """Frees the space that a state takes on a disk now, rather than with the last reference to it.
 
     Neither the state nor any that it came from can be trained, saved or read as a whole afterwards. Parameters stay.
-    An update that runs beside a step, and saves, are waited for.
+    Waits for saves, and for an update that runs beside a step.
 
     Args:
       state: A sharded train state.

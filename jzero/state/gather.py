@@ -70,7 +70,7 @@ def gather_params(
     """Returns whole parameters, in their natural shapes, replicated on every device or laid out as you say.
 
     Peak memory per device is the shards plus the chosen leaves. With `dtype` or `shardings` it is the shards, the
-    result as laid out, and one leaf: leaves are cast where they lie, and follow one another.
+    result as laid out, and one leaf: each shard is cast before it is gathered, one leaf after another.
 
     Args:
       state: A sharded train state.
@@ -112,9 +112,7 @@ def gather_params(
     params = plan.flat_params(train_state.params)
     masters_or_params = plan.flat_params(train_state.opt_state.masters) if masters and plan.has_opt_state else params
     indices = [i for i, take in enumerate(chosen) if take]
-    stored = [
-        edited_master(plan.leaves[i], plan, params[i], masters_or_params[i]) if masters else params[i] for i in indices
-    ]
+    stored = [edited_master(plan.leaves[i], params[i], masters_or_params[i]) if masters else params[i] for i in indices]
     leaves = [plan.leaves[i].updated if masters else plan.leaves[i].param for i in indices]
     if to is None and targets is None:
         natural = gather_leaves(stored, leaves)

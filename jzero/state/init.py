@@ -162,7 +162,7 @@ def lower_init(
     made_from = [x if isinstance(x, int) else None for x in flat_state(numbered, plan)]
     groups = _groups(leaves, made_from, plan)
 
-    def born(number: int, key: jax.Array) -> list[jax.Array]:
+    def make_leaves(number: int, key: jax.Array) -> list[jax.Array]:
         group = groups[number]
         sources = {source for k in group if (source := made_from[k]) is not None}
         outputs = one_leaf_at_a_time(inner, consts, key, sources, side_effects=number == 0, zeroed=zeroed)
@@ -179,7 +179,7 @@ def lower_init(
     programs = []
     for number, group in enumerate(groups):
         shardings = [leaves[k].sharding for k in group]
-        programs.append(jax.jit(functools.partial(born, number), out_shardings=shardings).lower(abstract))
+        programs.append(jax.jit(functools.partial(make_leaves, number), out_shardings=shardings).lower(abstract))
     return LoweredInit(programs, rebuild, plan)
 
 
@@ -225,7 +225,7 @@ def _find_zeroed(pattern: str, plan: ZeroPlan, numbers: TrainStateLike, outvars:
 def _collected(
     plan: ZeroPlan, leaves: Sequence[StateLeaf], groups: Sequence[list[int]], results: Iterable[list[jax.Array]]
 ) -> dict[int, jax.Array | OnDisk]:
-    """Returns the leaves that programs make, one program after another, by number; those for the disk are there."""
+    """Returns the leaves that programs make, by number; writes those for the disk after each program."""
     files = open_files(plan) if plan.has_files else None
     arrays: dict[int, jax.Array | OnDisk] = {}
     for group, outputs in zip(groups, results, strict=True):

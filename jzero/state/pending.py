@@ -2,7 +2,7 @@
 
 [Note: Delayed updates]
 With `Offload(delay=1)` a step applies the gradients of the step before, on the host's CPU, beside its own loss and
-gradients. What waits are reduced gradients with their factors. They stay on the devices until the next step begins;
+gradients. Reduced gradients wait, with their factors. They stay on the devices until the next step begins;
 then numbers are computed from the state in which the update counts, and everything that the pass over records reads
 goes to the host, so that the pass needs no device and runs in a thread. The first step has nothing to apply: it changes
 no parameter and does not count in `state.step`. A step with non-finite gradients leaves nothing for the next step to

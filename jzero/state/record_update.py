@@ -130,7 +130,7 @@ class RecordUpdate:
         return RecordRun(files, self.programs, NextPass(self._late_visits, list(operands), {}, False), -1, arrays)
 
     def wait(self, x: PyTree) -> None:
-        """Waits for arrays where programs in flight could wait for each other for ever."""
+        """Waits for arrays where programs in flight could deadlock."""
         if _compat.starves_steps(self.plan.mesh):
             jax.block_until_ready(x)
 

@@ -155,13 +155,13 @@ def plain_state(state: S, plan: ZeroPlan, *, take_edits: bool = False) -> S:
         return state
     params, masters = plan.flat_params(state.params), plan.flat_params(state.opt_state.masters)
     masters_or_params = [
-        edited_master(leaf, plan, x, m) if take_edits else x if leaf.master is None else m
+        edited_master(leaf, x, m) if take_edits else x if leaf.master is None else m
         for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
     ]
     return state.replace(params=plan.plain.stored_params(masters_or_params), opt_state=state.opt_state.inner)
 
 
-def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: jax.Array | OnDisk, master: PyTree) -> PyTree:
+def edited_master(leaf: LeafPlan, param: jax.Array | OnDisk, master: PyTree) -> PyTree:
     """Returns a master with the edits of its parameter, or the parameter if that is its own master."""
     if leaf.master is None:
         return param

@@ -27,7 +27,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import all_leaves, flat_nodes, map_state
 
 SMALL = 4096
-"""Elements of an array that nobody needs to know of, such as a mask, whatever the threshold for parameters is."""
+"""Arrays of up to this many elements, such as masks, are not reported, whatever the persistence threshold is."""
 
 InputKind: TypeAlias = tuple[type, Sharding]
 """Type and sharding of an array. The shape is not needed: for another shape `jax.jit` traces again, which checks it."""

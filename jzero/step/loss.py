@@ -37,7 +37,7 @@ Splitter: TypeAlias = Callable[[PyTree], tuple[PyTree, PyTree]]
 
 @dataclasses.dataclass
 class StepLoss:
-    """A user's loss, and what a step says about it.
+    """A user's loss, with the settings of its step.
 
     Attributes:
       fn: The user's function.

@@ -124,7 +124,7 @@ class Reference:
         return written.apply_gradients(grads=for_optax).replace(tx=tx), loss, norm, weight
 
     def _loss_and_grads(self, state: TrainStateLike) -> Loss:
-        """Returns `fn(trained, seen, batch, carried, scale) -> ((_, (sum, weight, changed)), grads)`."""
+        """Returns `fn(trained, rounded, batch, carried, scale) -> ((_, (sum, weight, changed)), grads)`."""
         call, _ = self._bind(state)
         treedef = self.plan.params_treedef
 

@@ -113,7 +113,7 @@ def warn_coupled(results: list[Result], plan: ZeroPlan, num_parts: int, maker: s
 
 
 def _trouble(result: Result) -> str:
-    """Returns what is wrong with a result, and what to do; empty if it is a mean, or if no one knows."""
+    """Returns what is wrong with a result, and what to do; empty if it is a mean, or if that is unknown."""
     _, mark, shape, facts = result
     if mark not in (None, Weighted) or not jnp.issubdtype(shape.dtype, jnp.number):
         return ""

@@ -180,18 +180,17 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
       check_processes: Whether several processes check, before they first run a program, that it is the same in all of
         them, and so are shapes and dtypes of their batches. A number says how many seconds they wait for each other,
         300 by default. Inside another `jax.jit` they compare nothing.
-      check_rows: Whether to read off the traced loss that its results are means over independent rows, where the batch
-        is split over devices or micro-batches. The step warns once of a result that is a sum over rows or couples them
-        (in-batch negatives, batch statistics, a mean over the rows that count), since the average over the parts is not
-        the result of the whole batch then, and refuses one value per example in `aux` unless it is `PerExample`.
+      check_rows: Whether to check in the traced loss that its results are means over independent rows, if the batch is
+        split over devices or micro-batches. The step warns once of a result that is a sum over rows or couples them
+        (in-batch negatives, batch statistics, a mean over the rows that count): its average over the parts is not the
+        result of the whole batch. It refuses one value per example in `aux` unless that is `PerExample`.
 
     Returns:
       `fn(state, batch, *, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
       outside `jax.jit`. `batch` holds arrays `[global batch, ...]` (0-d arrays go to every device). `grads` has the
-      structure of `state.params` and the plan's layout, padded leaves as nodes that behave like arrays of their natural
-      shape, and its dtypes (fp32 with a loss scale, which is divided out;
-      scalar zeros for parameters that are not trained); pass it to `state.apply_gradients(grads=grads)`. Each device
-      folds its index into `rng`.
+      structure of `state.params`, the plan's layout (padded leaves are nodes that behave like arrays of their natural
+      shape) and its dtypes (fp32 with a loss scale, which is divided out); parameters that are not trained have scalar
+      zeros. Pass it to `state.apply_gradients(grads=grads)`. Each device folds its index into `rng`.
 
     Raises:
       ValueError: `remat` is none of these, the batch cannot be split evenly, the loss uses ZeRO's axis in an impossible
@@ -256,8 +255,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       one) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no weight, or if a gradient is
       not finite and the precision policy skips such steps; then only the loss scale changes (with `Offload(delay=1)`
       its gradients are dropped, and those of the step before are applied). An optimizer that takes optax's extra
-      arguments gets `value`, the loss, and `grad`, the clipped gradients. The step has
-      `lower`, `trace`, `eval_shape`
+      arguments gets `value`, the loss, and `grad`, the clipped gradients. The step has `lower`, `trace`, `eval_shape`
       and `clear_cache` like a jitted function, and `plan(state, batch)` and `recomputation(state, batch)`.
 
     Raises:
