@@ -87,6 +87,12 @@ def arrays(tree):
     return found
 
 
+def whole(state):
+    """Returns parameters and optimizer state in their natural shapes, by path."""
+    plain = jzero.unshard_train_state(state)
+    return {**arrays(plain.params), **arrays(plain.opt_state)}
+
+
 def assert_same_bits(found, expected):
     assert found.keys() == expected.keys()
     for path, x in expected.items():

@@ -15,35 +15,18 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from tests import models
+from tests import light_decoder, models
 from tests.compiled import analyze
+from tests.light_decoder import loss_fn
 from tests.tiers import slow, stages
 
 LAYERS, WIDTH, VOCAB = 3, 64, 256
 TOKENS = models.tokens(16, vocab=VOCAB)
 
 
-def loss_fn(params, tokens):
-    def layer(x, w):
-        hidden = jnp.tanh(x @ w["up"]["kernel"] + w["up"]["bias"][None, None])
-        return x + hidden @ w["down"]["kernel"] + w["down"]["bias"][None, None], None
-
-    x, _ = jax.lax.scan(layer, params["embed"][tokens[:, :-1]], params["layers"])
-    return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"]["kernel"], tokens[:, 1:]).mean()
-
-
 @functools.cache
 def plain_state(layers=LAYERS):
-    shapes = {
-        "embed": (VOCAB, WIDTH),
-        "layers": {
-            "up": {"kernel": (layers, WIDTH, 4 * WIDTH), "bias": (layers, 4 * WIDTH)},
-            "down": {"kernel": (layers, 4 * WIDTH, WIDTH), "bias": (layers, WIDTH)},
-        },
-        "head": {"kernel": (WIDTH, VOCAB)},
-    }
-    params = jax.tree.map(lambda shape: np.ones(shape, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
-    return jzero.TrainState.create(params=jax.device_put(params), tx=optax.adam(1e-3))
+    return light_decoder.make_state(optax.adam(1e-3), layers=layers, width=WIDTH, vocab=VOCAB)
 
 
 def sharded(stage, **options):

@@ -6,20 +6,17 @@ import time
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jzero
 from jzero.checkpoint import orbax_io
-from tests.checkpoint_states import (
-    linen_state,
-    numbered,
-    sharded,
-)
+from tests.checkpoint_states import numbered, sharded
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return linen_state()
+    return jzero.TrainState.create(params={"w": jnp.arange(13.0)}, tx=optax.sgd(0.1, momentum=0.9))
 
 
 @pytest.mark.parametrize(

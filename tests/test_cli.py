@@ -192,7 +192,7 @@ def test_fit_as_json(run):
 def test_fit_compares_host_memory_if_asked(run):
     """Adam's moments take 8 bytes per parameter; at stage 0 each of eight devices has them on its host, whole."""
     command = "fit users:factory --topology h200:8 --hbm-bytes 1e9 --no-confirm --offload --host-bytes"
-    text = text_of(run(f"{command} 1e9"))
+    text = text_of(run(f"{command} 1e9".replace("factory", "nnx_pair")))
     header = next(line for line in text.splitlines() if line.startswith("stage"))
     assert header.split()[-2:] == ["host", "verdict"]
     assert "s for the host" in text
@@ -208,7 +208,7 @@ def test_fit_compiles_for_this_machine(run):
 
 
 def test_fit_ends_with_1_if_nothing_fits(run):
-    result = run(f"fit users:factory --topology h200:8 --hbm-bytes {PSI} --no-confirm")
+    result = run("fit users:nnx_pair --topology h200:8 --hbm-bytes 1000 --no-confirm")
     assert result.exit_code == 1
     assert "nothing fits. The least is stage 3" in result.stdout
 
@@ -285,15 +285,14 @@ def test_as_a_process(folder):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
     script = "import sys; sys.path.remove(''); from jzero.__main__ import main; main()"  # scripts have no '' there
-    line = "analyze users:factory --cpu-devices 4 --json --verify"
+    line = "analyze users:nnx_pair --cpu-devices 4 --json --verify"
     finished = subprocess.run(
         [sys.executable, "-c", script, *line.split()],
         cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout)
-    assert found["num_devices"] == 4
-    assert found["communication_elements"] == pytest.approx(3 * PSI, rel=0.02)
+    assert (found["num_devices"], found["violations"]) == (4, [])
 
 
 def test_without_typer_the_script_says_what_to_install(monkeypatch, capsys):
@@ -319,7 +318,7 @@ def test_commands_of_the_guide_run(run, checkpoint, tmp_path):
     for line in lines:
         here = line.replace("checkpoints/run1", str(checkpoint[0])).replace("model.safetensors", str(tmp_path / "m"))
         here = here.replace("ds_config.json", str(ROOT / "tests/data/ds_configs/zero2_fp16.json"))
-        here = here.removeprefix("jzero ").replace("my_model:tiny", "users:factory")
+        here = here.removeprefix("jzero ").replace("my_model:tiny", "users:nnx_pair")
         here = re.sub(r" --topology \S+", "", here) if here.startswith("analyze") else here
         here = here.replace("/local/scratch", f"{tmp_path} --disk-bytes 1e6")
         assert run(here).exit_code == 0, line

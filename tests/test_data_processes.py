@@ -1,9 +1,12 @@
-"""Three real processes that read files of unequal counts, and two that go on from where they stopped."""
+"""Three real processes that read files of unequal counts, and others that go on from where they stopped."""
 
 import itertools
 import json
 
+import pytest
+
 from tests import data_worker, real_processes
+from tests.tiers import slow
 
 EXAMPLES = list(range(sum(data_worker.COUNTS)))
 
@@ -22,14 +25,15 @@ def together(batches_of_each):
     return [list(itertools.chain(*parts)) for parts in zip(*batches_of_each, strict=True)]
 
 
-def test_processes_share_files_and_others_go_on(tmp_path):
-    """One test, so that processes are started once: three that end an epoch and save, two that go on."""
+@pytest.mark.parametrize("others", [1, slow(2)])
+def test_processes_share_files_and_others_go_on(others, tmp_path):
+    """One test, so that processes are started once: three that end an epoch and save; this one, or two, go on."""
     data_worker.write_files(tmp_path)
     first = run_processes("train_first", 3, tmp_path)
     assert_finish_an_epoch_together(first)
     assert_read_the_files_of_their_rows(first)
     assert_know_what_one_alone_knows(first)
-    rest = run_processes("train_rest", 2, tmp_path)
+    rest = [data_worker.train_rest(tmp_path)] if others == 1 else run_processes("train_rest", others, tmp_path)
     for name in ("in order", "shuffled"):
         before, after = (
             list(itertools.chain(*together(process[name] for process in processes))) for processes in (first, rest)

@@ -13,14 +13,14 @@ from jzero.analysis.stages import stages_of
 from jzero.state.record_update import record_update
 from jzero.update.records import RecordRun
 from tests import models
-from tests.test_disk import OPTIMIZERS, state_on_disk
+from tests.disk_states import OPTIMIZERS, loss_fn, state_on_disk
 from tests.tiers import default_for
 
 LATE = {"optimizer": "host", "compute": "host", "delay": 1}
 
 
 def stages(state):
-    step = jzero.make_train_step(models.mlp_loss)
+    step = jzero.make_train_step(loss_fn)
     return stages_of(step, (state, models.mlp_batch(48)), {}, "cpu", lambda lowered: lowered.compile())
 
 
@@ -33,7 +33,7 @@ CASES = [(*kind, offload) for kind in KINDS for offload in OFFLOADS]
 def test_no_program_departs_from_the_plan(tmp_path, name, stage, precision, offload):
     folder = None if offload is LATE else tmp_path
     state = state_on_disk(folder, stage, precision, OPTIMIZERS[name](), **offload)
-    report = jzero.analyze(jzero.make_train_step(models.mlp_loss), state, models.mlp_batch(48))
+    report = jzero.analyze(jzero.make_train_step(loss_fn), state, models.mlp_batch(48))
     report.verify()
     sizes = report.plan.bytes_per_device
     assert report.memory.aliased >= sizes.params + sizes.opt_state
@@ -58,7 +58,7 @@ def test_a_state_that_is_not_donated_is_found(tmp_path, monkeypatch):
     state = state_on_disk(tmp_path, 1, "bf16")
     update = record_update(jzero.plan_of(state))
     monkeypatch.setattr(update, "rest", jax.jit(update._rest))
-    report = jzero.analyze(jzero.make_train_step(models.mlp_loss), state, models.mlp_batch(48))
+    report = jzero.analyze(jzero.make_train_step(loss_fn), state, models.mlp_batch(48))
     with pytest.raises(jzero.PlanViolation, match="it is not donated"):
         report.verify()
 
@@ -78,7 +78,7 @@ def test_bytes_beside_records_are_those_of_a_running_step(tmp_path, monkeypatch,
     expected = next(x for x in stages(state) if x.name == "records").beside
     seen, run = [], RecordRun.run
     monkeypatch.setattr(RecordRun, "run", lambda *args: (seen.append(on_first_device() - before), run(*args))[1])
-    step = jzero.make_train_step(models.mlp_loss)
+    step = jzero.make_train_step(loss_fn)
     state, _ = step(state, jax.device_put(batch, jzero.plan_of(state).batch_sharding))
     del batch
     np.testing.assert_allclose(seen, expected, atol=16, rtol=0)  # and three 0-d metrics
@@ -89,7 +89,7 @@ def test_bytes_beside_records_are_those_of_a_running_step(tmp_path, monkeypatch,
 def test_equivalence_is_checked_beside_the_files(tmp_path, precision, compute):
     batches = [models.mlp_batch(48, seed=i) for i in range(3)]
     state = state_on_disk(tmp_path, 3, precision, compute=compute)
-    check = functools.partial(jzero.check_equivalence, models.mlp_loss, state, batches, clip_norm=0.5)
+    check = functools.partial(jzero.check_equivalence, loss_fn, state, batches, clip_norm=0.5)
     report = check()
     assert [x.applied for x in report.steps] == [True] * 3
     assert jzero.disk_stats(state).num_bytes, "it is not consumed"

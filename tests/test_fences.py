@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval as pe
 import jzero
 from jzero import _compat
 from jzero.engine.placed import first_elements, operations_of, wait, wait_p
-from tests import models
+from tests import light_decoder, models
 from tests.prefetch_models import on
 from tests.tiers import slow
 
@@ -71,19 +71,16 @@ def test_operands_of_barriers(platform, monkeypatch):
 @pytest.mark.parametrize("scan", [True, slow(False)])
 def test_gradients_with_light_fences_are_those_of_plain_jax(scan, monkeypatch):
     on("tpu", monkeypatch)
-    model = models.GPT(scan=scan, vocab=64, d_model=40)
-    tokens = models.tokens(16, vocab=64)
-    params = models.draw_params(model, np.zeros((1, models.SEQ), np.int32))
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    loss = models.gpt_loss(model)
+    tokens, loss = models.tokens(64, vocab=64), light_decoder.loss_fn
+    plain = light_decoder.make_state(optax.sgd(0.1), layers=2, width=40, vocab=64, scan=scan)
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
     assert any(
         shape and set(shape) == {1}
         for shapes in found_barriers(jzero.value_and_grad(loss), state, tokens)
         for shape in shapes
     )
     _, grads = jzero.value_and_grad(loss)(state, tokens)
-    want = jax.jit(jax.grad(loss))(params, tokens)
+    want = jax.jit(jax.grad(loss))(plain.params, tokens)
     for path, x in jax.tree_util.tree_leaves_with_path(want):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         found = jzero.get_full_grad(state, name, grads=grads)

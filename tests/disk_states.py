@@ -1,0 +1,64 @@
+"""A small state with its optimizer state on disk, and its training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jzero
+from tests import models
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 8, jnp.float32)
+    return {
+        "layer_0": {"kernel": draw(37, 61), "bias": draw(61)},
+        "layer_1": {"kernel": draw(61, 11), "bias": draw(11)},
+    }
+
+
+def loss_fn(params, batch):
+    x = jnp.tanh(batch["x"] @ params["layer_0"]["kernel"] + params["layer_0"]["bias"][None])
+    return jnp.square(x @ params["layer_1"]["kernel"] + params["layer_1"]["bias"][None] - batch["y"]).mean()
+
+
+def two_devices():
+    """The programs of a record are compiled for each device, so these tests use few."""
+    return jzero.make_mesh(devices=jax.devices()[:2])
+
+
+def state_on_disk(path, stage=3, precision="fp32", tx=None, mesh=None, **offload):
+    options = {"optimizer": "disk", "path": path, "chunk_bytes": 2048} | offload
+    state = jzero.TrainState.create(params=make_params(), tx=tx or optax.adamw(1e-2))
+    config = jzero.ZeroConfig(
+        stage=stage, precision=precision, persistence_threshold=50, offload=jzero.Offload(**options)
+    )
+    return jzero.shard_train_state(state, config=config, mesh=mesh or two_devices())
+
+
+def in_memory(stage=3, precision="fp32", tx=None):
+    return state_on_disk(None, stage, precision, tx, optimizer="host")
+
+
+def train(state, steps=2, seed=0, **options):
+    step = jzero.make_train_step(loss_fn, **options)
+    losses = []
+    for i in range(steps):
+        state, metrics = step(state, models.mlp_batch(48, seed=seed + i))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
+    "lion": lambda: optax.lion(1e-3),
+    "lamb": lambda: optax.lamb(1e-2),  # sums over what is on disk, then the update
+    "lars": lambda: optax.lars(1e-2),
+    "prodigy": optax.contrib.prodigy,
+    "momo": optax.contrib.momo,
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
+    "masked": lambda: optax.masked(optax.adamw(1e-2), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+}
