@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import pathlib
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jzero.arrays import processes as _processes
 from tests.multiprocess_states import ROWS, config, message
 
 
-def disagree() -> dict[str, Any]:
+def disagree(folder: pathlib.Path) -> dict[str, Any]:
     """Has the second process disagree in one thing after the other; returns what each of the two is told.
 
     Both must be told of it to go on with the next.
@@ -31,12 +31,6 @@ def disagree() -> dict[str, Any]:
     regardless = jzero.make_train_step(small_loss, clip_norm=1.0 + second, check_processes=False)
     losses = [evaluate(state, BATCH), regardless(small_state(), BATCH)[1]["loss"]]
     results["losses"] = [float(x) for x in losses]
-    if second:
-        time.sleep(3)
-    else:
-        alone = jzero.make_eval_step(small_loss, check_processes=0.5)
-        results["is late"] = message(lambda: alone(state, BATCH[:16]))
-        results["has ended"] = message(lambda: evaluate(state, BATCH[:16]))
     return results
 
 

@@ -1,11 +1,13 @@
-"""One process of a run of two: `python -m tests.multiprocess_worker SCENARIO PROCESS PORT [DIRECTORY]`.
+"""One process of a run of two: `python -m tests.multiprocess_worker SCENARIOS PROCESS PORT DIRECTORY`.
 
-What it returns is printed as JSON on the last line. `train` is also run by the test itself, in one process.
+Scenarios run one after another, since a process takes seconds to start: `train,records:columns` runs `train` and then
+`records` with an argument. What each returns is printed as JSON. Some are also run by the test itself, in one process.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import os
 import pathlib
@@ -23,11 +25,12 @@ import optax
 from jax.experimental import multihost_utils
 
 import jzero
+from jzero.arrays import processes as _processes
 from jzero.checkpoint import safetensors_files, sharing
 from jzero.disk.files import DiskError
 from jzero.state.disk import files_of
 from tests import models
-from tests.multiprocess_disagreements import disagree
+from tests.multiprocess_disagreements import BATCH, disagree, small_loss, small_state
 from tests.multiprocess_states import (
     DEVICES_PER_PROCESS,
     NUM_PROCESSES,
@@ -52,14 +55,14 @@ SLOW_LINKS = {
 }
 
 
-def train() -> dict[str, Any]:
+def train(folder: pathlib.Path | None = None) -> dict[str, Any]:
     """Trains at stages 1 and 3 from a state made whole, and at stage 3 from one that is born sharded."""
     assert jax.device_count() == NUM_PROCESSES * DEVICES_PER_PROCESS
     results = {}
     for stage in (1, 3):
         state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(stage))
         state, results[f"stage {stage}"] = train_from(state, loss_of)
-        results[f"fp16, stage {stage}"] = overflows(stage)
+    results["fp16"] = overflows(3)
     results["end of stage 3"] = whole_values(state)
     born = jzero.init_train_state(make_state, jax.random.key(0), config=config(3))
     _, results["born"] = train_from(born, noisy_loss, rng=jax.random.key(7))
@@ -90,9 +93,8 @@ class Position:
         self.position = state["position"]
 
 
-def checkpoints() -> dict[str, Any]:
+def checkpoints(directory: pathlib.Path) -> dict[str, Any]:
     """Goes on from what one process wrote, saves, exports, loads, and notices damage that one process alone can see."""
-    directory = pathlib.Path(sys.argv[4])
     like = jzero.abstract_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=config(3))
     state = jzero.restore_checkpoint(directory / "from_one", like)
     results = {"restored": whole(state)}
@@ -139,9 +141,8 @@ MAPPING = jzero.Mapping(
 MAPPED = {"layers/w": (3, 64, 40), "layers/v": (3, 32, 24), "layers/u": (3, 40, 32), "odd": (19, 5)}
 
 
-def published() -> dict[str, Any]:
+def published(directory: pathlib.Path) -> dict[str, Any]:
     """Loads transposed and stacked tensors, a half of the rows in each process, and writes them again."""
-    directory = pathlib.Path(sys.argv[4])
     params: dict[str, Any] = {"layers": {}}
     for path, shape in MAPPED.items():
         *outer, last = path.split("/")
@@ -158,30 +159,46 @@ def published() -> dict[str, Any]:
 
     safetensors_files.TensorFile.view = counted  # type: ignore[method-assign]
     state = jzero.load_params(state, directory, mapping=MAPPING, donate=True)
+    safetensors_files.TensorFile.view = view  # type: ignore[method-assign]
     jzero.export_params(state, directory / "again", mapping=MAPPING)
     return {"params": whole(state), "rows": rows}
 
 
 def saved_wrongly(directory: pathlib.Path, state: Any) -> dict[str, Any]:
-    """Saves into folders that are not shared, then in the first process alone; returns what the processes are told."""
+    """Saves into folders that are not shared; returns what the processes are told."""
     own = directory / f"host{jax.process_index()}"
-    sharing.LAG_S = 0.2
+    lag, sharing.LAG_S = sharing.LAG_S, 0.2
+    faulthandler.dump_traceback_later(30, exit=True)  # unless folders are compared, orbax waits for minutes
     results: dict[str, Any] = {}
     results["not shared"] = message(lambda: jzero.save_checkpoint(own / "c", state))
     results["not shared by managers"] = message(lambda: jzero.CheckpointManager(own / "run").save(state))
+    faulthandler.cancel_dump_traceback_later()
+    sharing.LAG_S = lag
     results["left there"] = sorted(str(path) for path in own.rglob("*") if path.name != "jzero.lock")
-    if jax.process_index():
-        time.sleep(3)
-    else:
-        results["alone"] = message(lambda: jzero.save_checkpoint(directory / "x", state, check_processes=0.5))
-        manager = jzero.CheckpointManager(directory / "x", check_processes=0.5)
-        results["alone with a manager"] = message(lambda: manager.save(state))
     return results
 
 
-def disk_checkpoints() -> dict[str, Any]:
+def alone(directory: pathlib.Path) -> dict[str, str]:
+    """Calls in the first process what all must call; the second one comes late, and ends meanwhile."""
+    _processes.LINGER_S = 0.1
+    evaluate = jzero.make_eval_step(small_loss)
+    state = small_state()
+    evaluate(state, BATCH)
+    if jax.process_index():
+        time.sleep(3)
+        return {}
+    manager = jzero.CheckpointManager(directory / "x", check_processes=0.5)
+    late = jzero.make_eval_step(small_loss, check_processes=0.5)
+    return {
+        "evaluates": message(lambda: late(state, BATCH[:16])),
+        "saves": message(lambda: jzero.save_checkpoint(directory / "x", state, check_processes=0.5)),
+        "saves with a manager": message(lambda: manager.save(state)),
+        "has ended": message(lambda: evaluate(state, BATCH[:16])),
+    }
+
+
+def disk_checkpoints(directory: pathlib.Path) -> dict[str, Any]:
     """Goes on from what one process wrote with its optimizer state on disk, saves beside training, and finds damage."""
-    directory = pathlib.Path(sys.argv[4])
     scratch = directory / "scratch"
     away = jzero.Offload(optimizer="disk", path=scratch, chunk_bytes=2048)
     far = dataclasses.replace(config(3), offload=away, precision="bf16")
@@ -211,9 +228,8 @@ def disk_checkpoints() -> dict[str, Any]:
     return results
 
 
-def records(folder: str | None = None, name: str | None = None) -> dict[str, Any]:
+def records(folder: pathlib.Path, name: str) -> dict[str, Any]:
     """Trains with state in records; a disk of the second process fails once, and both are told and repeat the step."""
-    folder, name = (sys.argv[4], sys.argv[5]) if folder is None or name is None else (folder, name)
     disk = {"optimizer": "disk", "path": folder, "chunk_bytes": 2048}
     host = {"optimizer": "host", "chunk_bytes": 2048, "compute": "host"}
     flow = jzero.ZenFlow(topk_ratio=0.2, update_interval=2, select_interval=4)
@@ -256,9 +272,8 @@ def failing(step: Any, state: Any, batch: Any, what: str) -> str:
     raise AssertionError("it did not fail")
 
 
-def one_dies() -> None:
+def one_dies(directory: pathlib.Path) -> None:
     """Saves twice; the second process is killed while the second checkpoint is written."""
-    directory = pathlib.Path(sys.argv[4])
     state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(3))
     with jzero.CheckpointManager(directory) as manager:
         manager.save(state, step=1)
@@ -268,9 +283,8 @@ def one_dies() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def preempted() -> None:
+def preempted(directory: pathlib.Path) -> None:
     """Saves every third step until one of the processes, which prints its number, is told to end."""
-    directory = pathlib.Path(sys.argv[4])
     state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(1))
     with jzero.CheckpointManager(directory, save_interval_steps=1000) as manager:
         for i in range(1, 10_000):
@@ -300,13 +314,13 @@ def overflows(stage: int) -> dict[str, float]:
     return {**numbers, "steps": float(state.step)}
 
 
-def watched() -> list[int]:
+def watched(directory: pathlib.Path) -> list[int]:
     """Logs two runs to files of each process; returns how many steps it wrote: as it is by default, and if asked."""
-    directory = pathlib.Path(sys.argv[4])
     state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(3))
     step = jzero.make_train_step(loss_of)
     written = []
     for every_process in (False, True):
+        directory.mkdir(exist_ok=True)
         path = directory / f"{every_process}-{jax.process_index()}.jsonl"
         monitor = jzero.Monitor(sinks=[jzero.JsonLines(path)], every=2, progress=False, every_process=every_process)
         with monitor:
@@ -317,10 +331,8 @@ def watched() -> list[int]:
     return written
 
 
-def rows(folder: str | None = None, num_steps: str | int | None = None) -> dict[str, Any]:
+def rows(folder: pathlib.Path, num_steps: str) -> dict[str, float]:
     """Trains with parameters on disk; a row of the second process cannot be read once, and both are told."""
-    folder = sys.argv[4] if folder is None else folder
-    num_steps = int(sys.argv[5] if num_steps is None else num_steps)
     shape = (3, 29, 29)
     params = {"layers": np.float32(np.random.default_rng(0).normal(size=shape) / 6), "out": np.ones((29, 3), "f")}
     away = jzero.Offload(optimizer="disk", params="disk", path=folder, chunk_bytes=2048)
@@ -328,13 +340,13 @@ def rows(folder: str | None = None, num_steps: str | int | None = None) -> dict[
     far = jzero.ZeroConfig(precision="bf16", persistence_threshold=50, rules=rules, offload=away)
     plain = jzero.TrainState.create(params=params, tx=optax.adamw(1e-2))
     state, step, numbers = jzero.shard_train_state(plain, config=far), jzero.make_train_step(scanned_loss), {}
-    for i in range(num_steps):
+    for i in range(int(num_steps)):
         batch = np.random.default_rng(i).normal(size=(ROWS, 29)).astype(np.float32)
         if i == 2 and jax.process_count() > 1:
             assert "EIO" in failing(step, state, batch, "read")
         state, metrics = step(state, batch)
         numbers |= {f"loss {i}": float(metrics["loss"])} if i < NUM_STEPS else {}
-    return {"rows": numbers | digest("params", jzero.unshard_train_state(state).params)}
+    return numbers | digest("params", jzero.unshard_train_state(state).params)
 
 
 def scanned_loss(params: Any, batch: Any) -> jax.Array:
@@ -342,14 +354,27 @@ def scanned_loss(params: Any, batch: Any) -> jax.Array:
     return jnp.square((x @ params["out"]).astype(jnp.float32) - 1).mean()
 
 
+RESULT = "result:"
 SCENARIOS = {
     f.__name__: f
-    for f in (train, disagree, checkpoints, disk_checkpoints, published, records, rows, one_dies, preempted, watched)
+    for f in (
+        train,
+        disagree,
+        checkpoints,
+        disk_checkpoints,
+        published,
+        records,
+        rows,
+        watched,
+        alone,
+        one_dies,
+        preempted,
+    )
 }
 
 
 def main() -> None:
-    scenario, process, port = sys.argv[1:4]
+    scenarios, process, port, directory = sys.argv[1:]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES_PER_PROCESS)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -361,7 +386,10 @@ def main() -> None:
         heartbeat_timeout_seconds=10,
     )
     assert jax.local_device_count() == DEVICES_PER_PROCESS
-    print(json.dumps(SCENARIOS[scenario]()))  # noqa: T201
+    for scenario in scenarios.split(","):
+        name, *argument = scenario.split(":")
+        result = SCENARIOS[name](pathlib.Path(directory) / name, *argument)
+        print(RESULT, json.dumps(result), flush=True)  # noqa: T201  # on a line among those of gloo
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Checkpoints of states with optimizer state on disk: the same tree as from memory, in the memory of a few records."""
 
-import functools
 import itertools
 import json
 import math
@@ -21,7 +20,7 @@ from jzero.checkpoint.disk_places import chunks_of, in_natural, in_stored
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.records import rectangles
-from tests import disk_checkpoint_run, multiprocess_worker
+from tests import disk_checkpoint_run
 from tests.checkpoint_states import ONE_DEVICE, assert_same_bits, mesh
 from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
     expected,
@@ -37,7 +36,6 @@ from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
     values,
     whole,
 )
-from tests.test_multiprocess import run_processes
 from tests.tiers import default_for
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -236,23 +234,3 @@ def test_saving_and_restoring_take_the_memory_of_a_few_records(tmp_path):
     assert found["on_disk"] >= 5 * found["allowed"]
     assert found["save"] <= found["allowed"], found
     assert found["restore"] <= found["allowed"], found
-
-
-def test_two_processes(tmp_path):
-    """What two processes save, one restores, and the other way round; flattened leaves go through memory."""
-    (tmp_path / "scratch").mkdir()
-    make = functools.partial(multiprocess_worker.make_state, jax.random.key(0))
-    one = jzero.shard_train_state(make(), config=multiprocess_worker.config(1))
-    jzero.save_checkpoint(tmp_path / "from_one", one)
-    outputs = run_processes("disk_checkpoints", tmp_path)
-    assert [status for status, _, _ in outputs] == [0, 0], outputs[0][2] + outputs[1][2]
-    found = [json.loads(output.splitlines()[-1]) for _, output, _ in outputs]
-    like = jzero.abstract_train_state(jax.eval_shape(make), config=multiprocess_worker.config(3))
-    with jzero.CheckpointManager(tmp_path / "run") as manager:
-        trained = multiprocess_worker.whole(manager.restore(like))
-    for results in found:
-        assert results["restored"] == multiprocess_worker.whole(one)
-        assert results["trained"] == results["again"] == trained
-        assert results["edited"] != results["trained"]
-        assert "is not what was written there" in results["flipped"]
-        assert not results["left"]
