@@ -23,7 +23,7 @@ def params(kind, width=WIDTH, hidden=HIDDEN, scale=0.1):
     found = {"in": normal(NUM_IN, width)}
     if kind == "unrolled":
         layer = lambda: {"a": normal(width, hidden), "b": normal(hidden, width), "s": jnp.ones(width)}
-        found["layers"] = [layer() for _ in range(5)]
+        found["layers"] = [layer() for _ in range(3)]
     elif kind == "experts":
         return found | {"stack": {"a": normal(3, 5, width, hidden), "b": normal(3, 5, hidden, width)}}
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import warnings
 
 import jax.numpy as jnp
@@ -119,20 +120,20 @@ def test_the_fate_of_what_a_loop_gathers(loss, options, fate):
 # Compilers.
 
 
-@pytest.fixture
-def kept(monkeypatch):
-    """The facts about each program that is analyzed, and its plan."""
+def analyzed(*args):
+    """Returns the report about a compiled step, which keeps the plan, and the facts that it is made from."""
     found = []
-    monkeypatch.setattr(analysis, "find_violations", lambda *args: found.append(args) or find_violations(*args))
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(analysis, "find_violations", lambda *args: found.append(args) or find_violations(*args))
+        report = jzero.analyze(*args)
+    report.verify()
+    return report, found[0]
 
 
-@pytest.fixture
-def facts(kept):
+@pytest.fixture(scope="module")
+def facts():
     """The facts about a compiled step that keeps the plan, and the plan."""
-    step, state, tokens = gpt(jzero.ZeroConfig(stage=3, persistence_threshold=0), scan=True)
-    jzero.analyze(step, state, tokens).verify()
-    return kept[0]
+    return analyzed(*gpt(jzero.ZeroConfig(stage=3, persistence_threshold=0), scan=True))[1]
 
 
 def all_reduced(c):
@@ -198,21 +199,21 @@ def test_gathers_of_the_loss_may_have_the_name_of_the_update(facts):
 # Matrix work of the update.
 
 
-def muon_report(stage):
+@functools.cache
+def analyzed_muon(stage):
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     plain = jzero.TrainState.create(params=matrix_models.params("stack11"), tx=matrix_models.muon())
     state = jzero.shard_train_state(plain, config=config)
-    return jzero.analyze(jzero.make_train_step(matrix_models.loss), state, matrix_models.batch(0))
+    return analyzed(jzero.make_train_step(matrix_models.loss), state, matrix_models.batch(0))
 
 
 @stages(3, of=(0, 1, 3))
-def test_the_exchange_of_matrices_is_expected_and_named(stage, kept):
+def test_the_exchange_of_matrices_is_expected_and_named(stage):
     """Each matrix goes to a device and back in parts: 2/N of its elements per device, plus slots that are not full."""
-    report = muon_report(stage)
-    report.verify()
+    report, (_, plan) = analyzed_muon(stage)
     exchanged = [row for row in report.collectives if row.use == "matrices"]
     assert {row.kind for row in exchanged} == {"all-to-all"}
-    matrices = sum(leaf.param.size for leaf in kept[0][1].leaves if not leaf.path.endswith("/s"))
+    matrices = sum(leaf.param.size for leaf in plan.leaves if not leaf.path.endswith("/s"))
     least, found = 2 * matrices / 8, sum(row.elements for row in exchanged)
     assert least <= found <= 1.25 * least
     assert sum(row.sent_bytes for row in exchanged) == pytest.approx(4 * found * 7 / 8)
@@ -223,9 +224,8 @@ def test_the_exchange_of_matrices_is_expected_and_named(stage, kept):
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(3, "all-to-all"), (0, "all-gather")])
-def test_more_than_the_exchange_of_matrices_is_found(stage, kind, kept):
-    muon_report(stage).verify()
-    compiled, plan = kept[0]
+def test_more_than_the_exchange_of_matrices_is_found(stage, kind):
+    _, (compiled, plan) = analyzed_muon(stage)
     assert any(c.kind == kind and "zero_update" in c.op_name for c in compiled.collectives)
     collectives = (*compiled.collectives, *(c for c in compiled.collectives if c.kind == kind))
     violations, _ = find_violations(dataclasses.replace(compiled, collectives=collectives), plan)

@@ -16,6 +16,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
+from tests.tiers import slow, stages
 
 D, DEVICES, STEPS, ROWS = 5, 3, 2, 2
 B = DEVICES * ROWS  # of one micro-batch, on all devices
@@ -50,10 +51,10 @@ def loss_writing(new):
     return lambda params, batch, value: (jnp.square(batch["x"] @ params["w"]).mean(), {"value": new(batch, value)})
 
 
-def make_step(new, word=None, **kwargs):
+def make_step(new, word=None):
     merge = word if isinstance(word, dict) else {} if word is None else {"value": word}
     return jzero.make_train_step(
-        loss_writing(new), has_aux=True, mutable=("value",), merge=merge, accumulate_steps=STEPS, **kwargs
+        loss_writing(new), has_aux=True, mutable=("value",), merge=merge, accumulate_steps=STEPS
     )
 
 
@@ -126,17 +127,26 @@ COVERED = {
 }
 
 
-@pytest.mark.parametrize("name", COVERED)
-def test_written_state_is_what_a_loop_over_the_micro_batches_leaves(name):
-    start, new, word, by_numpy = COVERED[name]
-    state, step = make_state(start), make_step(new, word)
-    expected = start
+ALONE = "what the first device wrote"  # which holds for one number of rows, while others are looked at over more
+TOGETHER = [name for name in COVERED if name != ALONE]
+
+
+@pytest.mark.parametrize("names", [TOGETHER, [ALONE], *(slow([name]) for name in TOGETHER)])
+def test_written_state_is_what_a_loop_over_the_micro_batches_leaves(names):
+    """Of all kinds of state in one program; to find a fault, the slow tier has each by itself."""
+    expected = {name: COVERED[name][0] for name in names}
+    write = lambda batch, value: {name: COVERED[name][1](batch, value[name]) for name in names}
+    words = {f"value/{name}": COVERED[name][2] for name in names if COVERED[name][2]}
+    state, step = make_state(expected), make_step(write, words)
     for _ in range(2):
         state, _ = step(state, BATCH)
         for x, label in zip(micro_batches(X), micro_batches(LABELS), strict=True):
-            expected = by_numpy(x, label, expected)
-    assert state.value.dtype == np.asarray(start).dtype
-    np.testing.assert_allclose(np.asarray(state.value), expected, rtol=1e-6, atol=1e-6)  # summed in another order
+            expected = {name: COVERED[name][3](x, label, expected[name]) for name in names}
+    for name in names:
+        found = np.asarray(state.value[name])
+        assert found.dtype == np.asarray(COVERED[name][0]).dtype
+        # Summed in another order.
+        np.testing.assert_allclose(found, expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 REFUSED = {
@@ -221,7 +231,7 @@ class Online(nnx.Module):
         return loss
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(3, of=[1, 3])
 def test_frozen_parameters_that_the_loss_writes_go_from_micro_batch_to_micro_batch(stage):
     wrt = nnx.All(nnx.Param, nnx.PathContains("online"))
     make = lambda: Online(nnx.Rngs(0))
