@@ -16,10 +16,11 @@ from tests import models
 from tests.tiers import slow, stages
 
 ROWS = 16
+ADAMW = optax.adamw(1e-3)
 
 
-def make_state(stage, *, tx=None, precision="fp16", mesh=None, **config):
-    state = jzero.TrainState.create(params=models.mlp_params(), tx=tx or optax.adamw(1e-3))
+def make_state(stage, *, tx=ADAMW, precision="fp16", mesh=None, **config):
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=tx)
     config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0, **config)
     return jzero.shard_train_state(state, config=config, mesh=mesh)
 
@@ -27,6 +28,10 @@ def make_state(stage, *, tx=None, precision="fp16", mesh=None, **config):
 def loss_fn(params, batch):
     """The factor of one row overflows fp16 in the gradient, whatever the scale, if it is infinite."""
     return models.mlp_loss(params, batch) + 0 * params["layer_1"]["bias"].sum() * batch["poison"].sum()
+
+
+STEP = jzero.make_train_step(loss_fn)
+"""One step for all tests: of states with equal plans and one optimizer it compiles one program."""
 
 
 def batch(seed, poisoned=None):
@@ -79,7 +84,7 @@ OVERFLOWS = {3, 4, 12, 13, 14, 20, 28, 35, 44, 45}
 def test_fifty_steps_follow_deepspeeds_rules(stage, consecutive):
     rules = jzero.DynamicLossScale(initial=2.0**10, window=5, consecutive_hysteresis=consecutive)
     precision = jzero.Precision(compute_dtype="float16", loss_scale=rules)
-    state, step = make_state(stage, precision=precision), jzero.make_train_step(loss_fn)
+    state, step = make_state(stage, precision=precision), STEP
     scales, applied, losses = [], [], []
     for i in range(50):
         state, metrics = step(state, batch(i, poisoned=i % ROWS if i in OVERFLOWS else None))
@@ -147,11 +152,11 @@ def test_a_skipped_step_changes_nothing_but_the_scale(stage, row):
     assert int(after.opt_state.loss_scale.hysteresis) == 1
 
 
-@pytest.mark.parametrize("precision", [jzero.Precision(skip_nonfinite=True), "bf16"])
+@pytest.mark.parametrize("precision", [slow(jzero.Precision(skip_nonfinite=True)), "bf16"])
 def test_other_precisions_skip_where_asked(precision):
     if precision == "bf16":
         precision = jzero.Precision(compute_dtype="bfloat16", skip_nonfinite=True)
-    state, step = make_state(3, precision=precision), jzero.make_train_step(loss_fn)
+    state, step = make_state(3, precision=precision), STEP
     before = host(jzero.gather_params(state, masters=True))
     state, metrics = step(state, batch(0, poisoned=5))
     assert not bool(metrics["step_applied"])
@@ -162,14 +167,14 @@ def test_other_precisions_skip_where_asked(precision):
 
 
 def test_without_skipping_the_numbers_show_it():
-    _, metrics = jzero.make_train_step(loss_fn)(make_state(3, precision="bf16"), batch(0, poisoned=5))
+    _, metrics = STEP(make_state(3, precision="bf16"), batch(0, poisoned=5))
     assert bool(metrics["step_applied"])
     assert np.isnan(float(metrics["grad_norm"]))
 
 
 def test_static_scale_skips_and_stays():
     precision = jzero.Precision(compute_dtype="float16", loss_scale=256.0)
-    state, step = make_state(2, precision=precision), jzero.make_train_step(loss_fn)
+    state, step = make_state(2, precision=precision), STEP
     for i in range(3):
         state, metrics = step(state, batch(i, poisoned=3 if i == 1 else None))
         assert float(metrics["loss_scale"]) == 256.0
@@ -206,7 +211,7 @@ def test_carried_state_of_a_skipped_step_stays():
 def test_overflow_at_the_minimum_raises_with_step_and_leaves():
     rules = jzero.DynamicLossScale(initial=2.0, hysteresis=1)
     state = make_state(3, precision=jzero.Precision(compute_dtype="float16", loss_scale=rules))
-    step = jzero.make_train_step(loss_fn)
+    step = STEP
     for i in range(3):
         state, _ = step(state, batch(i))
     before = host(jzero.gather_params(state))
@@ -224,7 +229,7 @@ def test_overflow_at_the_minimum_raises_with_step_and_leaves():
 def test_hysteresis_counts_at_the_minimum_too():
     rules = jzero.DynamicLossScale(initial=1.0, hysteresis=3)
     state = make_state(1, precision=jzero.Precision(compute_dtype="float16", loss_scale=rules))
-    step = jzero.make_train_step(loss_fn)
+    step = STEP
     for i in range(2):
         state, _ = step(state, batch(i, poisoned=0))
     with pytest.raises(jzero.LossScaleError):
@@ -248,17 +253,18 @@ def test_only_the_leaves_that_overflowed_are_named():
 def test_own_loop_with_value_and_grad_skips_too(stage):
     """`apply_gradients` decides by itself; gradients come back unscaled, in fp32."""
     state, loss_and_grads = make_state(stage), jzero.value_and_grad(loss_fn)
+    apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     _, grads = loss_and_grads(state, batch(0))
     assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
-    plain = jax.grad(models.mlp_loss)(models.mlp_params(jnp.float16), batch(0))
+    plain = jax.jit(jax.grad(models.mlp_loss))(models.mlp_params(jnp.float16), batch(0))
     reference = float(optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), plain)))
     assert float(optax.tree.norm(grads)) == pytest.approx(
         reference, rel=2e-2
     )  # fp16 without a scale underflows a little
-    state = state.apply_gradients(grads=grads)
+    state = apply(state, grads)
     before = host((state.params, state.opt_state.inner, state.opt_state.masters))
     _, grads = loss_and_grads(state, batch(1, poisoned=4))
-    state = state.apply_gradients(grads=grads)
+    state = apply(state, grads)
     assert_same_bits(before, (state.params, state.opt_state.inner, state.opt_state.masters))
     assert int(state.opt_state.loss_scale.hysteresis) == 1
     assert int(state.opt_state.loss_scale.overflowed.sum()) > 0
@@ -272,14 +278,14 @@ def test_scaling_saves_small_gradients():
         precision = jzero.Precision(compute_dtype="float16", loss_scale=scale)
         _, metrics = jzero.make_train_step(small)(make_state(3, precision=precision), models.mlp_batch(ROWS))
         norms[name] = float(metrics["grad_norm"])
-    reference = jax.grad(lambda p: 1e-7 * models.mlp_loss(p, models.mlp_batch(ROWS)))(models.mlp_params())
-    want = float(optax.tree.norm(reference))
+    plain = jax.jit(jax.grad(models.mlp_loss))(models.mlp_params(), models.mlp_batch(ROWS))
+    want = 1e-7 * float(optax.tree.norm(plain))
     assert norms["with"] == pytest.approx(want, rel=1e-2)
     assert abs(norms["without"] / want - 1) > 0.05
 
 
 def test_the_scale_survives_another_layout():
-    state, step = make_state(1), jzero.make_train_step(loss_fn)
+    state, step = make_state(1), STEP
     for i in range(2):
         state, _ = step(state, batch(i, poisoned=1))
     config = jzero.ZeroConfig(stage=3, precision="fp16", persistence_threshold=0)
@@ -288,7 +294,7 @@ def test_the_scale_survives_another_layout():
     assert_same_bits(jzero.gather_params(state, masters=True), jzero.gather_params(moved, masters=True))
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("accumulate_steps", [slow(1), 2])
 def test_weighted_sums_are_scaled_as_means(accumulate_steps):
     """The gradient of a sum over 10^5 weights would overflow fp16 at any useful scale; that of the mean does not."""
 
@@ -300,7 +306,7 @@ def test_weighted_sums_are_scaled_as_means(accumulate_steps):
     step = jzero.make_train_step(weighted, accumulate_steps=accumulate_steps, check_rows=False)
     _, metrics = step(make_state(2), {**models.mlp_batch(ROWS), "weight": weight})
     assert bool(metrics["step_applied"])
-    want = jax.grad(lambda p: models.mlp_loss(p, models.mlp_batch(ROWS)))(models.mlp_params())
+    want = jax.jit(jax.grad(models.mlp_loss))(models.mlp_params(), models.mlp_batch(ROWS))
     assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(want)), rel=5e-3)
 
 
@@ -322,7 +328,7 @@ def test_two_runs_through_one_step_are_watched_apart():
     """A healthy run between its steps does not hide that another has come to its end."""
     rules = jzero.DynamicLossScale(initial=2.0, hysteresis=1)
     sick = make_state(2, precision=jzero.Precision(compute_dtype="float16", loss_scale=rules))
-    well, step = make_state(2), jzero.make_train_step(loss_fn)
+    well, step = make_state(2), STEP
     sick, _ = step(sick, batch(0, poisoned=0))
     well, _ = step(well, batch(0))
     with pytest.raises(jzero.LossScaleError):
@@ -332,7 +338,7 @@ def test_two_runs_through_one_step_are_watched_apart():
 def test_the_scale_stops_growing():
     rules = jzero.DynamicLossScale(initial=2.0**99, window=1)
     state = make_state(2, precision=jzero.Precision(compute_dtype="bfloat16", loss_scale=rules))
-    step, scales = jzero.make_train_step(loss_fn), []
+    step, scales = STEP, []
     for i in range(4):
         state, metrics = step(state, batch(i))
         scales.append(float(metrics["loss_scale"]))

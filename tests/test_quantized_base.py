@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 
 import jzero
-from tests.compiled import analyze
 from tests.quantized import BATCH, FLAT, SECONDARY, TWO, WIDTH, config_of, numpy_rounded
 from tests.test_two_hops import LAYERS
 from tests.tiers import singles
@@ -53,7 +52,7 @@ def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds, froze
     assert leaf.bytes_per_device == LAYERS * -(-WIDTH // plan.num_shards) * num_bytes
     base = jax.device_get(jzero.gather_params(state))["base"]["w"]
     np.testing.assert_allclose(base, numpy_rounded(lora_params()["base"]["w"], 1, frozen, 1), rtol=1e-6)
-    report = analyze(step, state, BATCH)
+    report = jzero.analyze(step, state, BATCH)
     report.verify()
     assert any(r.kind == "all-gather" and r.dtype == "s8" for r in report.collectives)
     shards = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])

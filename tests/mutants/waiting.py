@@ -69,7 +69,7 @@ MUTANTS = [
         "layout/comm.py",
         "for hop in (self.between, self.within):",
         "for hop in (self.within, self.between):",
-        "test_two_hops.py::test_two_hops_train_like_one",
+        "test_two_hops.py::test_two_hops_train_like_one_device",
         "loss_fn-3",
     ),
     Mutant(
