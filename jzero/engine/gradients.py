@@ -34,7 +34,6 @@ from jzero.engine.roles import Parameter
 from jzero.engine.rules import start_walk
 from jzero.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
 from jzero.engine.waits import wait_for_gradients
-from jzero.layout.casts import round_without_derivative
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes, num_batch_shards
 from jzero.layout.placement import memory_of
@@ -134,7 +133,7 @@ def _run(
     ]
     replicated, handles = PartitionSpec(), PartitionSpec(tuple(plan.mesh.axis_names))
     in_specs = (
-        # If cut, a device gets [D/N, F]; of what is on disk, handles.
+        # If cut, a device gets [D/N, F]; for parameters on disk, handles.
         [handles if leaf.param.in_records else leaf.param.manual_spec for leaf in plan.leaves],
         [replicated if leaf is None else leaf.manual_spec for leaf in carried],
         traced.batch_specs,  # this device's rows
@@ -288,14 +287,12 @@ class _LocalStep:
     def _as_input(self, number: int, x: jax.Array) -> Leaf:
         """Returns a stored parameter or carried array as the walk takes it: lazy if it is a partitioned parameter."""
         if number < len(self.params):
-            return self.params[number].value(x)
+            param = self.params[number]
+            return make_lazy(x, param.way, param.leaf.compute_dtype)
         leaf = self.carried[number - len(self.params)]
         if leaf is None or leaf.compute_dtype is None:
             return x
-        cut, dtype = leaf.cut_for_collectives, leaf.compute_dtype
-        if cut is None:
-            return round_without_derivative(x, dtype)
-        return make_lazy(x, self.way(leaf), cut, dtype)
+        return make_lazy(x, self.way(leaf), leaf.compute_dtype)
 
     def _walk(self, joint: Joint, inputs: PyTree) -> PyTree:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""

@@ -30,6 +30,7 @@ from jzero._types import DType
 from jzero.engine.placed import gather_p, read_p
 from jzero.jaxpr.primitives import CHEAP
 from jzero.jaxpr.sizes import array_bytes
+from jzero.layout.casts import round_without_derivative
 from jzero.layout.comm import Comm
 from jzero.layout.cut import Cut
 from jzero.layout.placement import on_device
@@ -44,7 +45,7 @@ kept."""
 
 
 class RowOf(NamedTuple):
-    """The stack of which a lazy parameter is a row, or a part of a row.
+    """The stack whose row, or part of a row, a lazy parameter is.
 
     Attributes:
       depth: How many loops enclose the row's loop.
@@ -56,7 +57,7 @@ class RowOf(NamedTuple):
 
 
 ParamKey: TypeAlias = tuple[int, Cut]
-"""The identity of a shard, and the part of the parameter that it is of."""
+"""The identity of a shard, and which part of its parameter it is."""
 
 
 @functools.partial(
@@ -69,8 +70,8 @@ class ShardedParam:
     """A parameter that is gathered where it is used.
 
     Attributes:
-      shard: This device's part, on the device or in host memory, [..., P/N]; of what is on disk, a handle, int32 [2],
-        and of a stack one per row, int32 [L, 2].
+      shard: This device's part, on the device or in host memory, [..., P/N]; for a parameter on disk a handle,
+        int32 [2], for a stack on disk one per row, int32 [L, 2].
       unsharded: The gathered parameter, if it was gathered before; usable if its dtype is `wire_dtype`. [..., D]
       cut: The position of the part in the natural shape.
       comm: How it travels.
@@ -126,13 +127,18 @@ class ShardedParam:
         return read_p.bind(self.shard, shape=self.cut.shard_shape, dtype=self.on_disk)
 
 
-def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: DType) -> ShardedParam:
-    """Returns a stored shard, [..., P/N], as a lazy parameter of a dtype.
+def make_lazy(stored: jax.Array, way: Way, dtype: DType) -> Leaf:
+    """Returns a stored parameter of a dtype as an input of the walk: lazy if it is cut, [..., P/N], else an array.
 
     If it travels in blocks, it is rounded here, so that all uses see the same values. If it is secondary, it is
     gathered between nodes here, so that all uses gather within the node: [..., P/D].
     """
-    dtype, comm, path = jnp.dtype(dtype), way.comm, way.leaf.path
+    leaf, cut, comm, shard = way.leaf, way.leaf.cut_for_collectives, way.comm, stored
+    dtype = jnp.dtype(dtype)
+    if cut is None:  # already in the compute dtype, unless the parameter is not trained
+        return round_without_derivative(stored, dtype)
+    if leaf.in_records:  # a handle of each row, [L, 2]
+        return ShardedParam(stored, None, cut, comm, dtype, dtype, path=leaf.path, on_disk=jnp.dtype(leaf.dtype))
     if way.kind != "none" and cut.blocks is None:
         packed = cut.in_blocks(way.kind, dtype, jax.sharding.get_abstract_mesh().shape)
         with jax.named_scope("zero_quantize"):
@@ -140,9 +146,9 @@ def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: DType) -> ShardedPara
     levels = comm.split() if way.is_secondary else None
     if levels is not None:
         sent = cut.dtype_sent(dtype)
-        shard = gather_p.bind(shard, path=path, cut=levels.cut_between(cut), dtype=sent, comm=levels.between)
+        shard = gather_p.bind(shard, path=leaf.path, cut=levels.cut_between(cut), dtype=sent, comm=levels.between)
         cut, comm = levels.cut_within(cut), levels.within
-    return ShardedParam(shard, None, cut, comm, dtype, dtype, path=path, stays=way.stays)
+    return ShardedParam(shard, None, cut, comm, dtype, dtype, path=leaf.path, stays=way.stays)
 
 
 class Operation(NamedTuple):

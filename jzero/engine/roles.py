@@ -23,9 +23,7 @@ from jzero._types import DType
 from jzero.arrays.collectives import reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
-from jzero.engine.lazy import Leaf, ShardedParam, make_lazy
 from jzero.engine.placed import reduce_p
-from jzero.layout.casts import round_without_derivative
 from jzero.layout.comm import Comm, Levels
 from jzero.layout.leaves import LeafPlan
 from jzero.layout.sums import Sums
@@ -84,12 +82,12 @@ class Parameter:
 
     @property
     def gradient_exit(self) -> GradientExit | None:
-        """How its gradient leaves the program; `None` if it is all-reduced after that, and nothing waits for it."""
+        """How its gradient leaves the program; `None` if it is all-reduced afterwards and nothing waits for it."""
         is_held_cut, is_cut, early = self.role.value
         cut = self.leaf.grad.cut_for_collectives
         if not is_cut or cut is None:
             return Unreduced(self.leaf.path) if self.stage == 0 else None
-        # Parameters that stay whole at stage 3 are small: waiting for the final norm's exposes communication.
+        # Parameters that stay whole at stage 3 are small: waiting for that of the final norm exposes communication.
         is_awaited = is_held_cut or self.stage < 3
         if not early:
             return Unreduced(self.leaf.path, is_awaited)  # [D, F]: summed over micro-batches, then reduced
@@ -105,7 +103,7 @@ class Parameter:
 
     @property
     def sum_dtype(self) -> DType:
-        """The dtype in which its reduced gradient is kept and summed: 8 bits have no room for a sum."""
+        """The dtype of its reduced gradient, also as a sum over micro-batches: 8 bits have no room for a sum."""
         dtype = self.leaf.grad.dtype
         return wide_dtype(dtype) if is_float8(dtype) else dtype
 
@@ -114,18 +112,6 @@ class Parameter:
         if isinstance(self.gradient_exit, Reduction):
             return jax.ShapeDtypeStruct(self.gradient_exit.cut.shard_shape, self.gradient_exit.dtype)  # [D/N, F]
         return jax.ShapeDtypeStruct(self.leaf.param.shape, self.leaf.compute_dtype)  # [D, F]
-
-    def value(self, stored: jax.Array) -> Leaf:
-        """Returns the parameter as an input of the walk: lazy if it is cut, else an array."""
-        cut = self.leaf.param.cut_for_collectives
-        if cut is None:  # already in the compute dtype, unless the parameter is not trained
-            return round_without_derivative(stored, self.leaf.compute_dtype)
-        if self.leaf.param.in_records:  # a handle of each row, [L, 2]
-            dtype, param = jnp.dtype(self.leaf.compute_dtype), self.leaf.param
-            return ShardedParam(
-                stored, None, cut, self.way.comm, dtype, dtype, path=param.path, on_disk=jnp.dtype(param.dtype)
-            )
-        return make_lazy(stored, self.way, cut, self.leaf.compute_dtype)
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
         """Returns the gradient from the walk, reduced over all devices, in the plan's layout."""
