@@ -16,7 +16,6 @@ from jzero.engine.recompute import has_parts_to_recompute, recompute
 from jzero.jaxpr.repeats import keeps_heavy, split_into_parts
 from tests import models
 from tests.block_models import LAYERS, WIDTH, layer, loss_fn, make_batch, make_params
-from tests.tiers import slow
 
 
 def parts(fn, *args):
@@ -203,7 +202,8 @@ def test_what_the_loss_recomputes_itself_stays_as_it_is():
     assert [eqn.params["policy"] for eqn in found] == [None] * LAYERS
 
 
-@pytest.mark.parametrize(("stage", "scan"), [slow(3, False), (3, True), slow(1, False)])
+@pytest.mark.slow  # by default, `tests/test_engine.py` trains the same model with what is recomputed by default
+@pytest.mark.parametrize(("stage", "scan"), [(3, False), (3, True), (1, False)])
 def test_a_step_is_that_of_plain_jax(stage, scan):
     model = models.GPT(scan=scan, vocab=64, d_model=40)
     tokens, loss = models.tokens(16, vocab=64), models.gpt_loss(model)
@@ -260,7 +260,7 @@ def test_what_depends_on_the_batch_alone_needs_no_derivative(wrap):
             x, count = wrap(counting)(block, x, count, batch)
         return jnp.square(x).mean() * (1 + count % 2)
 
-    params, batch = make_params(), make_batch()
+    params, batch = make_params(3), make_batch()
     mean = lambda params: jnp.mean(jnp.stack([loss(params, x) for x in jnp.split(jnp.asarray(batch), 8)]))
     want_loss, want = jax.jit(jax.value_and_grad(mean))(params)
     state = jzero.TrainState.create(params=params, tx=optax.sgd(1.0))

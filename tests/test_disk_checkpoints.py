@@ -95,12 +95,12 @@ QUICK = [("disk", 3, "bf16"), ("disk", 1, "fp32"), ("host", 1, "bf16"), ("none",
 
 @pytest.mark.parametrize(("kind", "stage", "precision"), default_for(QUICK, CASES))
 def test_any_placement_reads_what_any_other_wrote(kind, stage, precision, plain, expected, like, scratch, tmp_path):
-    written = jzero.shard_train_state(plain, **layout(kind, stage, precision, 8, scratch))
+    written = jzero.shard_train_state(plain, **layout(kind, stage, precision, 4, scratch))
     jzero.save_checkpoint(tmp_path / "c", written)
     by_orbax = ocp.StandardCheckpointer().restore(tmp_path / "c" / "default", jax.eval_shape(lambda: plain))
     assert_same_bits(values(by_orbax), expected)
-    readers = [("disk", 3, "bf16", 5), ("host", 2, "bf16", 8), ("none", 3, "fp32", 3), ("disk", 1, "fp16", 8)]
-    for reader in readers if kind == "disk" else readers[:1]:
+    readers = [("disk", 3, "bf16", 3), ("host", 2, "bf16", 8), ("none", 3, "fp32", 5), ("disk", 1, "fp16", 2)]
+    for reader in readers if (kind, stage) == ("disk", 3) else readers[:1]:
         restored = jzero.restore_checkpoint(tmp_path / "c", like(*reader))
         assert_same_bits(whole(restored), expected)
         assert int(restored.step) == int(plain.step)

@@ -18,10 +18,11 @@ from jzero.disk.files import PAGE, DiskError, page_aligned
 from jzero.disk.rows import Row, RowReader, take_row
 from jzero.disk.stores import DiskStore, RamStore
 from jzero.state.disk import files_of, for_loss
-from tests.checkpoint_states import arrays, assert_same_bits
+from tests.checkpoint_states import arrays, assert_same_bits, whole
 from tests.tiers import default_for
 
 LAYERS, D, F = 5, 29, 43
+N = 2  # devices; the programs of a record are compiled for each
 STACKS = ("h/v", "h/w")
 
 
@@ -39,7 +40,7 @@ def loss_fn(params, batch):
     return jnp.square((x @ params["out"]).astype(jnp.float32) - 1).mean()
 
 
-def batch(seed=0, rows=16):
+def batch(seed=0, rows=4 * N):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, D)), jnp.float32)
 
 
@@ -52,9 +53,13 @@ def on_disk(path, **options):
     return jzero.Offload(optimizer="disk", params="disk", path=path, **options)
 
 
+def mesh():
+    return jzero.make_mesh(devices=jax.devices()[:N])
+
+
 def made(offload, precision="bf16", tx=None, **options):
     state = jzero.TrainState.create(params=params(), tx=tx or optax.adamw(1e-2))
-    return jzero.shard_train_state(state, config=config(offload, precision, **options))
+    return jzero.shard_train_state(state, config=config(offload, precision, **options), mesh=mesh())
 
 
 def train(state, seeds=range(3), **options):
@@ -63,11 +68,6 @@ def train(state, seeds=range(3), **options):
         state, metrics = step(state, batch(seed))
         losses.append(float(metrics["loss"]))
     return state, losses
-
-
-def whole(state):
-    plain = jzero.unshard_train_state(state)
-    return {**arrays(plain.params), **arrays(plain.opt_state)}
 
 
 def bytes_read(state):
@@ -121,10 +121,10 @@ def test_rows_are_read_as_counted_and_no_stack_is_in_memory(tmp_path):
     state = made(on_disk(tmp_path))
     plan, store = jzero.plan_of(state), files_of(state).pipeline.store
     assert [plan.leaves[i].path for i in plan.params_on_disk] == list(STACKS)
-    per_row = 8 * len(STACKS) * PAGE  # one request each
+    per_row = N * len(STACKS) * PAGE  # one request each
     step = jzero.make_train_step(loss_fn, accumulate_steps=2)
     before = bytes_read(state)
-    state, _ = step(state, batch(rows=32))
+    state, _ = step(state, batch(rows=8 * N))
     assert bytes_read(state) - before == 2 * 2 * LAYERS * per_row + store.num_bytes  # and each record for the update
     before = bytes_read(state)
     value = jzero.make_eval_step(loss_fn)(state, batch())
@@ -139,8 +139,8 @@ def test_rows_are_read_as_counted_and_no_stack_is_in_memory(tmp_path):
     taken = sum(sizes[path] for path in STACKS)
     assert plan.bytes_per_device.params == sum(sizes.values()) - taken
     assert plan.host_bytes_per_device.params == 0
-    assert plan.disk_bytes_per_device == 2 * store.num_bytes // 8
-    memory = [step.lower(x, batch(rows=32)).compile().memory_analysis() for x in (state, made(jzero.Offload()))]
+    assert plan.disk_bytes_per_device == 2 * store.num_bytes // N
+    memory = [step.lower(x, batch(rows=8 * N)).compile().memory_analysis() for x in (state, made(jzero.Offload()))]
     assert memory[0].argument_size_in_bytes < memory[1].argument_size_in_bytes - taken
     assert memory[0].temp_size_in_bytes < memory[1].temp_size_in_bytes
 
@@ -148,7 +148,7 @@ def test_rows_are_read_as_counted_and_no_stack_is_in_memory(tmp_path):
 def test_a_read_that_fails_changes_nothing_and_the_step_can_be_repeated(tmp_path, monkeypatch):
     expected, losses = train(made(on_disk(tmp_path)))
     step, state = jzero.make_train_step(loss_fn), made(on_disk(tmp_path))
-    real, left = DiskStore.read, [30]
+    real, left = DiskStore.read, [0]
 
     def fails(store, record, buffer, **slot):
         left[0] -= 1
@@ -160,10 +160,10 @@ def test_a_read_that_fails_changes_nothing_and_the_step_can_be_repeated(tmp_path
     before = whole(state)
     with monkeypatch.context() as patched:
         patched.setattr(DiskStore, "read", fails)
-        left[0] = 30
+        left[0] = 12
         with pytest.raises(DiskError, match="EIO"):
             step(state, batch(1))
-        left[0] = 30
+        left[0] = 12
         with pytest.raises(DiskError, match="EIO"):
             jzero.make_eval_step(loss_fn)(state, batch(1))
     assert_same_bits(whole(state), before)
@@ -177,7 +177,7 @@ def test_reading_editing_and_moving_rows(tmp_path):
     def make_state(key):
         return jzero.TrainState.create(params=params(), tx=optax.adamw(1e-2))
 
-    state = jzero.init_train_state(make_state, jax.random.key(0), config=config(on_disk(tmp_path)))
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=config(on_disk(tmp_path)), mesh=mesh())
     assert_same_bits(whole(state), whole(made(on_disk(tmp_path))))
     state, _ = train(state, [0])
     expected, value = whole(state), np.full((LAYERS, D, F), 1 / 3, np.float32)
@@ -260,7 +260,7 @@ def test_compute_on_the_host_and_files_that_close(tmp_path):
     state, losses = train(made(on_disk(tmp_path, compute="host")), [0, 1])
     assert losses == train(made(on_disk(tmp_path)), [0, 1])[1]
     files, handles = weakref.ref(files_of(state)), for_loss(state).params["h"]["w"]
-    assert handles.shape == (8 * LAYERS, 2)
+    assert handles.shape == (N * LAYERS, 2)
     del state
     gc.collect()
     assert files() is None, "a cache keeps the files open"
@@ -274,7 +274,7 @@ def test_a_thousand_steps_do_not_hang(tmp_path):
     for seed in range(1000):
         state, metrics = step(state, batch(seed % 7))
     assert float(metrics["loss"]) < 0.5
-    assert bytes_read(state) - before == 1000 * (4 * LAYERS * 8 * len(STACKS) * PAGE + store.num_bytes)
+    assert bytes_read(state) - before == 1000 * (4 * LAYERS * N * len(STACKS) * PAGE + store.num_bytes)
 
 
 # The reader by itself.

@@ -27,7 +27,7 @@ def loss_fn(params, batch):
 state = jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
 state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
 step = jzero.make_train_step(loss_fn)
-for _ in range(200):  # without a look at the loss, as fast as steps can be called
+for _ in range(80):  # without a look at the loss, as fast as steps can be called
     state, metrics = step(state, np.ones((64, 256), np.float32))
 print(float(metrics["loss"]))
 """
