@@ -7,10 +7,10 @@ Read the files in the order of the passes:
   * `differentiate` makes forward and backward pass one jaxpr;
   * `kernel_gradients` makes products of transposed products;
   * `reduce_early` reduces each gradient where it is made;
-  * `waits` makes loops and blocks of the backward pass wait for that, on GPUs;
+  * `waits` makes loops and blocks of the backward pass wait for these reductions, on GPUs;
   * `walk` evaluates it, and gathers parameters where they are used.
 
-The result is a placed program: `placed` has the equations that say who travels.
+The result is a placed program: `placed` defines the equations for what travels.
 
 Then, by topic:
 

@@ -93,7 +93,7 @@ class Static(Generic[T]):
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """ShardedParam values that the turns of a loop returned, one for each turn, such as cast weights.
+    """Lazy values that the turns of a loop returned, one for each turn, such as cast weights.
 
     Attributes:
       stacks: Leaves that differ from turn to turn: stacks of parameters and arrays, with a leading dimension.

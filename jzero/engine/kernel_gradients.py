@@ -10,9 +10,9 @@ and becomes
 
     c:bf16[D,F] = dot_general[dimension_numbers=(([0], [0]), ([], []))] x g
 
-The numbers are the same. The compiler for GPUs makes the same program of both, that for CPUs does not: in jax 0.12 it
-merges the two into a product of a form that its fast kernels for bf16 do not take. Eigen's kernel, which does,
-needs ten times as long. A partitioner separates the two by a collective, so GSPMD's programs are not affected.
+The numbers are the same. The compiler for GPUs compiles both to one program. That for CPUs (jax 0.12) merges product
+and transpose into a product of a form that its fast kernels for bf16 do not take; Eigen's kernel, which does, takes ten
+times as long. GSPMD's programs are not affected: a collective separates the two.
 """
 
 from __future__ import annotations

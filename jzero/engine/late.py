@@ -1,7 +1,7 @@
 """Reductions in loops whose hop between nodes runs one turn later, beside the products of that turn.
 
-In: the body of a backward loop that returns rows of gradients, reduced over two levels. Out: a body that returns what a
-node has summed, and for each such row the reduction that is left. The loop carries it to the next turn:
+In: the body of a backward loop that returns rows of gradients, reduced over two levels. Out: a body that returns the
+sums of one node, and for each such row its last hop. The loop carries the sums to the next turn, which runs that hop:
 
     r:f32[64,512/N] = zero_reduce[comm=data+node ...] g
 
@@ -10,7 +10,7 @@ becomes, with D devices per node,
     s:f32[64,512/D] = zero_reduce[comm=data ...] g           # this turn
     r:f32[64,512/N] = zero_reduce[comm=node ...] s_before    # of the turn before
 
-It costs one such part of a row during the loop, and a reduction of zeros in the first turn. The numbers are the same.
+It costs memory for one such part of a row, and a reduction of zeros in the first turn. The numbers are the same.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from jzero.engine.placed import named_p, reduce_p
 from jzero.jaxpr.edit import params_of_call
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
 
-Left: TypeAlias = Params
-"""The parameters of a reduction."""
+LastHop: TypeAlias = Params
+"""The parameters of the reduction between nodes."""
 
 
-def without_last_hops(jaxpr: J, first: int) -> tuple[J, dict[int, Left]]:
-    """Returns a loop's body without the hops between nodes of its results from index `first`, and what is left.
+def without_last_hops(jaxpr: J, first: int) -> tuple[J, dict[int, LastHop]]:
+    """Returns a loop's body without the last hops of its results from index `first`, and these hops.
 
-    What is left is by index among these results.
+    The hops are by index among these results.
     """
-    last_hop = {}
+    last_hops = {}
     opened, _ = _compat.open_jaxpr(jaxpr)
     for i in range(first, len(opened.outvars)):
         split = _without_last_hop(jaxpr, i)
         if split is not None:
-            jaxpr, last_hop[i - first] = split
-    return jaxpr, last_hop
+            jaxpr, last_hops[i - first] = split
+    return jaxpr, last_hops
 
 
-def _without_last_hop(jaxpr: J, index: int) -> tuple[J, Left] | None:
+def _without_last_hop(jaxpr: J, index: int) -> tuple[J, LastHop] | None:
     """Returns a program whose output at `index` lacks its last hop; `None` if it is not the result of a reduction."""
     opened, _ = _compat.open_jaxpr(jaxpr)
     outs, eqns = list(opened.outvars), list(opened.eqns)
@@ -56,8 +56,8 @@ def _without_last_hop(jaxpr: J, index: int) -> tuple[J, Left] | None:
     return _compat.with_equations(jaxpr, opened.invars, outs, eqns), last_hop
 
 
-def _trim(eqns: list[JaxprEqn], v: Atom, readers: int) -> tuple[Var, Left] | None:
-    """Takes the last hop from the equations that make `v`, which so many others read; returns what replaces `v`."""
+def _trim(eqns: list[JaxprEqn], v: Atom, readers: int) -> tuple[Var, LastHop] | None:
+    """Takes the last hop from the equations that make `v`, which `readers` equations read; returns what replaces it."""
     place = next((i for i, eqn in enumerate(eqns) if any(v is x for x in eqn.outvars)), None)
     if place is None or sum(v is x for eqn in eqns for x in eqn.invars) != readers:
         return None
@@ -88,12 +88,12 @@ def _trim(eqns: list[JaxprEqn], v: Atom, readers: int) -> tuple[Var, Left] | Non
     return result, last_hop
 
 
-def _split(eqn: JaxprEqn) -> tuple[Var, Left, Left | None]:
+def _split(eqn: JaxprEqn) -> tuple[Var, LastHop, LastHop | None]:
     """Returns the result and the parameters of a reduction's first hop, and those of its last, if it has two."""
     params, levels = eqn.params, eqn.params["comm"].split()
     if levels is None:
         return eqn.outvars[0], params, None
-    # What the first hop has summed is cast and divided already.
+    # The first hop has already cast and divided.
     dtype = params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype)
     last = dataclasses.replace(params["sums"], dtype=None, predivide=1)
     near = {**params, "cut": levels.cut_within(params["cut"]), "comm": levels.within, "dtype": dtype}

@@ -42,7 +42,7 @@ Late: TypeAlias = dict[int, jax.Array]
 """Rows of gradients before their last hop, by index of the result."""
 
 TurnOutputs: TypeAlias = tuple[list[list[jax.Array]], dict[int, jax.Array]]
-"""The arrays of each result of a turn, and the whole rows to keep, by stack; or the stacks of all turns."""
+"""The arrays of each result of a turn, and the gathered rows that stay, by stack; or the same of all turns, stacked."""
 
 Restore: TypeAlias = Callable[[list[jax.Array]], Value]
 """Makes the result of a loop from its stacked arrays."""
@@ -84,7 +84,7 @@ class _Loop:
       carried: The carried values.
       values: The scanned inputs, each made of some of `stacks`.
       stacks: The distinct arrays and lazy stacks that the loop slices.
-      params: Of these, the lazy ones, by index.
+      params: The lazy ones among `stacks`, by index.
       late: By index of a stacked result: the hop of its reduction that runs one turn later.
       restored: For each stacked result, a function that makes it from the stacked arrays of the turns; set by `turn`.
     """
@@ -114,10 +114,7 @@ class _Loop:
         self.restored: list[Restore] = []
 
     def turn(self, carry: Carry, rows: list[Leaf], late: Late) -> tuple[Carry, Late, TurnOutputs]:
-        """Returns the new carry of one turn, and its outputs: arrays of its results, and the whole rows to keep.
-
-        Of `late` results, it takes those of the turn before, which it finishes, and returns its own.
-        """
+        """Returns the carry, late results and outputs of one turn; finishes the `late` results of the turn before."""
         finished = self.finish(late)
         inner = self.walk.enter_block(of_loop=True)  # keeps what it gathers to the end of the turn
         left = iter(rows)
@@ -153,24 +150,24 @@ class _Loop:
             # [D/N, F] -> [D, F]
             return {j: dataclasses.replace(x, unsharded=None, wire_dtype=ahead[j]).gather() for j, x in rows.items()}
 
-        def body(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
+        def prefetching_body(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
             carry, late, prefetched, at = state  # prefetched: rows of this turn, [D, F]
             following = gather({j: _slice_row(self.params[j], at + step) for j in ahead})  # unused after the last turn
             carry, late, (arrays, staying) = self.turn(carry, self._rows(stacks, prefetched), late)
             return (carry, late, following, at + step), (arrays, self._after(staying, [*carry, *following.values()]))
 
-        def plain(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
+        def body(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
             carry, late, (arrays, staying) = self.turn(state[0], self._rows(stacks, {}), state[1])
             return (carry, late), (arrays, self._after(staying, carry))
 
         late = self._none_late()
         if not ahead:
-            (end, late, *_), results = lax.scan(plain, (init, late), self.stacks, **options)
+            (end, late, *_), results = lax.scan(body, (init, late), self.stacks, **options)
         else:
             rows = {j: _slice_row(self.params[j], start) for j in ahead}  # of the first turn, [D/N, F]
             rows = self.walk.order.order_first_rows(self.stacks, rows, init)
             state: PyTree = init, late, gather(rows), start
-            (end, late, *_), results = lax.scan(body, state, self.stacks, **options)
+            (end, late, *_), results = lax.scan(prefetching_body, state, self.stacks, **options)
         ys, staying = results
         for i, row in self.finish(late).items():  # the last turn's; the others are one turn late
             (stack,) = ys[i]
@@ -179,9 +176,9 @@ class _Loop:
         return end, (ys, staying)
 
     def _after(self, staying: dict[int, jax.Array], others: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
-        """Returns the whole rows that a turn keeps, not written to their stacks before the turn is done.
+        """Returns the gathered rows that stay, not written to their stacks before the turn is done.
 
-        The compiler for GPUs would write a row as early as it can, and so gather it before its use, beside nothing.
+        Otherwise the compiler for GPUs writes a row as early as it can, and so gathers it beside no computation.
         """
         if self.walk.order.ahead == 0:
             return staying
@@ -195,7 +192,7 @@ class _Loop:
         return {i: jnp.zeros(x.shape, x.dtype) for i, x in types.items()}  # [D/M, F]
 
     def _rows(self, stacks: Sequence[Leaf], prefetched: Mapping[int, jax.Array]) -> list[Leaf]:
-        """Returns one row of each stack, with the parameters that are already whole."""
+        """Returns one row of each stack, with the rows that were gathered in the turn before."""
         # A stack may be scanned twice, but is gathered ahead once.
         at_hand = IdDict((self.params[j].shard, x) for j, x in prefetched.items())
 
@@ -235,7 +232,7 @@ class _Loop:
         is_unsharded = all(
             isinstance(y, ShardedParam) and y.shard in number and number[y.shard] in unsharded for y in bundle.leaves
         )
-        # What is made of a parameter that stays is kept whole, too, unless whole rows are.
+        # A value made of a parameter that stays is stacked whole, unless the parameter's whole rows are.
         stays = any(isinstance(y, ShardedParam) and y.stays for y in bundle.leaves)
         if not is_lazy(x) or (stays and not is_unsharded):
             return [jnp.asarray(inner.gather([x])[0])], lambda ys: ys[0]
@@ -286,7 +283,7 @@ def _restore_stacked(row: Value, index: int) -> Callable[[list[jax.Array]], Leaf
 
 
 def _prepare_inputs(walk: Walk, body: Jaxpr, inputs: list[Value], fixed: list[bool]) -> list[Value]:
-    """Returns a loop's constants and initial carry, with parameters whole, except those that the turns only index."""
+    """Returns a loop's constants and initial carry; gathers parameters, except those that the turns only index."""
     lazily = [
         is_lazy(x) and ((same and is_constant(x)) or _is_only_indexed(body, v))
         for x, v, same in zip(inputs, body.invars, fixed, strict=False)

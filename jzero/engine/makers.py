@@ -1,4 +1,4 @@
-"""Facts about the values of one program: who makes them, who reads them, and whether they are zero.
+"""Facts about the values of one program: which equations make and read them, and whether they are zero.
 
 In: an open jaxpr, and those of its inputs that are shards of gradients. Out: what `gradient_rules` ask before they let
 an equation run on shards.
@@ -21,7 +21,7 @@ RELABELS = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "shard
 
 
 class Makers:
-    """The values of a program, by who makes and reads them.
+    """The values of a program, with the equations that make and read them.
 
     Attributes:
       eqns: The equations.
@@ -30,7 +30,7 @@ class Makers:
 
     def __init__(self, jaxpr: Jaxpr, reductions: Mapping[Var, Reduction]) -> None:
         atoms = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
-        # An output is a use, too: what is returned and read elsewhere cannot be a shard.
+        # An output is a use, too: a value that is returned and read elsewhere cannot be a shard.
         self._uses = collections.Counter(v for v in atoms if not isinstance(v, Literal))
         self._makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self._first: dict[Var, int] = {}  # caches `_find_first_maker`

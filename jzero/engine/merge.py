@@ -2,7 +2,7 @@
 
 [Note: State that the loss writes]
 The state holds one value of each variable, and the loss runs on each device with that device's rows. So a value that
-the loss writes is one device's, and needs a rule that makes it everybody's. `MERGES` has the rules by the words that a
+the loss writes is one device's, and needs a rule that makes it one for all. `MERGES` has the rules by the words that a
 user says (`merge={"seen": "summed"}`). Without a word, a value that cannot differ between devices (a count of calls)
 stays as it is, and floating values are averaged, as batch statistics need it. Whatever else differs is refused before
 the first step: the rows of one device are no queue of negatives, and the largest of several histograms is none.
@@ -63,12 +63,12 @@ MERGES = {
 """The rules by the words that a user says."""
 
 FOR_PARAMETERS = ("mean", "equal")
-"""Words for what is stored like a parameter: devices hold parts of it."""
+"""Words for variables that are stored like parameters, of which devices hold parts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """What the user says about variables that the loss writes.
+    """The user's words for the variables that the loss writes.
 
     Attributes:
       words: A word of `MERGES` by regular expression over the whole name of a variable.
@@ -100,7 +100,7 @@ def choose_merges(
     """Returns a traced loss whose written variables have their layout and their rule.
 
     Args:
-      traced: The loss, without what it does not write.
+      traced: The loss, with the variables that it writes.
       merge: What the user says.
       plan: The plan of the state.
       leaves: The layout of each parameter and carried leaf, `None` for those that are whole.
@@ -164,7 +164,7 @@ def _find_counts_of_rows(traced: TracedLoss, merge: Merge, doubled: Callable[[],
     """Returns for each written variable whether the number of a device's rows is in it, as in `seen + len(x)`.
 
     Python computes with that number, so the jaxpr shows a constant like any other: only a loss over more rows tells.
-    Values that are computed from rows need no such look, nor do those with a word.
+    Values that are computed from rows need no such test, nor do those with a word.
     """
     parts = [_part_of(traced, i) for i in range(len(traced.written))]
     suspects = [
@@ -212,7 +212,7 @@ def merge_written(x: jax.Array, before: jax.Array, written: Written, sums: Sums,
     Args:
       x: Its value after the loss, on this device and in its natural shape.
       before: Its value before the loss, as this device stores it.
-      written: What is known of it.
+      written: The variable.
       sums: How values are summed over devices.
       plan: The plan of the state.
     """

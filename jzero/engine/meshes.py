@@ -49,8 +49,8 @@ class MeshFacts:
 
     def in_equation(self, eqn: JaxprEqn) -> Meshes:
         """Returns facts about the jaxprs in an equation."""
-        held = [self.of(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)]
-        return Meshes(any(x.named for x in held), any(x.carried for x in held))
+        inner = [self.of(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)]
+        return Meshes(any(x.named for x in inner), any(x.carried for x in inner))
 
     def of(self, jaxpr: AnyJaxpr) -> Meshes:
         """Returns facts about a jaxpr."""

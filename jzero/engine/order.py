@@ -76,7 +76,7 @@ class Order:
         order.note_gathered(gathered)
         return order
 
-    # What happens.
+    # Events.
 
     def enter_pass(self, *, is_backward: bool) -> bool:
         """Records the pass of the next equation; returns whether the backward pass begins with it."""
@@ -98,7 +98,7 @@ class Order:
         if self._uses and not self._uses[-1][1]:
             self._uses[-1][1].extend([x for x in results if _is_number(x)][:1])
 
-    # What is about to happen.
+    # Values that wait for them.
 
     def order_use(self, leaves: list[Value]) -> list[Value]:
         """Returns arrays and lazy parameters that one equation uses, with the parameters waiting as needed.
@@ -113,8 +113,8 @@ class Order:
         is_light = self.fence == "light" and num_bytes(arrays.values()) > num_bytes(again.values())
         how: How = "select" if self.fence == "data" else "light" if is_light else "barrier"
         waiting = {i: x for i, x in _find_cut(leaves).items() if i in again}
-        held, behind = _delay(waiting, [*arrays.values()], how)
-        return _replace(leaves, {**held, **(dict(zip(arrays, behind, strict=True)) if how == "barrier" else {})})
+        delayed, behind = _delay(waiting, [*arrays.values()], how)
+        return _replace(leaves, {**delayed, **(dict(zip(arrays, behind, strict=True)) if how == "barrier" else {})})
 
     def order_block(self, operands: list[Value]) -> tuple[list[Value], bool]:
         """Returns the operands of a recomputed block, and whether its parameters may be gathered before it begins."""
@@ -123,8 +123,8 @@ class Order:
         cotangent = [x for x in operands if _is_activation(x)][-1:]  # jax puts it last
         if self.fence == "data" and not may_be_ahead:
             waiting = {i: x for i, x in _find_cut(operands).items() if i in again}
-            held, _ = _delay(waiting, cotangent)
-            operands = _replace(operands, held)
+            delayed, _ = _delay(waiting, cotangent)
+            operands = _replace(operands, delayed)
         return operands, may_be_ahead
 
     def order_first_rows(

@@ -46,7 +46,7 @@ How: TypeAlias = Literal["barrier", "light", "select"]
 
 
 def _gather(shard: jax.Array, *, cut: Cut, dtype: DType, comm: Comm, **_: object) -> jax.Array:
-    """[..., P/N] -> [..., D]. A shard in host memory comes to the device only now."""
+    """[..., P/N] -> [..., D]. Only now a shard in host memory moves to the device."""
     shard = on_device(shard)
     if cut.blocks is None:
         return gather_param(round_without_derivative(shard, dtype), cut, comm)
@@ -69,12 +69,12 @@ def _same(x: jax.Array, **_: object) -> jax.Array:
 
 def _wait(*values: jax.Array, n: int, how: How) -> list[jax.Array]:
     """Returns the values: the first `n` do not exist before the others do; behind a "barrier", no other either."""
-    held, others = list(values[:n]), list(values[n:])
+    waiting, others = list(values[:n]), list(values[n:])
     if how == "select":
-        return [*_select(held, others), *others]
+        return [*_select(waiting, others), *others]
     if how == "light":
-        return [*lax.optimization_barrier((held, first_elements(others)))[0], *others]
-    return list(lax.optimization_barrier([*held, *others]))
+        return [*lax.optimization_barrier((waiting, first_elements(others)))[0], *others]
+    return list(lax.optimization_barrier([*waiting, *others]))
 
 
 def _select(values: Sequence[jax.Array], happened: Sequence[jax.Array]) -> list[jax.Array]:
@@ -113,7 +113,7 @@ def wait(values: Sequence[jax.Array], others: Sequence[jax.Array], how: How) -> 
 def _differentiate(
     rule: Callable[..., PyTree], primals: Sequence[jax.Array], tangents: Sequence[jax.Array], **params: object
 ) -> PyTree:
-    """Differentiates a walked program, such as by the batch: with the operations in place of the equation."""
+    """Differentiates an equation of a placed program, e.g. by the batch: by the operations that it stands for."""
     return jax.jvp(functools.partial(rule, **params), primals, tuple(map(ad.instantiate_zeros, tangents)))
 
 

@@ -20,7 +20,7 @@ are those of the first layer.
 
 [Note: Kept blocks]
 With `Keep(blocks=k)` the last k blocks get no checkpoint. Blocks count in the order in which they run, through calls
-but not in loops and branches. A kept block is a call of its own name, by which `kept_bytes` finds what it saves.
+but not in loops and branches. A kept block is a call with a name of its own, by which `kept_bytes` finds it.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class _Rewrite:
 
     Attributes:
       remat: The option.
-      before_kept: How many blocks are still to come before those that are kept; `None`: none is kept.
+      before_kept: How many blocks come before the next kept one; `None`: none is kept.
       in_loop: Whether this is a loop body, where no layers are shared, since it is traced once.
       structures: Gives equal layers the same number.
       calls: The functions of calls, kept so that `jax.jit` traces each once.

@@ -7,7 +7,7 @@ not `c` or `e`:
 
     c:f32[64,512] = dot_general[...] g x                          # made
     d:bf16[64,512] = convert_element_type[new_dtype=bfloat16] c   # narrower: reduced here, [64, 512/N] on each device
-    e:f32[64,512] = convert_element_type[new_dtype=float32] d     # of the shard: what is summed in bf16 is kept in f32
+    e:f32[64,512] = convert_element_type[new_dtype=float32] d     # of the shard: summed in bf16, stored in f32
   in (loss, e)
 
 [Note: Reducing gradients where they are made]
@@ -76,7 +76,7 @@ def reduce_early(jaxpr: J, out_exits: Exits, in_exits: Exits = (), cache: Cache 
         return jaxpr
     opened, _ = _compat.open_jaxpr(jaxpr)
     sweep = _Sweep(opened, in_exits, IdDict() if cache is None else cache)
-    outputs = [v if how is None else sweep.want(v, how) for v, how in zip(opened.outvars, out_exits, strict=True)]
+    outputs = [v if how is None else sweep.request(v, how) for v, how in zip(opened.outvars, out_exits, strict=True)]
     for eqn in reversed(opened.eqns):
         sweep.visit(eqn)
     inputs = [sweep.shards.get(v, v) for v in opened.invars]
@@ -88,8 +88,8 @@ class _Sweep:
 
     Attributes:
       makers: Facts about its values.
-      exits: How each gradient that was met leaves.
-      shards: What stands for each of them from where it leaves: the shard, or the marked gradient.
+      exits: How each gradient leaves, as far as the sweep has come.
+      shards: The variable that replaces each of them after its exit: the shard, or the marked gradient.
       eqns: The equations of the new program, the last one first.
     """
 
@@ -101,17 +101,17 @@ class _Sweep:
         self.shards = {v: _compat.variable(how.shard_type()) for v, how in shards.items()}
         self.eqns: list[JaxprEqn] = []
 
-    def want(self, v: Atom, how: GradientExit) -> Var:
-        """Returns what stands for a gradient that leaves so. One that something else reads is reduced at once."""
+    def request(self, v: Atom, how: GradientExit) -> Var:
+        """Requests an exit for a gradient; returns the variable that replaces it. One with other readers exits here."""
         out = _compat.variable(how.shard_type() if isinstance(how, Reduction) else v.aval)
         if isinstance(v, Literal) or not self.makers.is_free(v):
-            self.leave(v, how, out)
+            self.insert_exit(v, how, out)
             return out
         self.exits[v] = how
         return self.shards.setdefault(v, out)
 
-    def leave(self, v: Atom, how: GradientExit, out: Var) -> None:
-        """Puts a reduction before what is there, or the mark of a gradient that is reduced later."""
+    def insert_exit(self, v: Atom, how: GradientExit, out: Var) -> None:
+        """Prepends the reduction of a gradient, or the mark of one that is reduced later."""
         near = self.makers.find(v)
         params: Params = {"path": how.path, "is_awaited": how.is_awaited}
         if isinstance(how, Unreduced):
@@ -122,7 +122,7 @@ class _Sweep:
         self.eqns.append(_compat.new_equation(reduce_p, [v], [shard], params, near))
 
     def name(self, how: GradientExit | None, out: Var, near: JaxprEqn) -> Var:
-        """Puts a shard's name before what is there, if it comes out of a call; returns the call's result."""
+        """Prepends a shard's name if it comes out of a call; returns the call's result."""
         if how is None or near.primitive.name not in CALLS:
             return out
         result = _compat.variable(out.aval)
@@ -130,7 +130,7 @@ class _Sweep:
         return result
 
     def place(self, how: Reduction, out: Var, near: JaxprEqn | None) -> Var:
-        """Puts before what is there a shard's way to the host, if it goes there; returns the shard on the device."""
+        """Prepends a shard's way to the host, if it goes there; returns the shard on the device."""
         if not how.to_host:
             return out
         shard = _compat.variable(how.on_device().shard_type())
@@ -138,7 +138,7 @@ class _Sweep:
         return shard
 
     def compute(self, fn: Callable[..., jax.Array], inputs: Sequence[Atom], out: Var, near: JaxprEqn | None) -> None:
-        """Puts before what is there the equations of a function, whose result is `out`."""
+        """Prepends the equations of a function whose result is `out`."""
         ahead = Editor()
         (result,) = ahead.trace(fn, inputs, near)
         if not ahead.eqns:  # the result is an input, which `out` therefore stands for
@@ -148,14 +148,14 @@ class _Sweep:
         self.eqns += renamed[::-1]
 
     def visit(self, eqn: JaxprEqn) -> None:
-        """Puts an equation before what is there: as it is, or on shards, or with its gradients reduced inside."""
+        """Prepends an equation: as it is, or on shards, or with its gradients reduced inside."""
         exits: Exits = [self.exits.get(v) for v in eqn.outvars]
         name, how = eqn.primitive.name, exits[0] if len(exits) == 1 else None
         if isinstance(how, Reduction) and name in GRADIENT_RULES:
             passed = GRADIENT_RULES[name](self.makers, eqn, how.on_device())
             if passed is not None and passed.apply is not None:  # [D/N, F]
                 apply, place = passed.apply, how.place  # only the last shard of a chain moves to the host
-                read = [self.want(v, passed.inputs[j]) if j in passed.inputs else v for j, v in enumerate(eqn.invars)]
+                read = self._mark(eqn, passed.inputs).invars
                 self.compute(lambda *xs: place(apply(list(xs))), read, self.shards[eqn.outvars[0]], eqn)
                 return
             if passed is not None:
@@ -164,13 +164,14 @@ class _Sweep:
             eqn = self._mark(eqn, {i: how for i, v in enumerate(eqn.invars) if self.makers.is_free(v)})  # summands
         if any(isinstance(x, Reduction) for x in exits) and (name == "scan" or name in RUNS):
             eqn, exits = self._enter_loop(eqn, exits) if name == "scan" else self._enter_call(eqn, exits)
-        for v, left in zip(eqn.outvars, exits, strict=True):
-            if left is not None:
-                self.leave(v, left, self.shards[v])
+        for v, x in zip(eqn.outvars, exits, strict=True):
+            if x is not None:
+                self.insert_exit(v, x, self.shards[v])
         self.eqns.append(eqn)
 
     def _mark(self, eqn: JaxprEqn, inputs: Mapping[int, GradientExit]) -> JaxprEqn:
-        return eqn.replace(invars=[self.want(v, inputs[i]) if i in inputs else v for i, v in enumerate(eqn.invars)])
+        """Returns an equation on what replaces those of its inputs that are gradients."""
+        return eqn.replace(invars=[self.request(v, inputs[i]) if i in inputs else v for i, v in enumerate(eqn.invars)])
 
     def _enter_call(self, eqn: JaxprEqn, exits: Exits) -> tuple[JaxprEqn, Exits]:
         """Moves reductions into a call, or a recomputed block; returns it, and what leaves after it."""
@@ -206,7 +207,7 @@ class _Sweep:
             shard = self.shards[eqn.outvars[i]]
             outs[i] = shard if done.to_host else self.place(how, shard, eqn)  # turns send rows, [D/N, F], to the host
             if i < num_carry:
-                inputs[num_consts + i] = self.want(inputs[num_consts + i], done)  # e.g. zeros, [L, D/N, F]
+                inputs[num_consts + i] = self.request(inputs[num_consts + i], done)  # e.g. zeros, [L, D/N, F]
         after = [how if done is None else None for how, done in zip(exits, inside, strict=True)]
         return eqn.replace(invars=inputs, outvars=outs, params={**eqn.params, "jaxpr": body}), after
 

@@ -136,10 +136,10 @@ def _put_behind_barrier(values: list[Value], stays: list[bool]) -> list[Value]:
     delayed = [None if stay else x for x, stay in zip(values, stays, strict=True)]
     leaves, treedef = jax.tree.flatten(jax.tree.map(near, delayed, is_leaf=lambda x: isinstance(x, ShardedParam)))
     # The same array is one operand.
-    held = IdDict((x, x) for x in leaves if isinstance(x, jax.Array) and memory_of(x) == "device")
-    held = IdDict(zip(held, lax.optimization_barrier(list(held)), strict=True))
-    behind = treedef.unflatten([held.get(x, x) for x in leaves])
-    return [x if stay else y for x, y, stay in zip(values, behind, stays, strict=True)]
+    arrays = IdDict((x, None) for x in leaves if isinstance(x, jax.Array) and memory_of(x) == "device")
+    behind = IdDict(zip(arrays, lax.optimization_barrier(list(arrays)), strict=True))
+    new = treedef.unflatten([behind.get(x, x) for x in leaves])
+    return [x if stay else y for x, y, stay in zip(values, new, stays, strict=True)]
 
 
 # Equations that lazy parameters pass unchanged.
@@ -230,7 +230,7 @@ def _shard_map(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value
 
 
 def _cast_to_varying(eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Deferred | None]:
-    """Returns, for each result of a `shard_map`, a lazy value if it is a parameter cast to vary: copies of it."""
+    """Returns a lazy value for each result of a `shard_map` that is a parameter cast to vary: copies; else `None`."""
     jaxpr, sizes = eqn.params["jaxpr"], jax.sharding.get_abstract_mesh().shape
     pairs = zip(inputs, eqn.params["in_specs"], strict=True)
     sources: dict[Var, tuple[Value | None, PartitionSpec | None]] = dict(zip(jaxpr.invars, pairs, strict=True))
@@ -241,7 +241,7 @@ def _cast_to_varying(eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Deferred | 
     def copies(var: Var, spec: PartitionSpec) -> Deferred | None:
         x, in_spec = (None, None) if _compat.is_literal(var) else sources.get(var, (None, None))
         names, *others = spec or (None,)
-        # Known are copies along dimension 0 of a parameter that enters uncut.
+        # Copies along dimension 0 of a parameter that enters uncut; others are gathered.
         if not is_lazy(x) or in_spec != PartitionSpec() or names is None or any(others):
             return None
         number = math.prod(sizes[name] for name in (names if isinstance(names, tuple) else (names,)))

@@ -120,7 +120,7 @@ def _slice(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> Sh
         return None
 
     def cut_slice(x: jax.Array, own: OwnPart) -> jax.Array:
-        size = x.shape[_cut_dim(lazy, x)]  # all of the shard's
+        size = x.shape[_cut_dim(lazy, x)]  # the shard's
         return lax.slice(x, own(start, 0), own(limit, size), own(strides, 1))
 
     return _map_arrays(lazy, eqn, cut_slice, range(len(lazy.shape)))
@@ -142,12 +142,12 @@ def _dynamic_slice(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array
 
 
 def _can_change(lazy: ShardedParam, dims: Sequence[int]) -> bool:
-    """Whether dimensions of the shard can be sliced or dropped; of a stack on disk, handles have none but the rows."""
+    """Whether these dimensions can be sliced or dropped; the handles of a stack on disk have only its rows."""
     return lazy.on_disk is None or (lazy.shard.ndim > 1 and set(dims) <= {0})
 
 
 def _cut_dim(lazy: ShardedParam, x: jax.Array) -> int:
-    """Returns the dimension of an array that is the cut one; of handles, [L, 2], that after the rows."""
+    """Returns the cut dimension of an array; for handles, [L, 2], the one after the rows."""
     return min(lazy.cut.dim, x.ndim - 1)
 
 

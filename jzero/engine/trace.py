@@ -64,8 +64,8 @@ class Written:
     Attributes:
       field: The field of the train state that holds it.
       path: Its path in the field.
-      name: How messages, and patterns for `merge`, call it.
-      source: The number of its value before among the inputs of the loss.
+      name: Its name in messages, which patterns for `merge` match.
+      source: The index of its old value among the inputs of the loss.
       leaf: Its layout, if it is stored like a parameter; else it is whole on every device.
       merge: How the values of several devices become one, see `jzero.engine.merge`; `None` if they are equal.
     """

@@ -84,15 +84,15 @@ class _Waits(Editor):
         self.reduced += [v for v in grads if name in RUNS or awaited[v]]
 
     def delay(self, eqn: JaxprEqn, cotangents: Sequence[Atom], due: Sequence[Var]) -> JaxprEqn:
-        """Returns an equation, some of whose inputs do not exist before some gradients do."""
+        """Returns an equation whose `cotangents` wait for the gradients that are `due`."""
         values = list(dict.fromkeys(v for v in cotangents if not isinstance(v, Literal)))
         due = [v for v in due if _compat.type_of(v).size]
         if not values or not due:
             return eqn
         inputs = [*map(self.read, values), *due]
-        held = [_compat.variable(v.aval) for v in inputs]
-        self.bind(wait_p, inputs, held, eqn, n=len(values), how="select")
-        names = dict(zip(values, held, strict=False))
+        delayed = [_compat.variable(v.aval) for v in inputs]
+        self.bind(wait_p, inputs, delayed, eqn, n=len(values), how="select")
+        names = dict(zip(values, delayed, strict=False))
         return eqn.replace(invars=[v if isinstance(v, Literal) else names.get(v, v) for v in eqn.invars])
 
     def enter(self, eqn: JaxprEqn) -> JaxprEqn:

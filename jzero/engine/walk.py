@@ -19,10 +19,10 @@ is gathered once. Loop bodies and recomputed blocks keep parameters to their end
 
 [Note: Parameters that stay]
 A parameter with `stays` is gathered once and kept to its last use, forward or backward: all of them by
-`reshard_after_forward=False`, some by `Keep`. It is gathered before a call or a recomputed block that reads it, so
-layers still share functions; in the dtype of a cast, if that is all that reads it there. What is computed from its
-shard is another parameter to the walk and would be gathered by itself, so a transposed one, such as a tied head, is
-transposed after the gather. A forward loop stacks the rows that it gathers, and the backward loop scans that stack.
+`reshard_after_forward=False`, some by `Keep`. It is gathered before a call or a recomputed block that reads it, so that
+layers still share functions, and in the dtype of a cast if that cast alone reads it there. To the walk, the result of
+an operation on its shard is another parameter, which would be gathered by itself. So a tied head is transposed after
+the gather. A forward loop stacks the rows that it gathers, and the backward loop scans that stack.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Walk:
       gathered_rows: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
       meshes: Mesh facts about the jaxprs of this trace.
       functions: Functions of this trace's calls, by jaxpr and the inputs that were gathered before.
-      warned: Shapes of the stacks of which users were warned.
+      warned: Shapes of the stacks that users were warned about.
     """
 
     rules: Mapping[str, Rule]
@@ -131,7 +131,7 @@ class Walk:
         return dataclasses.replace(of_body, depth=self.depth + 1, gathered_rows=[]) if of_loop else of_body
 
     def enter_call(self, gathered: Sequence[Value]) -> Walk:
-        """Returns the walk over a called function, of whose inputs the `gathered` ones were gathered before."""
+        """Returns the walk over a called function; `gathered` are its inputs that were gathered before."""
         return dataclasses.replace(self, order=self.order.enter_call(gathered), held=HeldParameters(keeps=False))
 
     def __call__(self, jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
@@ -145,7 +145,7 @@ class Walk:
         lazy = any(map(is_unevaluated, inputs))
         rule = self.rules.get(name)
         if rule is not None:
-            # Meshes are to be adjusted even if nothing is lazy, see [Note: Meshes in types].
+            # Meshes must be adjusted even if nothing is lazy, see [Note: Meshes in types].
             is_of_mesh = name == "reshard" or names_mesh(eqn) or self.meshes.in_equation(eqn).carried
             if lazy or is_of_mesh:
                 return rule(self, eqn, inputs)
@@ -164,7 +164,7 @@ class Walk:
         return apply_on_shard(eqn, operands) or defer(eqn, operands)  # on the shard first: its gather moves less
 
     def bind_unsharded(self, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[jax.Array]:
-        """Applies an equation to whole values."""
+        """Gathers the inputs of an equation, and applies it."""
         name, meshes, inputs = eqn.primitive.name, self.meshes.in_equation(eqn), self.gather(inputs)
         anew: Params = {}
         if meshes.carried and name in _TRACED_ANEW:  # see [Note: Meshes in types]
@@ -180,16 +180,16 @@ class Walk:
         return outputs
 
     def evaluate_unsharded(self, jaxpr: AnyJaxpr, *inputs: Value) -> list[jax.Array]:
-        """Evaluates a jaxpr to whole values."""
+        """Evaluates a jaxpr, and gathers its outputs."""
         return self.gather(self(jaxpr, inputs))
 
     def gather(self, values: Sequence[Value | None]) -> list[jax.Array]:
-        """Returns values that are used together, whole. This is the only place where parameters are gathered."""
+        """Gathers values that are used together. Only a loop gathers elsewhere: one turn ahead."""
         values = [self._gather_rows(x) if isinstance(x, Rows) else x for x in values]
         if not any(map(is_lazy, values)):
             return cast("list[jax.Array]", values)
         bundle = Bundle.of(cast("list[Value]", values))
-        # [D/N, F], and [D, F] if still held
+        # [D/N, F], with [D, F] if that is still held
         leaves = [self.held.fill(x) if isinstance(x, ShardedParam) else x for x in bundle.leaves]
         self.gathered_rows += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
         params = [x for x in leaves if isinstance(x, ShardedParam)]
@@ -208,7 +208,7 @@ class Walk:
         return Bundle(tuple(arrays), bundle.template).compute()
 
     def gather_staying(self, jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the inputs of a jaxpr, of which those that stay are whole; see [Note: Parameters that stay]."""
+        """Returns the inputs of a jaxpr, those that stay gathered; see [Note: Parameters that stay]."""
         bundle, (body, _) = Bundle.of(inputs), _compat.open_jaxpr(jaxpr)
         variables = IdDict(zip(inputs, body.invars, strict=True))
         leaves = list(bundle.leaves)
@@ -222,14 +222,14 @@ class Walk:
         return Bundle(tuple(leaves), bundle.template).values()
 
     def _gather_rows(self, x: Rows) -> jax.Array:
-        """Returns all rows of a loop's result, whole."""
+        """Gathers all rows of a loop's result."""
         stacks, shared = self.gather(x.stacks), self.gather(x.shared)  # stacks: [L, D, F]
         unsharded = dataclasses.replace(x, shared=tuple(shared))
         return jax.vmap(lambda rows: Bundle.of([unsharded.row(rows)]).compute()[0])(stacks)  # [L, ...]
 
 
 def _as_read(x: ShardedParam, jaxpr: Jaxpr, var: Var | None) -> ShardedParam:
-    """Returns a parameter in the dtype in which a jaxpr reads it as a variable: cast, if one cast is all it reads."""
+    """Returns a parameter as a jaxpr reads it: cast, if casts to one dtype are all that read it."""
     reads = [] if var is None else list(reads_of(jaxpr, var))
     dtypes = {eqn.params.get("new_dtype") for eqn in reads}
     cast = apply_on_shard(reads[0], [x]) if len(dtypes) == 1 and None not in dtypes else None

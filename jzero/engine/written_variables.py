@@ -53,7 +53,7 @@ class WrittenVariable:
     Attributes:
       value: Its value after the loss.
       before: Its value before the loss.
-      name: How messages, and patterns for `merge`, call it.
+      name: Its name in messages, which patterns for `merge` match.
     """
 
     value: jax.Array
@@ -78,7 +78,7 @@ def pair_written(
 
     Args:
       before: The field's variables before the loss, by path.
-      after: The same after the loss.
+      after: Its variables after the loss, by path.
       dtypes: The dtype in which the state keeps each.
       written_shape: The shape that one device writes.
       field: The field, if it is part of the variables' names.
@@ -195,7 +195,7 @@ def _forwarded_inputs(eqn: JaxprEqn) -> Sequence[int | None]:
     if name == "scan":
         first, num_carry = _compat.scan_groups(eqn)
         sources = _match_outputs_to_inputs(next(_compat.contained_jaxprs(eqn)))
-        # Equal are a carried value that the body returns in its place, and a stack whose rows the body returns.
+        # Forwarded: a carried value that the body returns in its place, and a stack whose rows the body returns.
         carried = [j if j == first + i else None for i, j in enumerate(sources[:num_carry])]
         return [*carried, *(j if j is not None and j >= first + num_carry else None for j in sources[num_carry:])]
     if name == "while":
