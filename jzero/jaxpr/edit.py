@@ -6,14 +6,13 @@ An equation that stays keeps its variables, so a pass costs what it changes, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr, Atom
-from jzero._types import Params
+from jzero._types import Params, PyTree
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import CALLS, REMAT
 
@@ -23,7 +22,7 @@ class Editor:
 
     Attributes:
       eqns: The equations so far.
-      stands_for: Variables of the old program, and what is read in their place.
+      stands_for: For variables of the old program, what replaces them.
     """
 
     def __init__(self, stands_for: Mapping[Var, Atom] | None = None) -> None:
@@ -31,11 +30,11 @@ class Editor:
         self.stands_for: dict[Var, Atom] = dict(stands_for or {})
 
     def read(self, atom: Atom) -> Atom:
-        """Returns what is read in the place of an atom."""
+        """Returns what replaces an atom; itself if nothing does."""
         return atom if isinstance(atom, Literal) else self.stands_for.get(atom, atom)
 
     def keep(self, eqn: JaxprEqn) -> None:
-        """Appends an equation with its own results."""
+        """Appends an old equation, which keeps its results."""
         inputs = [self.read(v) for v in eqn.invars]
         is_same = all(a is b for a, b in zip(inputs, eqn.invars, strict=True))
         self.eqns.append(eqn if is_same else eqn.replace(invars=inputs))
@@ -51,7 +50,7 @@ class Editor:
         """Appends a new equation, in the scopes of another one."""
         self.eqns.append(_compat.new_equation(primitive, inputs, outputs, params, near))
 
-    def trace(self, fn: Callable[..., Any], inputs: Sequence[Atom], near: JaxprEqn | None) -> list[Atom]:
+    def trace(self, fn: Callable[..., PyTree], inputs: Sequence[Atom], near: JaxprEqn | None) -> list[Atom]:
         """Appends the equations of a function of arrays, in the scopes of an equation; returns its results."""
         jaxpr, consts = _compat.traced(fn, [v.aval for v in inputs])
         constants: list[Atom] = [_compat.literal(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)]
@@ -88,12 +87,12 @@ def params_of_call(eqn: JaxprEqn, jaxpr: AnyJaxpr, is_changed: Sequence[bool] = 
     return params
 
 
-def params_retraced(eqn: JaxprEqn, function_of: Callable[[Jaxpr], Callable[..., Any]]) -> Params:
-    """Returns the parameters of an equation that hold jaxprs, with those that are traced where this is called.
+def params_retraced(eqn: JaxprEqn, function_of: Callable[[Jaxpr], Callable[..., PyTree]]) -> Params:
+    """Returns the parameters of an equation that hold jaxprs, each traced again in the context of the caller.
 
     Args:
       eqn: The equation.
-      function_of: Given a jaxpr, returns the function that is traced in its place.
+      function_of: Given a jaxpr, returns the function to trace in its place.
     """
 
     def anew(jaxpr: Jaxpr) -> AnyJaxpr:

@@ -1,8 +1,8 @@
 """Makes a flat program: calls are inlined, and a branch over the matrices of several parameters becomes one for each.
 
-In: a closed jaxpr. Out: one that computes the same, in which the operands of each equation tell what it depends on:
+In: a closed jaxpr. Out: one that computes the same, in which each equation depends on its own operands alone:
 
-    a, b = cond(p, (a, b))     is     a = cond(p, a);  b = cond(p, b)
+    a, b = cond(p, (a, b))     becomes     a = cond(p, a);  b = cond(p, b)
 
 SOAP has one `cond` around its whole update, with another one around the bases of all parameters inside.
 """

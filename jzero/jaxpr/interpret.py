@@ -1,12 +1,12 @@
-"""The one interpreter of jaxprs: what flows through a program, equation by equation.
+"""The one interpreter of jaxprs: values flow through a program, equation by equation.
 
-In: a program, a value for each of its constants and inputs, and what an equation makes of values. Out: the values of
-its outputs. Values may be arrays (`evaluate`), or anything that a pass knows about them (`propagate`):
+In: a program, a value for each of its constants and inputs, and a function that applies an equation to values. Out: the
+values of its outputs. Values may be arrays (`evaluate`), or facts about them (`propagate`):
 
     { lambda ; a b. let c = sin a; d = add c b in (d,) },  sets of inputs:  {a}, {b}  ->  c: {a},  d: {a, b}
 
-Passes that do more than to compute outputs have a loop over equations of their own: those that write a program
-(`edit`), and those whose result is a table of all variables (`regions`, `jzero.update.split`).
+Other passes have loops over equations of their own: those that write a program (`edit`), and those that make a table of
+all variables (`regions`, `jzero.update.split`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Step(Protocol):
-    """What runs at once: an equation, or a run of several."""
+    """An equation, or a run of several."""
 
     @property
     def invars(self) -> Sequence[Atom]:
@@ -78,7 +78,7 @@ def propagate(
     apply: Callable[[S, list[T]], Iterable[T]],
     of_literal: Callable[[Literal], T],
 ) -> list[T]:
-    """Returns what arrives at the outputs of a program; drops values after their last use.
+    """Returns the values of a program's outputs; drops values after their last use.
 
     Args:
       program: An open jaxpr.

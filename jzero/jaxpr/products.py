@@ -1,4 +1,4 @@
-"""Tells which equations of a program do matrix work, what it costs, and whether it factorizes.
+"""Says which equations of a program do matrix work, what that costs, and whether it factorizes.
 
 An equation does matrix work if its operands must be whole: `dot_general`, `qr`, a `scan` over such, but not a norm.
 """

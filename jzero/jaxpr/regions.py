@@ -54,7 +54,7 @@ class Region(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    """A flat jaxpr, with who makes and who reads each variable, and to which parameters it belongs.
+    """A flat jaxpr, with the equations that make and read each variable, and the parameters that it belongs to.
 
     Attributes:
       eqns: Its equations.
@@ -90,16 +90,16 @@ class _Graph:
         return frozenset().union(*(self.owners.get(v, frozenset()) for v in self.reads[i]))
 
     def readers(self, i: int) -> list[int]:
-        """Returns the equations that read what an equation makes."""
+        """Returns the equations that read an equation's results."""
         return [r for v in self.eqns[i].outvars for r in self.readers_of.get(v, [])]
 
     def makers(self, i: int) -> list[int]:
-        """Returns the equations that make what an equation reads."""
+        """Returns the equations that make an equation's operands."""
         return [self.producers[v] for v in self.reads[i] if v in self.producers]
 
 
 class _NoRegionError(Exception):
-    """The matrix work of a parameter cannot be set apart."""
+    """The matrix work of a parameter cannot be separated from other work."""
 
 
 def _is_big(v: Atom) -> bool:
@@ -154,7 +154,7 @@ def find_regions(
 
 
 def _grown(graph: _Graph, owner: int, seeds: set[int], is_anchor: IsAnchor) -> set[int]:
-    """Returns the equations of a region: its products, what is between them, back and forth to known layouts."""
+    """Returns the equations of a region: its products, those between them, and those up to known layouts."""
     members = set(seeds)
     before = 0
     while len(members) > before:
@@ -188,7 +188,7 @@ def _between(graph: _Graph, members: set[int]) -> set[int]:
 
 
 def _producers(graph: _Graph, owner: int, members: set[int], is_anchor: IsAnchor) -> set[int]:
-    """Returns what makes the operands whose layout is not known."""
+    """Returns the equations that make operands of unknown layout."""
     producers: set[int] = set()
     pending = [v for i in members for v in graph.reads[i]]
     while pending:
@@ -203,7 +203,7 @@ def _producers(graph: _Graph, owner: int, members: set[int], is_anchor: IsAnchor
 
 
 def _norms(graph: _Graph, owner: int, members: set[int]) -> set[int]:
-    """Returns what makes single numbers from nothing but operands of the region."""
+    """Returns the equations that make single numbers from operands of the region alone."""
     read = [v for i in members for v in graph.reads[i] if graph.producers.get(v) not in members]
     operands = {v for v in read if graph.owners.get(v) == frozenset([owner])}
     return set().union(*(_norm(graph, owner, v, operands, members) for v in dict.fromkeys(read) if not _is_big(v)))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class Part(NamedTuple):
         return ()
 
 
-def keeps_heavy(primitive: Primitive, *avals: jax.core.ShapedArray, **params: Any) -> bool:
+def keeps_heavy(primitive: Primitive, *avals: jax.core.ShapedArray, **params: object) -> bool:
     """Policy for `jax.checkpoint` that saves the results of heavy operations: products, random numbers, loops.
 
     It also saves the results of `lt`: a random draw compared with a probability takes one byte in place of four. It

@@ -1,4 +1,4 @@
-"""Where in an array the rows of the batch are.
+"""The positions of the batch's rows in an array.
 
 A `Layout` names the dimensions of an array that hold rows, each with its factors `(size, step)`, the slowest-varying
 first: the row of an element is the sum of index times step over all factors. A factor of step 0 repeats or belongs to
@@ -33,7 +33,7 @@ def moved(layout: Layout, place: Callable[[int], int | None]) -> Layout:
 
 
 def scattered(layout: Layout, shape: Sequence[int], dims: Iterable[int] = ()) -> Layout:
-    """Returns a layout of the same dimensions and `dims`, in an array of this shape, that tells no order."""
+    """Returns a layout of the same dimensions and `dims`, in an array of this shape, with rows in no known order."""
     row_dims = {dim for dim, _ in layout} | set(dims)
     return tuple((dim, ((int(shape[dim]), 1),)) for dim in sorted(row_dims) if dim < len(shape))
 

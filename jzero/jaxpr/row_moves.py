@@ -1,6 +1,6 @@
 """The rules of `row_rules` for operations that move elements: reshapes, slices, gathers, scatters; passes of loops.
 
-Where a result's positions no longer tell its rows, it keeps the dimensions that hold rows, with an origin of its own.
+If a result's positions no longer say which rows they hold, it keeps the dimensions of rows, with an origin of its own.
 """
 
 from __future__ import annotations
@@ -122,9 +122,7 @@ def _concatenate(eqn: JaxprEqn, ins: list[Value]) -> Value:
         return ins[0]
     layout = merged(x.layout for x in moving)
     if all(d != dim for d, _ in layout):
-        value = collected(ins, eqn, layout, keeps_order=True)
-        is_list = value.kind is Kind.ROW and not value.origin.is_exact and all(x.origin.is_exact for x in moving)
-        return value.at(scattered(layout, shape, (dim,))) if is_list else value  # e.g. [x[0], x[1]]
+        return _listed(ins, eqn, layout, dim)
     if len(moving) == len(ins) and all(x.layout == layout and x.origin == ins[0].origin for x in ins):
         copies = ((d, ((len(ins), 0), *f) if d == dim else f) for d, f in layout)
         return collected(ins, eqn, tuple(copies), keeps_order=True)
@@ -133,12 +131,16 @@ def _concatenate(eqn: JaxprEqn, ins: list[Value]) -> Value:
 
 @rule("stack")
 def _stack(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    axis, shape = eqn.params["axis"], _compat.type_of(eqn.outvars[0]).shape
+    axis = eqn.params["axis"]
     lifted = [x.at(moved(x.layout, lambda d: d + (d >= axis))) for x in ins]
-    layout, moving = merged(x.layout for x in lifted), [x for x in lifted if x.kind]
-    value = collected(lifted, eqn, layout, keeps_order=True)
-    is_list = value.kind is Kind.ROW and not value.origin.is_exact and all(x.origin.is_exact for x in moving)
-    return value.at(scattered(layout, shape, (axis,))) if is_list else value
+    return _listed(lifted, eqn, merged(x.layout for x in lifted), axis)
+
+
+def _listed(values: list[Value], eqn: JaxprEqn, layout: Layout, dim: int) -> Value:
+    """Returns the value of arrays one after another along a dimension without rows; of `[x[0], x[1]]`, it has rows."""
+    value = collected(values, eqn, layout, keeps_order=True)
+    is_list = value.kind is Kind.ROW and not value.origin.is_exact and all(x.origin.is_exact for x in values if x.kind)
+    return value.at(scattered(layout, _compat.type_of(eqn.outvars[0]).shape, (dim,))) if is_list else value
 
 
 @rule("dynamic_slice")
@@ -217,7 +219,7 @@ def _scatter(eqn: JaxprEqn, ins: list[Value]) -> Value:
 
 
 def element(x: Value, eqn: JaxprEqn) -> Value:
-    """Returns the value of what one pass of a scan takes."""
+    """Returns the value of a scanned input in one pass."""
     factors = dict(x.layout).get(0)
     layout = moved(x.layout, lambda d: d - 1 if d else None)
     if factors is None or x.kind is not Kind.ROW:
@@ -230,7 +232,7 @@ def _is_of_pass(token: Hashable, eqn: JaxprEqn) -> bool:
 
 
 def of_last_pass(x: Value, eqn: JaxprEqn) -> Value:
-    """Returns the value of what one pass of a loop leaves to the next."""
+    """Returns the value of a carry that one pass of a loop passes on to the next."""
     if not x.kind:
         return SAME if x.number is None else Value(Kind.SAME, number="unknown")
     x = x.with_scale(x.scale._replace(reduced=0))
@@ -238,7 +240,7 @@ def of_last_pass(x: Value, eqn: JaxprEqn) -> Value:
 
 
 def stacked(x: Value, eqn: JaxprEqn, shape: Sequence[int]) -> Value:
-    """Returns the value of what all passes of a scan return."""
+    """Returns the value of a scan's stacked result."""
     layout = moved(x.layout, lambda d: d + 1)
     if x.kind is not Kind.ROW:
         return x.at(layout) if x.kind else x

@@ -1,6 +1,6 @@
-"""What each operation makes of values with rows: one rule per primitive, `rule(eqn, values) -> value`, or a list.
+"""How the result of each primitive depends on rows, given its operands: `rule(eqn, values) -> value`, or a list.
 
-A rule is asked only if some operand depends on rows. An operation without a rule makes `Kind.UNKNOWN`.
+A rule runs only if some operand depends on rows. The result of an operation without a rule is `Kind.UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _select(eqn: JaxprEqn, ins: list[Value]) -> Value:
 
 
 def number_of(x: Value, atom: Atom) -> Number:
-    """Returns the number that all elements of a value without rows are; "unknown" where only that is known."""
+    """Returns the number that all elements of a value without rows equal; "unknown" if they equal an unknown one."""
     return "unknown" if x.number is None and not _compat.type_of(atom).ndim else x.number
 
 
@@ -250,6 +250,6 @@ def _convolve(eqn: JaxprEqn, ins: list[Value]) -> Value:
 
 
 def lost(ins: Sequence[Value]) -> Value:
-    """Returns the value of an operation that no one knows."""
+    """Returns the value of an operation without a rule."""
     worst = max(ins, key=lambda x: x.kind)
     return Value(Kind.COUPLED, cause=worst.cause) if worst.kind is Kind.COUPLED else Value(Kind.UNKNOWN)

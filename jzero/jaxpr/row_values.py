@@ -1,6 +1,6 @@
-"""What the rows of the batch have to do with a value, and what becomes of that where values meet.
+"""How a value depends on the rows of the batch, and how the result of an operation depends on them.
 
-The kinds of `Kind` are ordered: where values meet that keep their kind, the highest counts.
+The kinds of `Kind` are ordered: if an operation keeps kinds, its result has the highest of its operands.
 
     x @ w                      ROW      each element belongs to one row
     losses.mean()              LINEAR   a sum over rows, divided by their number
@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
       SAME: Not at all.
       ROW: Each element depends on one row.
       LINEAR: Each element is a sum over rows of functions of single rows.
-      UNKNOWN: No one knows.
+      UNKNOWN: In an unknown way.
       COUPLED: Some element is a function of several rows that is no such sum.
     """
 
@@ -98,7 +98,7 @@ class Scale(NamedTuple):
       rows: Over how many rows it was taken.
       divisor: The product of the numbers that it was divided by.
       is_mean: Whether that is a multiple of the rows, or may be one.
-      reduced: Over how many elements of each row it was taken just now, for which a mean divides next.
+      reduced: How many elements of each row the last operation summed; a mean divides by that number next.
     """
 
     rows: int = 1
@@ -113,15 +113,15 @@ class Scale(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What the rows of the batch have to do with a value.
+    """How a value depends on the rows of the batch.
 
     Attributes:
       kind: How it depends on rows.
       layout: Where it has rows.
       origin: Which rows these are, if each element belongs to one.
       scale: What sums over rows were divided by.
-      number: If it does not depend on rows and all of its elements are one number: that number.
-      cause: The equation that combined rows in a way that is not linear, or will not be after the next function.
+      number: The number that all of its elements equal, if it does not depend on rows.
+      cause: The equation that combined rows in a way that is not linear, or ceases to be with the next function.
     """
 
     kind: Kind
@@ -132,7 +132,7 @@ class Value(NamedTuple):
     cause: Cause | None = None
 
     def at(self, layout: Layout, origin: Origin | None = None) -> Value:
-        """Returns the value with its rows elsewhere."""
+        """Returns the value with another layout of its rows."""
         if self.kind is Kind.SAME:
             return self
         return Value(self.kind, layout, self.origin if origin is None else origin, self.scale, None, self.cause)
@@ -146,7 +146,7 @@ SAME = Value(Kind.SAME)
 
 
 def _are_aligned(values: Sequence[Value]) -> bool:
-    """Whether all of these, each of which has rows, have the same ones in the same places."""
+    """Whether values, all with rows, have the same ones in the same places."""
     first, *others = values
     return all(
         x.origin == first.origin
@@ -212,9 +212,9 @@ def _scale(values: Sequence[Value]) -> Scale:
 
 
 def scaled(x: Value, number: Number) -> Value:
-    """Returns the value of a product with something that does not depend on rows: a number, unless it is `None`."""
+    """Returns the value of a product with a value without rows; its elements equal `number` unless that is `None`."""
     if x.kind is Kind.LINEAR and not isinstance(number, float):
-        return x.with_scale(x.scale._replace(is_mean=True, reduced=0))  # no one knows
+        return x.with_scale(x.scale._replace(is_mean=True, reduced=0))  # it may be one
     if x.kind not in (Kind.ROW, Kind.LINEAR) or number is None:
         return x
     if number == "unknown":
@@ -232,13 +232,13 @@ def scaled(x: Value, number: Number) -> Value:
 
 
 def collected(values: Sequence[Value], eqn: JaxprEqn, layout: Layout, *, keeps_order: bool) -> Value:
-    """Returns the value of an array each of whose elements is one of these values'.
+    """Returns the value of an array whose elements are taken from several values.
 
     Args:
       values: The values.
       eqn: The equation.
       layout: Where the result has rows.
-      keeps_order: Whether positions stand for the same rows as before, if they do so in all values.
+      keeps_order: Whether positions still stand for the same rows, if they do in all values.
     """
     values = [x for x in values if x.kind]
     if not values:
@@ -251,7 +251,7 @@ def collected(values: Sequence[Value], eqn: JaxprEqn, layout: Layout, *, keeps_o
 
 
 def joined(x: Value, y: Value, place: JaxprEqn, number: int) -> Value:
-    """Returns a value of which both are cases: results of branches, or of a loop's passes."""
+    """Returns the value of what may be either: results of branches, or of a loop's passes."""
     if x == y:
         return x
     if not x.kind and not y.kind:

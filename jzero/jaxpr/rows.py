@@ -9,8 +9,8 @@ sum over rows, or couples rows:
     lambda w, x: pmean((x @ w), "data")   the same on all devices
     lambda w, x: jnp.log((x @ w).mean())  differs, couples rows
 
-One pass over the equations (`row_rules`, `row_moves`) follows each value (`row_values`, `row_layouts`). What it does
-not know, it says so (`Kind.UNKNOWN`), except in `differs`, which is true unless it is known to be false.
+One pass over the equations (`row_rules`, `row_moves`) follows each value (`row_values`, `row_layouts`). It reports what
+it does not know as `Kind.UNKNOWN`; `differs` is true unless it is known to be false.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Interpreter:
         return [RowFacts(differs, x) for x in (results if isinstance(results, list) else [results])]
 
     def _contained(self, eqn: JaxprEqn, ins: list[RowFacts], inner: list[Jaxpr]) -> list[RowFacts]:
-        """Interprets an equation that runs the one jaxpr that it holds on its operands, as it seems."""
+        """Interprets an equation that seems to run its one jaxpr on its operands."""
         jaxpr = inner[0]
         if len(inner) == 1 and len(jaxpr.invars) == len(ins) and len(jaxpr.outvars) == len(eqn.outvars):
             return self(jaxpr, ins)
@@ -236,7 +236,7 @@ def _literal(atom: Literal) -> RowFacts:
 
 
 def _without_rows(eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Returns the value of an operation none of whose operands depends on rows."""
+    """Returns the value of an operation whose operands do not depend on rows."""
     numbers = [number_of(x, atom) for x, atom in zip(values, eqn.invars, strict=True)]
     if len(eqn.outvars) != 1 or None in numbers or not numbers:
         return SAME
@@ -249,7 +249,7 @@ _ELEMENTWISE = primitives_with(Trait.ELEMENTWISE)
 
 
 def _from_call(eqn: JaxprEqn, ins: list[RowFacts], outs: list[RowFacts]) -> list[RowFacts]:
-    """Puts the line of the call in place of lines that jax does not tell."""
+    """Names the line of the call where jax knows no line in it."""
     if not any(x.value.cause for x in outs):
         return outs
     causes = {x.value.cause for x in ins}
@@ -268,7 +268,7 @@ def _joined(x: RowFacts, y: RowFacts, eqn: JaxprEqn, number: int) -> RowFacts:
 def _settled(
     turn: Callable[[list[RowFacts]], list[RowFacts]], carry: list[RowFacts], eqn: JaxprEqn
 ) -> tuple[list[RowFacts], list[RowFacts]]:
-    """Returns what a loop carries, whatever the number of its passes, and the results of a pass."""
+    """Returns the facts of a loop's carry after any number of passes, and of the results of a pass."""
     for _ in range(MOST_PASSES + len(carry)):  # values may move on by one place in each pass
         outs = turn(carry)
         after = [

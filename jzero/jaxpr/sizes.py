@@ -11,7 +11,7 @@ from jzero._types import DType
 
 
 def array_bytes(size: int, dtype: DType) -> int:
-    """Returns the bytes of so many numbers of a dtype, extended dtypes (PRNG keys) included."""
+    """Returns the bytes of `size` elements of a dtype, extended dtypes (PRNG keys) included."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return size * itemsize(dtype)
     return -(-size * _bits(jnp.dtype(dtype)) // 8)
