@@ -90,19 +90,19 @@ class Part(NamedTuple):
 
 def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
     """Returns the results of a pass as stored, with zeros as padding; call it inside `jit`."""
-    held = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
+    overwriting = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
 
     def compute(part: Part, here: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> list[jax.Array]:
         return [part.without_padding(y, 0) for y in x.fn(here, part.positions, numbers)]
 
     def in_chunks(arrays: list[jax.Array], numbers: list[jax.Array]) -> list[jax.Array]:
         shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
-        written = [arrays[t] for t in held]
+        written = [arrays[t] for t in overwriting]
         pieces = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
         views = [y.reshape(pieces.view) for y in arrays]
 
         def step(chunk: Chunk, results: list[jax.Array]) -> list[jax.Array]:
-            now = [results[held[k]] if k in held else view for k, view in enumerate(views)]
+            now = [results[overwriting[k]] if k in overwriting else view for k, view in enumerate(views)]
             here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
             outs = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
             new = [y.astype(z.dtype) for y, z in zip(outs, results, strict=True)]
@@ -139,7 +139,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
       how: A primitive of `REDUCTIONS`.
       dtype: The number's dtype.
     """
-    reduce, join, nothing = REDUCTIONS[how]
+    reduce, join, neutral = REDUCTIONS[how]
 
     def compute(part: Part, here: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> jax.Array:
         return number_of_part(part, x.fn(here, part.positions, numbers), how, dtype)
@@ -154,7 +154,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
             number = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
             return join(total, number)
 
-        return for_each_chunk(step, jnp.asarray(nothing, dtype), pieces)[None]
+        return for_each_chunk(step, jnp.asarray(neutral, dtype), pieces)[None]
 
     def on_cpu(arrays: list[jax.Array], numbers: list[jax.Array]) -> jax.Array:
         shape = arrays[0].shape
@@ -171,9 +171,9 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
 
 def number_of_part(part: Part, factors: Sequence[jax.Array], how: str, dtype: DType) -> jax.Array:
     """Returns one number over the elements of a part, 0-d; `how` is a primitive of `REDUCTIONS`."""
-    reduce, _, nothing = REDUCTIONS[how]
+    reduce, _, neutral = REDUCTIONS[how]
     product = functools.reduce(lax.mul, [y.astype(dtype) for y in factors])
-    return reduce(part.without_padding(product, nothing)).astype(dtype)
+    return reduce(part.without_padding(product, neutral)).astype(dtype)
 
 
 def _map(plan: ZeroPlan, x: Pass, local: Callable[..., PyTree], out_specs: PyTree) -> PyTree:
@@ -208,7 +208,7 @@ def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
 
 
 def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[PyTree, PyTree]], args: PyTree) -> tuple[PyTree, PyTree]:
-    """Runs a function on the host's CPU; its first results stay there, its second ones go to the device."""
+    """Runs a function on the host's CPU; its first result stays there, its second one goes to the device."""
     memory = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
     return compute_on_host(fn, jax.tree.map(functools.partial(_to_cpu, plan), args), (memory, jax.memory.Space.Device))
 

@@ -1,4 +1,4 @@
-"""Updates the chosen columns of parameters in records on the devices, beside everything else that is near.
+"""Updates the chosen columns of parameters in records, on the devices, in the program that updates everything else.
 
 A *column* is a slice of one device's part of a parameter along the dimension that ZeRO cuts, so choosing columns needs
 no communication. In: which columns each device has chosen, and their masters and optimizer state. Out: their new state,
@@ -38,10 +38,10 @@ class Columns:
     Args:
       plan: The plan.
       chosen: By parameter, the indices that each device has chosen in its part, int32 [parts · K].
-      near: By parameter, what the records have of these columns, one array per field, [..., N · K, ...].
+      near: By parameter, the fields of these columns, as in the records, [..., N · K, ...].
 
     Attributes:
-      new: Likewise, after `update`; filled while the program is traced.
+      new: The same after `update`; filled while the program is traced.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Columns:
         visit, operands = result_visit(run, i, targets)
         arrays = {"grads": [grad_field(inputs, i).in_memory], "params": [param], "near": operands.near}
         parts = [arrays[x.kind][x.number] for x in visit.sources if x.kind in arrays]
-        dim, spec_pair = leaf.column_dim, _specs(leaf)
+        dim, (like, entries) = leaf.column_dim, _specs(leaf)
 
         def local(
             fields: list[jax.Array], chosen: jax.Array, parts: list[jax.Array], numbers: list[jax.Array], old: jax.Array
@@ -85,7 +85,6 @@ class Columns:
                     result = old.at[place].set(x.astype(old.dtype), unique_indices=True)
             return new, result
 
-        like, entries = spec_pair
         specs = ([like] * len(self.near[i]), entries, [like] * len(parts), PartitionSpec(), like)
         mapped = jax.shard_map(
             local, mesh=plan.mesh, in_specs=specs, out_specs=([like] * len(self.near[i]), like), check_vma=False
@@ -126,17 +125,13 @@ def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, new: jax.Array, 
       new: The new values of all columns, laid out like the gradient.
       chosen: The columns that keep theirs; `None` if none do.
     """
-    grad = leaf.grad
-    stored = leaf.param.relayout(old, grad)
-    if chosen is not None:
-        like, entries = _specs(grad)
-        dim = grad.column_dim
+    if chosen is None:
+        return new
+    (like, entries), dim = _specs(leaf.grad), leaf.grad.column_dim
 
-        def local(new: jax.Array, stored: jax.Array, chosen: jax.Array) -> jax.Array:
-            place = (*[slice(None)] * dim, chosen)
-            return new.at[place].set(jnp.take(stored, chosen, dim), unique_indices=True)
+    def local(new: jax.Array, stored: jax.Array, chosen: jax.Array) -> jax.Array:
+        place = (*[slice(None)] * dim, chosen)
+        return new.at[place].set(jnp.take(stored, chosen, dim), unique_indices=True)
 
-        specs = (like, like, entries)
-        mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=like, check_vma=False)
-        new = mapped(new, stored, chosen)
-    return new
+    mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=(like, like, entries), out_specs=like, check_vma=False)
+    return mapped(new, leaf.param.relayout(old, leaf.grad), chosen)

@@ -1,4 +1,4 @@
-"""What an optimizer asks for beside gradients and parameters: optax's extra arguments."""
+"""Arguments of an optimizer beside gradients and parameters (optax's extra arguments), and errors about all of them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def extra_args(tx: Transformation, value: jax.Array | None, grads: PyTree) -> di
 
 
 @contextlib.contextmanager
-def said_clearly() -> Iterator[None]:
-    """Says of errors raised in the optimizer where they come from, and how to hand over what it asks for."""
+def explained_errors() -> Iterator[None]:
+    """Adds to errors raised in the optimizer where they come from, and how to pass the arguments that it needs."""
     try:
         yield
     except TypeError as error:

@@ -1,7 +1,7 @@
-"""Finds what passes over records compute: the part of an update that is elementwise in what is on disk.
+"""Finds what passes over records compute: the part of an update that is elementwise in fields on disk.
 
 In: an update and its inputs, some of them on disk. Out: visits, one per parameter, and what they read beside records.
-First come passes that only read, for sums over what is on disk that the update needs (LAMB's norms), then the pass that
+First come passes that only read, for sums over fields on disk that the update needs (LAMB's norms), then the pass that
 makes new records and parameters.
 """
 
@@ -49,10 +49,10 @@ def find_visits(update: WholeUpdate, stored: Before[Stored], sums: Mapping[int, 
     Args:
       update: The update.
       stored: Its inputs as stored.
-      sums: Numbers over parameters in records, as far as they are known.
+      sums: The numbers over parameters in records that earlier passes computed.
 
     Raises:
-      ValueError: The optimizer needs whole arrays of what is on disk.
+      ValueError: The optimizer needs a field on disk as a whole.
     """
     plan, far = update.plan, far_params(update.plan)
     inputs = placed_fields(plan, stored, far)
@@ -79,7 +79,7 @@ def check_adds_up(next_pass: NextPass) -> None:
 
 
 def _check_elementwise(run: Run) -> None:
-    """Raises if an equation needs whole arrays of what is on disk."""
+    """Raises if an equation needs a field on disk as a whole."""
     for i, kind in enumerate(run.split.kinds):
         path = run.reads_disk(run.split.jaxpr.eqns[i].invars) if kind in (Kind.WHOLE, Kind.MIXED) else ""
         if path:
@@ -109,7 +109,7 @@ def result_visit(run: Run, i: int, targets: Targets) -> tuple[Visit, VisitOperan
 
 
 def _sum_visits(run: Run) -> list[tuple[Visit, VisitOperands]]:
-    """Returns the visits that make the next sums over what is on disk."""
+    """Returns the visits that make the next sums over fields on disk."""
     ready: dict[int, list[int]] = {}
     for i in run.pending:
         eqn = run.split.jaxpr.eqns[i]
@@ -130,7 +130,7 @@ def _sum_visits(run: Run) -> list[tuple[Visit, VisitOperands]]:
 def visit_of(
     run: Run, i: int, outputs: Sequence[Atom], targets: Sequence[int | DType | SumTarget]
 ) -> tuple[Visit, VisitOperands]:
-    """Returns the visit that computes what is wanted of a parameter from its records, and its operands."""
+    """Returns the visit that computes `outputs` from the records of a parameter, and its operands."""
     place = {leaf.path: k for k, leaf in enumerate(run.plan.disk_fields[i])}
     leaf, kernel, operands = run.plan.leaves[i].grad, run.kernel(outputs), VisitOperands([], [])
 

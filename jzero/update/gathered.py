@@ -1,7 +1,7 @@
 """Evaluates equations whose operands must be whole on all devices: each gathers them, and all compute the same.
 
-In: an equation and arrays in natural shape. Out: its results. Matrix work that cannot be divided goes this way, see
-[Note: Matrices on one device each], and of all matrix work within a `cond`.
+In: an equation and arrays in natural shape. Out: its results. Matrix work that cannot be divided runs so, see
+[Note: Matrices on one device each], also inside of a `cond`.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def _mapped(fn: Callable[[PyTree], PyTree], xs: PyTree, count: int, at_once: int
 def _in_slots(
     groups: Sequence[_Group], slots: Slots, rows: Rows, units: Sequence[Unit], me: jax.Array, swap: Swap
 ) -> dict[tuple[int, int], list[jax.Array]]:
-    """Computes what is left: in each slot, a device computes one unit of some kind. Returns the rows of each unit."""
+    """Computes the other units: in each slot, a device computes one of some kind. Returns the rows of each unit."""
 
     def packed(slot: Slot) -> Buffers:  # what this device has of each unit, for the device that computes it
         return rows_below([{} if x is None else pack([y[x[1]][None] for y in rows[x[0]]]) for x in slot])

@@ -40,7 +40,7 @@ RecordResults: TypeAlias = tuple[list[jax.Array], list[jax.Array], list[jax.Arra
 
 
 class StepArrays(NamedTuple):
-    """What visits read of a step, as stored: reduced gradients and parameters, by the parameter's number.
+    """Arrays of a step that visits read, as stored: reduced gradients and parameters, by the parameter's number.
 
     Gradients may be parts on the host, by device.
     """
@@ -266,7 +266,7 @@ def _paste(part: jax.Array, x: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def _by_device(x: jax.Array | PartsOnHost) -> PartsOnHost:
-    """Returns the parts of an array by device; a dictionary is that already."""
+    """Returns the parts of an array by device; a dictionary has them already."""
     return x if isinstance(x, Mapping) else {shard.device: shard.data for shard in x.addressable_shards}
 
 
@@ -275,14 +275,14 @@ def _over_devices(plan: ZeroPlan, leaf: StateLeaf, values: dict[jax.Device, jax.
 
     Args:
       plan: The plan.
-      leaf: The leaf of whose parts the numbers are.
+      leaf: The leaf; each number is one over a part of it.
       values: The numbers of the first devices of this process that have a part.
       how: A primitive of `REDUCTIONS`.
     """
-    nothing = REDUCTIONS[how][2]
+    neutral = REDUCTIONS[how][2]
     shards = []
     for device, first in first_holders(plan, leaf, everywhere=True).items():  # each part counts once
-        x = values[device] if device == first else np.asarray(nothing, next(iter(values.values())).dtype)
+        x = values[device] if device == first else np.asarray(neutral, next(iter(values.values())).dtype)
         shards.append(jax.device_put(jnp.reshape(x, (1,)), device))
     sharding = NamedSharding(plan.mesh, PartitionSpec(tuple(plan.mesh.axis_names)))
     x = jax.make_array_from_single_device_arrays((plan.mesh.size,), sharding, shards)

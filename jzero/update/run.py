@@ -5,7 +5,7 @@ on the host. If all is on the devices and nothing needs whole matrices, the upda
 Otherwise its jaxpr is split and evaluated equation by equation: matrix work of one parameter on one device, see
 [Note: Matrices on one device each]; other matrix work on all devices, over operands that each of them gathers once;
 what is elementwise in a parameter with state on the host in passes over chunks, see [Note: Streaming an update]. What
-is elementwise in a parameter with state on disk is not computed here, but told as a `Visit`, see `records`.
+is elementwise in a parameter with state on disk is computed elsewhere, as its `Visit` says, see `records`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from jzero.update.whole import After, Before, WholeUpdate
 
 T = TypeVar("T")
 Targets: TypeAlias = Mapping[int, Stored | DType]
-"""What becomes of results, by their numbers: what they replace, or their dtype."""
+"""By the number of a result: the array or place on disk that it replaces, or its dtype."""
 
 
 def run_update(update: WholeUpdate, stored: Before[Stored], disk: FromDisk = NO_DISK) -> After[Stored]:
@@ -59,7 +59,7 @@ def run_update(update: WholeUpdate, stored: Before[Stored], disk: FromDisk = NO_
     Args:
       update: The update.
       stored: Its inputs as stored; gradients also in natural shape.
-      disk: What was computed from records.
+      disk: Results of passes over records.
     """
     plan, far = update.plan, far_params(update.plan)
     inputs = placed_fields(plan, stored, far)
@@ -88,7 +88,7 @@ def run_update(update: WholeUpdate, stored: Before[Stored], disk: FromDisk = NO_
 
 
 def numbers_of(out: After[T]) -> After[int]:
-    """Returns the number of each result of an update among all."""
+    """Numbers the results of an update."""
     numbers: After[int] = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
     return numbers
 
@@ -107,13 +107,13 @@ class Run:
 
     Attributes:
       split: The split.
-      env: What is known of its variables: numbers, and arrays in natural shape.
+      env: Values of its variables: numbers, and arrays in natural shape.
       fields: The variables that are fields.
       matrix_results: The results of matrix work on one device each.
       materialized: Fields, and values elementwise in fields, that were needed on the devices, in natural shape.
       fetched: Paths of the parameters whose state on the host was needed whole.
       record_sums: The equations that make numbers over a parameter in records, with the number of each.
-      sums: Those that are known.
+      sums: These numbers, as far as they are computed.
       pending: The equations that wait for such numbers.
     """
 
@@ -156,7 +156,7 @@ class Run:
         self.pending = self._evaluate(pending)
 
     def _evaluate(self, numbers: Sequence[int]) -> list[int]:
-        """Evaluates equations; returns those whose operands are not there yet."""
+        """Evaluates equations; returns those whose operands do not exist yet."""
         waiting = []
         for i in numbers:
             eqn = self.split.jaxpr.eqns[i]
@@ -185,7 +185,7 @@ class Run:
         return any(field.number in self.plan.disk_fields for field in fields)
 
     def reads_disk(self, atoms: Sequence[Atom]) -> str:
-        """Returns the path of a parameter whose records some elements are computed from; empty if there is none."""
+        """Returns the path of a parameter on disk that values are computed from element by element; else ""."""
         elements = [v for v in atoms if not _compat.is_literal(v) and v in self.split.elements]
         read = [self.fields[v] for v in self.kernel(elements).reads if v in self.fields] if elements else []
         return next((x.leaf.path for x in read if isinstance(x.array, OnDisk)), "")
@@ -199,7 +199,7 @@ class Run:
         return all(map(self.is_available, self.kernel([atom]).reads))
 
     def kernel(self, outputs: Sequence[Atom]) -> Kernel:
-        """Returns the elementwise function that computes some values from what is there."""
+        """Returns the elementwise function that computes some values from fields and from values that exist."""
         return kernel_of(self.split, outputs, self.matrix_results)
 
     def value(self, atom: Atom) -> jax.Array:
@@ -240,11 +240,7 @@ class Run:
         return [reduce_pass(self.plan, operands, eqn.primitive.name, _compat.type_of(eqn.outvars[0]).dtype)]
 
     def targets(self, i: int, inputs: Before[Input], numbers: After[int]) -> Targets:
-        """Returns what becomes of the results of a parameter with state on the host or on disk.
-
-        Returns:
-          By the number of a result among all: what it replaces, an array or a place on disk; or its dtype.
-        """
+        """Returns the targets of the results of a parameter with state on the host or on disk."""
         leaf, result = self.plan.leaves[i], numbers.results[i]
         pairs = [(numbers.masters[i], inputs.masters[i]), *zip(numbers.inner, inputs.inner, strict=True)]
         is_away = leaf.param.memory != "device"
@@ -272,7 +268,7 @@ class Run:
         return new | {k: leaf.grad.load(round_to(new[k], dtype)) for k, dtype in near.items()}
 
     def from_disk(self, i: int, inputs: Before[Input], targets: Targets, result: jax.Array | None) -> dict[int, Stored]:
-        """Returns the results of a parameter with state on disk, by their numbers; the old ones if there are no new."""
+        """Returns the results of a parameter with state on disk, by their numbers: if nothing changes, the old ones."""
         leaf = self.plan.leaves[i]
         near = param_field(inputs, i).stored if result is None else result
         near = near if memory_of(near) != "device" else leaf.grad.load(near)
@@ -286,7 +282,7 @@ class Run:
         return leaf.store(x.reshape(leaf.shape)) if x.ndim else x
 
     def _pass(self, i: int, outputs: Sequence[Atom], targets: Sequence[jax.Array | DType] = ()) -> Pass:
-        """Returns the pass of what is wanted of a parameter; it overwrites those of the `targets` that are arrays."""
+        """Returns the pass that computes `outputs` of a parameter, and overwrites the `targets` that are arrays."""
         leaf, kernel = self.plan.leaves[i].grad, self.kernel(outputs)
         fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
 

@@ -22,7 +22,7 @@ Buffers: TypeAlias = dict[str, jax.Array]
 
 
 def pack(arrays: Sequence[jax.Array]) -> Buffers:
-    """Returns arrays of as many rows side by side."""
+    """Returns arrays with the same number of rows, side by side."""
     parts: dict[str, list[jax.Array]] = collections.defaultdict(list)
     for x in arrays:
         parts[x.dtype.name].append(x.reshape(len(x), -1))
@@ -30,7 +30,7 @@ def pack(arrays: Sequence[jax.Array]) -> Buffers:
 
 
 def unpack(buffers: Buffers, shapes: Sequence[tuple[Sequence[int], DType]]) -> list[jax.Array]:
-    """Returns the arrays that were packed, each with as many rows as the buffers; the rest of these is padding.
+    """Returns the arrays that were packed, each with as many rows as the buffers; drops padding.
 
     Args:
       buffers: The buffers.

@@ -39,7 +39,7 @@ REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array], 
     "reduce_or": (jnp.any, lax.bitwise_or, False),
     "reduce_sum": (jnp.sum, lax.add, 0),
 }
-"""By primitive: the number of an array, that of two numbers, and what does not count."""
+"""By primitive: reduces an array to a number; joins two numbers; the neutral number."""
 
 
 class Kind(enum.Enum):
@@ -100,7 +100,7 @@ class Kernel(NamedTuple):
 
 
 class Split(NamedTuple):
-    """An update's flat jaxpr, and what its equations need.
+    """An update's flat jaxpr, and the kinds of its equations.
 
     Attributes:
       jaxpr: The jaxpr, open and flat.
@@ -121,7 +121,7 @@ class Split(NamedTuple):
         return list(dict.fromkeys(self.maker(i) for i, kind in enumerate(self.kinds) if kind is Kind.MIXED))
 
     def maker(self, number: int) -> str:
-        """Returns the optax function that made an equation, as far as it or an equation close to it tells."""
+        """Returns the optax function that made an equation, by its traceback or that of the closest equation."""
         numbers = sorted(range(len(self.jaxpr.eqns)), key=lambda i: (abs(i - number), i > number))
         names = filter(None, (_maker(self.jaxpr.eqns[i]) for i in numbers))  # those of jnp's functions tell nothing
         return next(names, str(self.jaxpr.eqns[number].primitive.name))
@@ -183,7 +183,7 @@ def kernel_of(of: Split, outputs: Sequence[Atom], available: Collection[Var] = (
     Args:
       of: The split.
       outputs: What it returns.
-      available: Further variables that are known, so that it reads them.
+      available: Variables that it reads even if it could compute them.
     """
     reads: dict[Var, None] = {}
     needed: set[int] = set()

@@ -126,7 +126,7 @@ class ZeroTransformation:
           params: The parameters as stored.
           applied: Whether anything changes, a 0-d boolean; `None` means yes.
           value: The loss, for optimizers that ask for it; `None` if it is not known.
-          disk: What was computed from records.
+          disk: Results of passes over records.
         """
         plan, own, old = self.plan, _to_own_state(self.plan, state), self.plan.flat_params(params)
         update, before = self._of_step(grads, state, params, applied, value)
@@ -166,7 +166,7 @@ class ZeroTransformation:
     def with_late_results(
         self, params: PyTree, results: Mapping[int, jax.Array], chosen: Mapping[int, jax.Array]
     ) -> PyTree:
-        """Returns stored parameters with what was computed from records beside other steps; call it inside `jit`.
+        """Returns stored parameters with the results of passes over records beside other steps; call it inside `jit`.
 
         Args:
           params: The parameters as stored.

@@ -1,7 +1,7 @@
-"""What a pass over records on disk computes, told by an update's split, and what it gives back.
+"""What a pass over records on disk computes, and its results.
 
-An update whose state is on disk cannot be one program. `run.find_visits` tells what to compute from each record, one
-`Visit` per parameter; `records` computes it; `run.run_update` takes the results as `FromDisk`.
+An update whose state is on disk cannot be one program. `find_visits` says what to compute from each record, one `Visit`
+per parameter; `records` computes it; `run.run_update` takes the results as `FromDisk`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class FromDisk(NamedTuple):
-    """What was computed from records before the rest of an update.
+    """Results of passes over records, for the rest of an update.
 
     Attributes:
-      sums: Numbers over what is on disk, by their number among all such sums.
+      sums: Numbers over fields on disk, by their number among all such sums.
       results: By parameter with state on disk, its new value, laid out like its gradient; none if nothing changes.
-      columns: The columns that are updated near, see `jzero.update.columns`; `None` if there are none.
+      columns: The columns that are updated on the devices, see `jzero.update.columns`; `None` if there are none.
     """
 
     sums: Mapping[int, jax.Array]
@@ -49,10 +49,10 @@ class Source(NamedTuple):
 
 
 class SumTarget(NamedTuple):
-    """A number over all elements of a parameter, of which each record makes a part.
+    """A number over all elements of a parameter, joined from one per record.
 
     Attributes:
-      number: Its number among all sums over what is on disk.
+      number: Its number among all sums over fields on disk.
       how: A primitive of `REDUCTIONS`.
       num_factors: How many results are multiplied first.
       dtype: Its dtype.

@@ -34,10 +34,10 @@ from jzero.layout.casts import apply_edits, positions_of, round_stochastically, 
 from jzero.layout.leaves import LeafPlan
 from jzero.layout.placement import make_strongly_typed
 from jzero.plan.plan import ZeroPlan
-from jzero.update.extra_args import Transformation, extra_args, said_clearly
+from jzero.update.extra_args import Transformation, explained_errors, extra_args
 
 NOTHING = np.float32(-0.0)
-"""What changes no bit when it is added."""
+"""The number whose addition changes no bit."""
 
 
 X_co = TypeVar("X_co", covariant=True)
@@ -126,7 +126,7 @@ class WholeUpdate:
         grads = tree([self._gradient(leaf, grad) for leaf, grad in zip(plan.leaves, x.grads, strict=True)])
         state = [y.astype(leaf.update_dtype or y.dtype) for y, leaf in zip(x.inner, plan.inner_leaves, strict=True)]
         extra = {**extra_args(self.tx, x.value, grads), **(x.extra or {}), **dict(self.functions)}
-        with said_clearly():
+        with explained_errors():
             returned, new = self.tx.update(
                 grads, plan.inner_treedef.unflatten(state), tree(optimizer_inputs) if knows else None, **extra
             )

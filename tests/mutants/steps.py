@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant(
         "padding_counts_in_sums",
         "update/chunks.py",
-        "part.without_padding(product, nothing)",
+        "part.without_padding(product, neutral)",
         "part.without_padding(product, 0)",
         "test_offload_optimizer.py::test_numbers_over_state_on_the_host_equal_one_device",
         "device",
