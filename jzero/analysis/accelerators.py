@@ -79,35 +79,43 @@ _AMPERE = {"bf16": 312e12, "f16": 312e12, "tf32": 156e12, "f32": 19.5e12}
 # Multiprocessors, clock, L2 and memory are what the CUDA driver reports (XLA ships such reports of the A100, H100 and
 # B200 as `target_config/specs`), memory rounded down, as drivers differ a little. Links: 25 GB/s per direction and
 # NVLink link of the 3rd and 4th generation, 50 GB/s of the 5th. Network: one port of the vendor's 8-GPU system per GPU.
+_H100 = GpuFacts(
+    name="NVIDIA H100 80GB HBM3",
+    compute_capability=(9, 0),
+    num_sms=132,
+    clock_hz=1.98e9,
+    hbm_bytes=int(79.1 * GIB),
+    hbm_bytes_per_s=3.35e12,  # data sheet "NVIDIA H100", SXM column
+    l2_bytes=50 * MIB,
+    flops=_HOPPER,
+    num_nvlinks=18,
+    intra_link_bytes_per_s=450e9,
+    inter_link_bytes_per_s=50e9,  # data sheets "DGX H100", "DGX H200": a ConnectX-7 port of 400 Gb/s per GPU
+    host_link_bytes_per_s=PCIE_5,
+)
+_A100 = GpuFacts(
+    name="NVIDIA A100-SXM4-80GB",
+    compute_capability=(8, 0),
+    num_sms=108,
+    clock_hz=1.41e9,
+    hbm_bytes=int(79.2 * GIB),
+    hbm_bytes_per_s=2.039e12,  # data sheet "NVIDIA A100", 80GB SXM column
+    l2_bytes=40 * MIB,
+    flops=_AMPERE,
+    num_nvlinks=12,
+    intra_link_bytes_per_s=300e9,
+    inter_link_bytes_per_s=25e9,  # data sheet "DGX A100": a ConnectX-6 port of 200 Gb/s per GPU
+    host_link_bytes_per_s=PCIE_4,
+)
 GPUS: Mapping[str, GpuFacts] = {
-    "h200": GpuFacts(
+    "h200": dataclasses.replace(
+        _H100,
         name="NVIDIA H200",
-        compute_capability=(9, 0),
-        num_sms=132,
-        clock_hz=1.98e9,
         hbm_bytes=int(139.8 * GIB),  # sold as 141 GB
         hbm_bytes_per_s=4.8e12,  # data sheet "NVIDIA H200", SXM column
         l2_bytes=60 * MIB,
-        flops=_HOPPER,
-        num_nvlinks=18,
-        intra_link_bytes_per_s=450e9,
-        inter_link_bytes_per_s=50e9,  # data sheet "DGX H200": a ConnectX-7 port of 400 Gb/s per GPU
-        host_link_bytes_per_s=PCIE_5,
     ),
-    "h100": GpuFacts(
-        name="NVIDIA H100 80GB HBM3",
-        compute_capability=(9, 0),
-        num_sms=132,
-        clock_hz=1.98e9,
-        hbm_bytes=int(79.1 * GIB),
-        hbm_bytes_per_s=3.35e12,  # data sheet "NVIDIA H100", SXM column
-        l2_bytes=50 * MIB,
-        flops=_HOPPER,
-        num_nvlinks=18,
-        intra_link_bytes_per_s=450e9,
-        inter_link_bytes_per_s=50e9,  # data sheet "DGX H100": a ConnectX-7 port of 400 Gb/s per GPU
-        host_link_bytes_per_s=PCIE_5,
-    ),
+    "h100": _H100,
     "b200": GpuFacts(
         name="NVIDIA B200",
         compute_capability=(10, 0),
@@ -124,47 +132,20 @@ GPUS: Mapping[str, GpuFacts] = {
         inter_link_bytes_per_s=50e9,  # data sheet "DGX B200": a ConnectX-7 port of 400 Gb/s per GPU
         host_link_bytes_per_s=PCIE_5,
     ),
-    "a100-80": GpuFacts(
-        name="NVIDIA A100-SXM4-80GB",
-        compute_capability=(8, 0),
-        num_sms=108,
-        clock_hz=1.41e9,
-        hbm_bytes=int(79.2 * GIB),
-        hbm_bytes_per_s=2.039e12,  # data sheet "NVIDIA A100", 80GB SXM column
-        l2_bytes=40 * MIB,
-        flops=_AMPERE,
-        num_nvlinks=12,
-        intra_link_bytes_per_s=300e9,
-        inter_link_bytes_per_s=25e9,  # data sheet "DGX A100": a ConnectX-6 port of 200 Gb/s per GPU
-        host_link_bytes_per_s=PCIE_4,
-    ),
-    "a100-40": GpuFacts(
+    "a100-80": _A100,
+    "a100-40": dataclasses.replace(
+        _A100,
         name="NVIDIA A100-SXM4-40GB",
-        compute_capability=(8, 0),
-        num_sms=108,
-        clock_hz=1.41e9,
         hbm_bytes=int(39.3 * GIB),
         hbm_bytes_per_s=1.555e12,  # white paper of the A100: 40 GB
-        l2_bytes=40 * MIB,
-        flops=_AMPERE,
-        num_nvlinks=12,
-        intra_link_bytes_per_s=300e9,
-        inter_link_bytes_per_s=25e9,
-        host_link_bytes_per_s=PCIE_4,
     ),
-    "a100-pcie": GpuFacts(
+    "a100-pcie": dataclasses.replace(
+        _A100,
         name="NVIDIA A100 80GB PCIe",
-        compute_capability=(8, 0),
-        num_sms=108,
-        clock_hz=1.41e9,
-        hbm_bytes=int(79.2 * GIB),
         hbm_bytes_per_s=1.935e12,  # data sheet "NVIDIA A100", 80GB PCIe column
-        l2_bytes=40 * MIB,
-        flops=_AMPERE,
         num_nvlinks=0,  # bridges join pairs only
         intra_link_bytes_per_s=PCIE_4,
         inter_link_bytes_per_s=25e9,  # 200 Gb/s per GPU is usual
-        host_link_bytes_per_s=PCIE_4,
     ),
     "rtx4090": GpuFacts(
         name="NVIDIA GeForce RTX 4090",
@@ -198,7 +179,7 @@ GPUS: Mapping[str, GpuFacts] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TpuFacts:
     """The specifications of a TPU chip. Rates are the vendor's peaks.
 
@@ -229,43 +210,11 @@ class TpuFacts:
 
 
 # Rates, bandwidths and the bandwidth of all links together: Google Cloud's documentation, pages "TPU v4", "TPU v5e",
-# "TPU v5p" and "TPU v6e". Memory: what libtpu 0.0.42 and 0.0.50 name as available when a program does not fit.
+# "TPU v5p" and "TPU v6e". Memory: what libtpu 0.0.42 and 0.0.50 name as available when a program does not fit. The v4
+# has both cores as one device, as on real machines.
 TPUS: Mapping[str, TpuFacts] = {
-    "v4": TpuFacts(
-        accelerator="v4",
-        cores_per_chip=2,
-        hbm_bytes=int(30.75 * GIB),
-        hbm_bytes_per_s=1.2e12,
-        flops={"bf16": 275e12},
-        num_links=6,
-        link_bytes_per_s=50e9,
-        chip_config="megacore",  # both cores as one device, as on real machines
-    ),
-    "v5e": TpuFacts(
-        accelerator="v5litepod",
-        cores_per_chip=1,
-        hbm_bytes=int(15.75 * GIB),
-        hbm_bytes_per_s=819e9,
-        flops={"bf16": 197e12, "s8": 393e12},
-        num_links=4,
-        link_bytes_per_s=50e9,
-    ),
-    "v5p": TpuFacts(
-        accelerator="v5p",
-        cores_per_chip=2,
-        hbm_bytes=int(95.73 * GIB),
-        hbm_bytes_per_s=2.765e12,
-        flops={"bf16": 459e12, "s8": 918e12},
-        num_links=6,
-        link_bytes_per_s=100e9,
-    ),
-    "v6e": TpuFacts(
-        accelerator="v6e",
-        cores_per_chip=1,
-        hbm_bytes=int(31.24 * GIB),
-        hbm_bytes_per_s=1.638e12,
-        flops={"bf16": 918e12, "s8": 1836e12},
-        num_links=4,
-        link_bytes_per_s=100e9,
-    ),
+    "v4": TpuFacts("v4", 2, int(30.75 * GIB), 1.2e12, {"bf16": 275e12}, 6, 50e9, "megacore"),
+    "v5e": TpuFacts("v5litepod", 1, int(15.75 * GIB), 819e9, {"bf16": 197e12, "s8": 393e12}, 4, 50e9),
+    "v5p": TpuFacts("v5p", 2, int(95.73 * GIB), 2.765e12, {"bf16": 459e12, "s8": 918e12}, 6, 100e9),
+    "v6e": TpuFacts("v6e", 1, int(31.24 * GIB), 1.638e12, {"bf16": 918e12, "s8": 1836e12}, 4, 100e9),
 }

@@ -43,3 +43,13 @@ class Key:
     least: float = 0
     choices: tuple[str, ...] = ()
     old_names: tuple[str, ...] = ()
+
+
+def below(block: str, *keys: Key) -> tuple[Key, ...]:
+    """Returns keys whose paths lack the name of their block, with it."""
+    return tuple(dataclasses.replace(key, path=f"{block}.{key.path}") for key in keys)
+
+
+def stage_3(*keys: Key) -> tuple[Key, ...]:
+    """Returns keys that DeepSpeed also knows by their names with the prefix "stage3_"."""
+    return tuple(dataclasses.replace(key, old_names=(f"stage3_{key.path}", *key.old_names)) for key in keys)

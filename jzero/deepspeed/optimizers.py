@@ -63,13 +63,7 @@ _CORRECTION = Key("bias_correction", "bool", True, "honoured", TX)
 _AMSGRAD = Key("amsgrad", "bool", False, "refused", "DeepSpeed's kernels have none either: see `optax.amsgrad`")
 _MAXIMIZE = Key("maximize", "bool", False, "refused", "negate the loss")
 _STATES = Key("fp32_optimizer_states", "bool", True, "ignored", "moments have the dtype of the masters")
-_MAX_NORM = Key(
-    "max_grad_norm",
-    "number",
-    0.0,
-    "refused",
-    "DeepSpeed raises an error as well: set `gradient_clipping`",
-)
+_MAX_NORM = Key("max_grad_norm", "number", 0.0, "refused", "DeepSpeed raises an error as well: set `gradient_clipping`")
 _KERNELS = tuple(
     Key(name, "any", None, "ignored", "about the kernels of torch")
     for name in ("set_grad_none", "foreach", "fused", "capturable", "differentiable")

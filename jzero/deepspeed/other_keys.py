@@ -76,15 +76,11 @@ PRECISION = (
     Key("torch_autocast", "block", None, "refused", "it casts operation by operation: set `bf16` or `fp16` instead"),
 )
 
+_SAME_MEAN = "the same mean; only the order of divisions and sums differs"
+
 GRADIENTS = (
-    Key("prescale_gradients", "bool", False, "ignored", "the same mean; only the order of dividing and adding differs"),
-    Key(
-        "gradient_predivide_factor",
-        "number",
-        1.0,
-        "ignored",
-        "the same mean; only the order of dividing and adding differs",
-    ),
+    Key("prescale_gradients", "bool", False, "ignored", _SAME_MEAN),
+    Key("gradient_predivide_factor", "number", 1.0, "ignored", _SAME_MEAN),
     Key(
         "gradient_allreduce_op",
         "string",
@@ -166,14 +162,7 @@ REST = (
     Key("seq_parallel_communication_data_type", "dtype", None, "ignored", "about sequence parallelism"),
     Key("allgather_size", "int", None, "ignored", "of a format that DeepSpeed has dropped"),
     Key("sequence_parallel_size", "int", 1, "refused", _OTHER_PARALLEL, least=1),
-    Key(
-        "tensor_parallel",
-        "block",
-        None,
-        "refused",
-        _OTHER_PARALLEL,
-        off=({"autotp_size": 0}, {"autotp_size": 1}),
-    ),
+    Key("tensor_parallel", "block", None, "refused", _OTHER_PARALLEL, off=({"autotp_size": 0}, {"autotp_size": 1})),
     Key("expert_parallel", "block", None, "refused", _OTHER_PARALLEL),
     Key("amp", "block", None, "refused", "it casts operation by operation: set `bf16` or `fp16` instead"),
     Key("elasticity", "block", None, "refused", "it chooses the batch size: write the sizes down"),

@@ -47,14 +47,7 @@ def _number(name: str, default: Any) -> Key:
     return Key(name, "number", default, "honoured", "`report.schedule`", least=-math.inf)
 
 
-_LAST = Key(
-    "last_batch_iteration",
-    "int",
-    -1,
-    "refused",
-    "the count is in the optimizer's state, which a checkpoint holds",
-    least=-1,
-)
+_LAST = Key("last_batch_iteration", "int", -1, "refused", "the count is in the optimizer's state", least=-1)
 _WARMUP_TYPE = Key("warmup_type", "string", "log", "honoured", '`report.schedule`; all but "linear" is "log"')
 
 
