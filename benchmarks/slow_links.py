@@ -135,16 +135,16 @@ def compiled(kind: str, topology: str, steps: int) -> dict[str, Any]:
     batch = jax.ShapeDtypeStruct((ROWS * number * steps, LENGTH + 1), jnp.int32)
     started = time.process_time()
     traced = jzero.make_train_step(loss_fn, accumulate_steps=steps).trace(state, batch)
-    made = traced.lower().compile(topology_options(topology) or None)
-    program = parse_hlo(made.as_text())
+    compiled = traced.lower().compile(topology_options(topology) or None)
+    program = parse_hlo(compiled.as_text())
     collectives = tuple(program_collectives(program))
     facts = Compiled(
-        program,
+        (program,),
         collectives,
         tuple(sent(traced.jaxpr)),
         tuple(trace_program(traced.jaxpr, [1] * len(traced.jaxpr.in_avals)).transfers),
         "gpu",
-        memory_of(made, "gpu", 0),
+        memory_of(compiled, "gpu", 0),
         returns_state=True,
         micro_batches=steps,
     )
