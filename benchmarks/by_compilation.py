@@ -63,7 +63,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
     models += [("1.4B", True, True), ("7B", True, True)]
     if options.tensor > 1:
         models = [(size, True, True) for size in ("1.4B", "7B")]
-    found = [
+    programs = [
         Case(options.topology, size, scan, remat, engine, stage, options.tensor)
         for size, scan, remat in models
         for engine in ENGINES
@@ -72,8 +72,10 @@ def cases(options: argparse.Namespace) -> list[Case]:
         if options.tensor == 1 or engine in ("jzero", "gspmd")
         for stage in STAGES.get(engine, (3, 2, 1))
     ]
-    wanted = [c for c in found if all(w in c.key for w in options.only) and not any(w in c.key for w in options.skip)]
-    return sorted(wanted, key=lambda c: (c.stage != 3, list(SIZES).index(c.size)))
+    selected = [
+        c for c in programs if all(w in c.key for w in options.only) and not any(w in c.key for w in options.skip)
+    ]
+    return sorted(selected, key=lambda c: (c.stage != 3, list(SIZES).index(c.size)))
 
 
 def compiled(case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -159,14 +161,14 @@ def plot(lines: list[dict[str, Any]], path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     engines = ("jzero", "jzero as written", "jzero, XLA ahead", "jzero tuned", "gspmd", "map_variables")
-    found = {tuple(x["key"].split("/")): x for x in lines if "peak" in x}
+    figures = {tuple(x["key"].split("/")): x for x in lines if "peak" in x}
     order = lambda model: (model[0], list(SIZES).index(model[1]), model[2])
-    models = sorted({k[:3] for k in found if (*k[:3], "gspmd", "3") in found}, key=order)
+    models = sorted({k[:3] for k in figures if (*k[:3], "gspmd", "3") in figures}, key=order)
     figure, axes = plt.subplots(1, 2, figsize=(12, 1 + 0.8 * len(models)), sharey=True)
     for i, engine in enumerate(engines):
-        rows = [(m, found.get((*model, engine, "3"))) for m, model in enumerate(models)]
+        rows = [(m, figures.get((*model, engine, "3"))) for m, model in enumerate(models)]
         places = [m + 0.13 * (i - 2.5) for m, x in rows if x]
-        peaks = [x["peak"] / found[(*models[m], "gspmd", "3")]["peak"] for m, x in rows if x]
+        peaks = [x["peak"] / figures[(*models[m], "gspmd", "3")]["peak"] for m, x in rows if x]
         axes[0].barh(places, peaks, 0.12, label=engine)
         axes[1].barh(places, [100 * (x["exposed"] or 0) for _, x in rows if x], 0.12)
     axes[0].set_yticks(range(len(models)), [" ".join(model) for model in models])
@@ -204,15 +206,15 @@ def main() -> None:
     parser.add_argument("--plot", type=pathlib.Path, help="draw the results to this SVG file, compile nothing")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    known = lines_of(options.results)
+    results = lines_of(options.results)
     if options.plot:
-        plot(known, options.plot)
+        plot(results, options.plot)
     if options.table:
-        print(table(known))
+        print(table(results))
     if options.table or options.plot:
         return
     for case in cases(options):
-        if case.key in {x["key"] for x in known}:
+        if case.key in {x["key"] for x in results}:
             continue
         line = compiled(case, options)
         add_line(options.results, line)

@@ -42,11 +42,11 @@ def main() -> None:
     print(f"jax {jax.__version__}, orbax-checkpoint {ocp.__version__}, {options.megabytes} MB, {options.rounds} rounds")
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         for kind in ("even", "odd"):
-            for what, times in measure(kind, options, pathlib.Path(directory)).items():
-                medians = {who: np.median(np.array(found), axis=0) for who, found in times.items()}
+            for action, times in measure(kind, options, pathlib.Path(directory)).items():
+                medians = {who: np.median(np.array(rounds), axis=0) for who, rounds in times.items()}
                 (_, ours), (_, other) = medians.items()
                 each = "  ".join(f"{who} {x[0]:6.2f} s, CPU {x[1]:5.2f} s" for who, x in medians.items())
-                print(f"{kind:4}  {what:7}  {each}  ratio {ours[0] / other[0]:5.2f}, CPU {ours[1] / other[1]:5.2f}  "
+                print(f"{kind:4}  {action:7}  {each}  ratio {ours[0] / other[0]:5.2f}, CPU {ours[1] / other[1]:5.2f}  "
                       f"{options.megabytes / ours[0]:5.0f} MB/s")  # fmt: skip
 
 
@@ -82,15 +82,17 @@ def measure(
             "of the state": lambda: jzero.export_params(state, exported) and None,
         },
     }
-    times: dict[str, dict[str, list[tuple[float, float]]]] = {what: {who: [] for who in doing[what]} for what in doing}
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {
+        action: {who: [] for who in doing[action]} for action in doing
+    }
     for number in range(options.rounds + 1):
-        for what, ways in doing.items():
-            for who, run in ways.items():
+        for action, runs in doing.items():
+            for who, run in runs.items():
                 started = time.perf_counter(), time.process_time()
                 jax.block_until_ready(run())
                 spent = time.perf_counter() - started[0], time.process_time() - started[1]
                 if number:  # the first round compiles
-                    times[what][who].append(spent)
+                    times[action][who].append(spent)
                 shutil.rmtree(exported, ignore_errors=True)
         for path in (ours, orbax):
             shutil.rmtree(path)

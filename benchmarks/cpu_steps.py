@@ -35,11 +35,11 @@ def main() -> None:
     model = GPT(Size(384, 6, vocab=4096), scan=not options.unrolled, remat=not options.no_remat)
     tokens = np.random.default_rng(0).integers(0, 4096, (2 * mesh.size, 129)).astype(np.int32)
     batch = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec(AXIS)))
-    wanted = [("replicated", 0), *((name, stage) for stage in options.stages for name in ("gspmd", "jzero"))]
-    wanted += [("map_variables", 3)] if 3 in options.stages else []
-    wanted += [("jzero as written", 3)] if 3 in options.stages and options.no_remat else []
+    programs = [("replicated", 0), *((name, stage) for stage in options.stages for name in ("gspmd", "jzero"))]
+    programs += [("map_variables", 3)] if 3 in options.stages else []
+    programs += [("jzero as written", 3)] if 3 in options.stages and options.no_remat else []
     runs, reports = {}, {}
-    for name, stage in wanted:
+    for name, stage in programs:
         engine = make_engine(name, model, stage, mesh)
         reports[name, stage] = jzero.analyze(engine.step, engine.like, batch, mesh=mesh)
         runs[name, stage] = Training(engine.step, engine.make(jax.random.key(0)), batch)

@@ -31,13 +31,13 @@ def seconds(*, scanned: bool, repeats: int) -> dict[str, list[float]]:
         step, like = make(family, 3, mesh)
         compiled = step.lower(like, like_batch).compile()
         steps[name] = [compiled, jax.block_until_ready(compiled(jax.tree.map(fill, like), batch))[0]]
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):  # in turns, so that all meet the same machine
         for name, run in steps.items():
             started = time.process_time()
             run[1], _ = jax.block_until_ready(run[0](run[1], batch))
-            found[name].append(time.process_time() - started)
-    return found
+            times[name].append(time.process_time() - started)
+    return times
 
 
 def main() -> None:
@@ -49,9 +49,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     print(f"jax {jax.__version__}\n\n| | GSPMD*, CPU s | jzero, CPU s | ratio |\n|---|---|---|---|")
     for scanned in (True, False):
-        found = seconds(scanned=scanned, repeats=options.repeats)
-        ratio = statistics.median(b / a for a, b in zip(*found.values(), strict=True))
-        cells = " | ".join(f"{statistics.median(x):.2f}" for x in found.values())
+        times = seconds(scanned=scanned, repeats=options.repeats)
+        ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
+        cells = " | ".join(f"{statistics.median(x):.2f}" for x in times.values())
         print(f"| {'scanned' if scanned else 'unrolled'} | {cells} | {ratio:.2f} |", flush=True)
 
 

@@ -96,17 +96,17 @@ def measure(options: argparse.Namespace) -> dict[str, list[tuple[float, float]]]
         "pipeline with AdamW": lambda: run(pipeline, adamw),
         "AdamW alone": lambda: (update_alone(adamw, pipeline.buffers[0], records), 0),
     }
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for number in range(options.repeats + 1):
         for name, call in runs.items():
             seconds = call()
             if number:  # the first round compiles
-                found[name].append(seconds)
+                times[name].append(seconds)
     plain.close()
     store.close()
-    rates = {name: [store.num_bytes / GIB / seconds for seconds, _ in rounds] for name, rounds in found.items()}
-    report(found, rates)
-    return found
+    rates = {name: [store.num_bytes / GIB / seconds for seconds, _ in rounds] for name, rounds in times.items()}
+    report(times, rates)
+    return times
 
 
 def update_alone(visit: Any, buffer: np.ndarray, records: int) -> float:
@@ -117,10 +117,10 @@ def update_alone(visit: Any, buffer: np.ndarray, records: int) -> float:
     return time.perf_counter() - started
 
 
-def report(found: dict[str, list[tuple[float, float]]], rates: dict[str, list[float]]) -> None:
+def report(times: dict[str, list[tuple[float, float]]], rates: dict[str, list[float]]) -> None:
     """Prints a table."""
     print("| | seconds | GiB/s each way | of plain, both at once | of it the caller waits |\n|---|---|---|---|---|")
-    for name, rounds in found.items():
+    for name, rounds in times.items():
         ratio = statistics.median(a / b for a, b in zip(rates[name], rates["plain, both at once"], strict=True))
         seconds = statistics.median(seconds for seconds, _ in rounds)
         waited = statistics.median(waited / seconds for seconds, waited in rounds)

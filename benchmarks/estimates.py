@@ -53,11 +53,11 @@ def line_of(name: str, stage: int, topology: str, peak: int | None = None) -> di
 
 def table(files: dict[str, list[dict[str, Any]]]) -> str:
     """Returns Markdown: the compiled peak of each family and stage, and each file's estimate as a part of it."""
-    found = {name: {tuple(x["key"].split("/")): x for x in lines} for name, lines in files.items()}
-    keys = {key: None for lines in found.values() for key in lines}
+    by_file = {name: {tuple(x["key"].split("/")): x for x in lines} for name, lines in files.items()}
+    keys = {key: None for lines in by_file.values() for key in lines}
     text = [f"| stage | family | compiled, MiB | {' | '.join(files)} |", "|---" * (3 + len(files)) + "|"]
     for _, name, stage in sorted(keys, key=lambda key: (key[0], key[2], list(FAMILIES).index(key[1]))):
-        lines = [next((x for key, x in one.items() if key[1:] == (name, stage)), {}) for one in found.values()]
+        lines = [next((x for key, x in one.items() if key[1:] == (name, stage)), {}) for one in by_file.values()]
         compiled = next(x["compiled"] for x in lines if x)
         cells = [mark(x["ratio"]) if x else "" for x in lines]
         text.append(f"| {stage} | {name} | {compiled / MIB:.0f} | {' | '.join(cells)} |")

@@ -53,12 +53,11 @@ from benchmarks.family_models import (
     moe,
     run,
     t5,
-    unet,
     vit,
 )
 from benchmarks.gpt import AXIS
 from benchmarks.lines import add_line, lines_of
-from benchmarks.more_family_models import dit, gnn, hybrid, perceiver
+from benchmarks.more_family_models import dit, gnn, hybrid, perceiver, unet
 from jzero.analysis.topologies import topology_devices
 
 FAMILIES: dict[str, Callable[[], Family]] = {
@@ -93,7 +92,9 @@ def mlp(*, width: int = 1024, layers: int = 4) -> Family:
     """Returns a perceptron that regresses."""
     shapes = {"layers": [{"w": (width, width), "b": (width,)} for _ in range(layers)]}
     block = lambda x, p: jax.nn.relu(x @ p["w"] + p["b"])
-    loss = lambda params, batch, own: jnp.square(run(block, batch, params["layers"], own).astype(jnp.float32)).mean()
+    loss = lambda params, batch, constrain: jnp.square(
+        run(block, batch, params["layers"], constrain).astype(jnp.float32)
+    ).mean()
     return Family(shapes, loss, lambda rows: jax.ShapeDtypeStruct((rows, width), jnp.bfloat16))
 
 
@@ -109,9 +110,9 @@ ENGINES = ("jzero", "keeping", "strong")
 SMALL = 100_000  # parameters of a layer of up to so many elements stay whole, by hand
 
 
-def own_loss(family: Family, own: Callable[[jax.Array], jax.Array] = lambda x: x) -> Callable[..., jax.Array]:
+def loss_of(family: Family, constrain: Callable[[jax.Array], jax.Array] = lambda x: x) -> Callable[..., jax.Array]:
     """Returns `loss(params, batch)`."""
-    return lambda params, batch: family.loss(params, batch, own)
+    return lambda params, batch: family.loss(params, batch, constrain)
 
 
 def batch_of(family: Family, mesh: Mesh) -> Any:
@@ -128,7 +129,7 @@ def jzero_step(
     config = jzero.ZeroConfig(stage=stage, precision="bf16", reshard_after_forward=not keeps)
     make = lambda key: jzero.TrainState.create(params=family.init(key), tx=tx)
     shapes = jax.eval_shape(make, jax.random.key(0))
-    step = jzero.make_train_step(own_loss(family), remat="as_written" if keeps else None)
+    step = jzero.make_train_step(loss_of(family), remat="as_written" if keeps else None)
     start = functools.partial(jzero.init_train_state, make, config=config, mesh=mesh)
     return Engine(step, start, jzero.abstract_train_state(shapes, config=config, mesh=mesh))
 
@@ -160,7 +161,7 @@ def updated(
 def strong_step(family: Family, stage: int, mesh: Mesh, *, tx: optax.GradientTransformation = TX) -> Engine:
     """Returns the step by hand."""
     rows = NamedSharding(mesh, PartitionSpec(AXIS))
-    loss_fn = own_loss(family, lambda x: lax.with_sharding_constraint(x, rows))
+    loss_fn = loss_of(family, lambda x: lax.with_sharding_constraint(x, rows))
 
     def start(key: jax.Array) -> State:
         masters = family.init(key)
@@ -168,8 +169,8 @@ def strong_step(family: Family, stage: int, mesh: Mesh, *, tx: optax.GradientTra
 
     shapes = jax.eval_shape(start, jax.random.key(0))
     layout = jax.tree_util.tree_map_with_path(functools.partial(layout_of, mesh=mesh), shapes)
-    whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), shapes.params)
-    layout = layout._replace(params=whole)
+    replicated = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), shapes.params)
+    layout = layout._replace(params=replicated)
 
     def step(state: State, batch: Any) -> tuple[State, Any]:
         params = state.params
@@ -191,20 +192,22 @@ def strong_step(family: Family, stage: int, mesh: Mesh, *, tx: optax.GradientTra
 
 def plain_step(family: Family, mesh: Mesh | None = None) -> Engine:
     """Returns a step of plain `jax.jit`, on one device, or with everything but the batch whole on each of a mesh."""
-    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def start(key: jax.Array) -> State:
         masters = family.init(key)
         return State(None, masters, TX.init(masters))
 
     def step(state: State, batch: Any) -> tuple[State, Any]:
-        loss, grads = jax.value_and_grad(own_loss(family))(narrow(state.masters), batch)
+        loss, grads = jax.value_and_grad(loss_of(family))(narrow(state.masters), batch)
         masters, opt_state, norm = updated(state.masters, state.opt_state, grads)
         return State(None, masters, opt_state), {"loss": loss, "grad_norm": norm}
 
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
     like = jax.tree.map(place, jax.eval_shape(start, jax.random.key(0)))
-    return Engine(jax.jit(step, donate_argnums=0, out_shardings=whole), jax.jit(start, out_shardings=whole), like)
+    return Engine(
+        jax.jit(step, donate_argnums=0, out_shardings=replicated), jax.jit(start, out_shardings=replicated), like
+    )
 
 
 def engine_of(name: str, family: Family, stage: int, mesh: Mesh) -> Engine:
@@ -263,10 +266,10 @@ def table(files: dict[str, list[dict[str, Any]]]) -> str:
 
     The last file's peak and step are also given as parts of those by hand.
     """
-    found = {name: {tuple(x["key"].split("/")): x for x in lines} for name, lines in files.items()}
-    others = {key: x for lines in reversed(found.values()) for key, x in lines.items() if key[2] != "jzero"}
-    columns = {**found, **{engine: others for engine in ENGINES[1:] if any(key[2] == engine for key in others)}}
-    groups = sorted({(key[0], key[3]) for lines in found.values() for key in lines})
+    by_file = {name: {tuple(x["key"].split("/")): x for x in lines} for name, lines in files.items()}
+    others = {key: x for lines in reversed(by_file.values()) for key, x in lines.items() if key[2] != "jzero"}
+    columns = {**by_file, **{engine: others for engine in ENGINES[1:] if any(key[2] == engine for key in others)}}
+    groups = sorted({(key[0], key[3]) for lines in by_file.values() for key in lines})
     text = []
     for topology, stage in groups:
         heads = [f"{title}: {name}" for title, _ in FIGURES.values() for name in columns]
@@ -278,7 +281,7 @@ def table(files: dict[str, list[dict[str, Any]]]) -> str:
                 for name, lines in columns.items()
             ]
             cells = [cell(x, figure, show) for figure, (_, show) in FIGURES.items() for x in line]
-            new, hand = line[len(found) - 1], others.get((topology, family, "strong", stage), {})
+            new, hand = line[len(by_file) - 1], others.get((topology, family, "strong", stage), {})
             ratios = [f"{new[f] / hand[f]:.2f}" if new.get(f) and hand.get(f) else "" for f in ("peak", "seconds")]
             if any(line):
                 text.append(f"| {family} | {' | '.join([*cells, *ratios])} |")
@@ -332,9 +335,9 @@ def main() -> None:
     parser.add_argument("--table", type=pathlib.Path, nargs="+", help="print these files, compile nothing")
     parser.add_argument("--trace", action="store_true", help="time tracing and lowering, compile nothing")
     options = parser.parse_args()
-    known = TRACED if options.trace else {**FAMILIES, **LARGE}
-    if unknown := set(options.family) - set(known):
-        parser.error(f"no families {sorted(unknown)}: choose of {', '.join(known)}")
+    models = TRACED if options.trace else {**FAMILIES, **LARGE}
+    if unknown := set(options.family) - set(models):
+        parser.error(f"no families {sorted(unknown)}: choose of {', '.join(models)}")
     jax.config.update("jax_platforms", "cpu")
     if options.table:
         print(table({path.stem: lines_of(path) for path in options.table}))

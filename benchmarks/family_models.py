@@ -1,7 +1,7 @@
 """The models of `benchmarks.families`: plain functions over trees of parameters, in the sizes of published models.
 
-A model is a tree of shapes and `loss(params, batch, own)`. Scanned layers are under the key "stack", unrolled ones in
-lists. `own` is called on the activations at the start of each block: who partitions by hand constrains them there.
+A model is a tree of shapes and `loss(params, batch, constrain)`. Scanned layers are under the key "stack", unrolled
+ones in lists. A step by hand sets the sharding of activations by `constrain`, which is called where each block starts.
 
 Letters of shapes: B batch, S sequence, D width, H heads, F hidden units, E experts, C slots of an expert, N states.
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-Own = Callable[[jax.Array], jax.Array]
+Constrain = Callable[[jax.Array], jax.Array]
 Block = Callable[..., jax.Array]
 
 
@@ -27,13 +27,13 @@ class Family(NamedTuple):
 
     Attributes:
       shapes: Shapes of the parameters, as tuples in a tree.
-      loss: `loss(params, batch, own)`.
+      loss: `loss(params, batch, constrain)`.
       batch: Returns the shapes of a batch of that many rows.
       rows: Rows per device.
     """
 
     shapes: Any
-    loss: Callable[[Any, Any, Own], jax.Array]
+    loss: Callable[[Any, Any, Constrain], jax.Array]
     batch: Callable[[int], Any]
     rows: int = 4
 
@@ -49,10 +49,10 @@ def stacked(layer: dict[str, tuple[int, ...]], layers: int) -> dict[str, tuple[i
     return {name: (layers, *shape) for name, shape in layer.items()}
 
 
-def run(block: Block, x: jax.Array, layers: Any, own: Own, *, remat: bool = False) -> jax.Array:
+def run(block: Block, x: jax.Array, layers: Any, constrain: Constrain, *, remat: bool = False) -> jax.Array:
     """Returns what `block(x, layer)` makes of `x`, layer by layer, scanned if the layers are a stack."""
     scanned = isinstance(layers, dict)
-    step = lambda x, layer: block(own(x), layer)
+    step = lambda x, layer: block(constrain(x), layer)
     if remat:
         step = jax.checkpoint(step, prevent_cse=not scanned)
     if scanned:
@@ -116,11 +116,11 @@ def gpt(  # noqa: PLR0913  # what a GPT is made of
     if not tied:
         shapes["head"] = (width, vocab)
 
-    def loss(params: Any, batch: jax.Array, own: Own) -> jax.Array:
+    def loss(params: Any, batch: jax.Array, constrain: Constrain) -> jax.Array:
         x = params["embed"][batch[:, :-1]] + params["positions"]
         block = functools.partial(biased_block, causal=True, head=head)
-        x = run(block, x, params["stack" if scanned else "layers"], own, remat=remat)
-        x = layer_norm(own(x), params["scale"], params["bias"])
+        x = run(block, x, params["stack" if scanned else "layers"], constrain, remat=remat)
+        x = layer_norm(constrain(x), params["scale"], params["bias"])
         return cross_entropy(x @ (params["embed"].T if tied else params["head"]), batch[:, 1:])
 
     return Family(shapes, loss, tokens(seq_len))
@@ -136,12 +136,12 @@ def vit(*, layers: int = 24, width: int = 1024, patch: int = 16, image: int = 22
         images = jax.ShapeDtypeStruct((rows, image, image, 3), jnp.float32)
         return {"image": images, "label": jax.ShapeDtypeStruct((rows,), jnp.int32)}
 
-    def loss(params: Any, batch: Any, own: Own) -> jax.Array:
+    def loss(params: Any, batch: Any, constrain: Constrain) -> jax.Array:
         x = batch["image"].astype(params["patch"].dtype)
         x = x.reshape(-1, image // patch, patch, image // patch, patch, 3).swapaxes(2, 3)
         x = x.reshape(-1, count, patch * patch * 3) @ params["patch"] + params["positions"]
-        x = run(functools.partial(biased_block, causal=False), x, params["stack"], own)
-        x = layer_norm(own(x), params["scale"], params["bias"]).mean(1)
+        x = run(functools.partial(biased_block, causal=False), x, params["stack"], constrain)
+        x = layer_norm(constrain(x), params["scale"], params["bias"]).mean(1)
         return cross_entropy(x @ params["head"], batch["label"])
 
     return Family(shapes, loss, batch_of, rows=32)
@@ -202,11 +202,11 @@ def llama(size: LlamaSize, *, scanned: bool, remat: bool, seq_len: int = 1024) -
         y = rms_norm(x, p["norm2"])
         return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
 
-    def loss(params: Any, batch: jax.Array, own: Own) -> jax.Array:
+    def loss(params: Any, batch: jax.Array, constrain: Constrain) -> jax.Array:
         x = params["embed"][batch[:, :-1]]
-        x = run(block, x, params["stack" if scanned else "layers"], own, remat=remat)
+        x = run(block, x, params["stack" if scanned else "layers"], constrain, remat=remat)
         head = params["embed"].T if size.tied else params["head"]
-        return cross_entropy(rms_norm(own(x), params["norm"]) @ head, batch[:, 1:])
+        return cross_entropy(rms_norm(constrain(x), params["norm"]) @ head, batch[:, 1:])
 
     return Family(shapes, loss, tokens(seq_len))
 
@@ -221,8 +221,8 @@ def routed(x: jax.Array, p: Any, slots: int) -> tuple[jax.Array, jax.Array]:
     weights, chosen = lax.top_k(gates, 2)
     weights = weights / weights.sum(-1, keepdims=True)
     chosen = jax.nn.one_hot(chosen, count)  # [B, S, 2, E]
-    in_turn = chosen.swapaxes(1, 2).reshape(x.shape[0], -1, count)  # all first choices come before all second ones
-    place = (jnp.cumsum(in_turn, axis=1) * in_turn).reshape(x.shape[0], 2, -1, count).swapaxes(1, 2) - 1
+    by_choice = chosen.swapaxes(1, 2).reshape(x.shape[0], -1, count)  # all first choices come before all second ones
+    place = (jnp.cumsum(by_choice, axis=1) * by_choice).reshape(x.shape[0], 2, -1, count).swapaxes(1, 2) - 1
     places = jax.nn.one_hot(place, slots, dtype=x.dtype)  # [B, S, 2, E, C]
     combine = jnp.einsum("bsk,bskec->bsec", weights.astype(x.dtype), places)
     y = jnp.einsum("bsec,bsd->becd", places.sum(2), x)
@@ -238,13 +238,13 @@ def moe(*, layers: int = 6, width: int = 768, hidden: int = 2048, experts: int =
     layer = {**gqa_layer(width, width // 4), "router": (width, experts), **matrices}
     shapes = {"embed": (vocab, width), "layers": [layer] * layers, "norm": (width,), "head": (width, vocab)}
 
-    def loss(params: Any, batch: jax.Array, own: Own) -> jax.Array:
+    def loss(params: Any, batch: jax.Array, constrain: Constrain) -> jax.Array:
         x, uneven = params["embed"][batch[:, :-1]], 0.0
         for p in params["layers"]:
-            x = attended(own(x), p, 64)
+            x = attended(constrain(x), p, 64)
             y, more = routed(rms_norm(x, p["norm2"]), p, slots)
             x, uneven = x + y, uneven + more
-        return cross_entropy(rms_norm(own(x), params["norm"]) @ params["head"], batch[:, 1:]) + 0.01 * uneven
+        return cross_entropy(rms_norm(constrain(x), params["norm"]) @ params["head"], batch[:, 1:]) + 0.01 * uneven
 
     return Family(shapes, loss, tokens(seq_len))
 
@@ -289,15 +289,15 @@ def t5(*, layers: int = 12, width: int = 768, hidden: int = 3072, vocab: int = 3
     def bias_of(p: Any, *, both: bool) -> jax.Array:
         return jnp.moveaxis(p["bias"][distances(seq_len, seq_len, both=both)], -1, 0)[None]  # [1, H, S, S]
 
-    def loss(params: Any, batch: Any, own: Own) -> jax.Array:
+    def loss(params: Any, batch: Any, constrain: Constrain) -> jax.Array:
         embed, encoder, decoder = params["embed"], params["encoder"], params["decoder"]
         bias = bias_of(encoder, both=True)
         block = lambda x, p: mlp_of(attend(x, p, "self", bias=bias), p)
-        memory = rms_norm(run(block, embed[batch["in"]], encoder["layers"], own), encoder["norm"])
+        memory = rms_norm(run(block, embed[batch["in"]], encoder["layers"], constrain), encoder["norm"])
         causal = bias_of(decoder, both=False)
         after = lambda x, p: attend(attend(x, p, "self", bias=causal, is_causal=True), p, "cross", memory)
-        x = run(lambda x, p: mlp_of(after(x, p), p), embed[batch["out"][:, :-1]], decoder["layers"], own)
-        x = rms_norm(own(x), decoder["norm"]) * width**-0.5
+        x = run(lambda x, p: mlp_of(after(x, p), p), embed[batch["out"][:, :-1]], decoder["layers"], constrain)
+        x = rms_norm(constrain(x), decoder["norm"]) * width**-0.5
         return cross_entropy(x @ embed.T, batch["out"][:, 1:])
 
     both = lambda rows: {"in": jax.ShapeDtypeStruct((rows, seq_len), jnp.int32), "out": tokens(seq_len)(rows)}
@@ -344,65 +344,8 @@ def mamba(*, layers: int = 24, width: int = 768, vocab: int = 50280, seq_len: in
         y = selective_scan(*wide).astype(x.dtype) + u * p["skip"]
         return x + (y * jax.nn.silu(z)) @ p["out"]
 
-    def loss(params: Any, batch: jax.Array, own: Own) -> jax.Array:
-        x = run(block, params["embed"][batch[:, :-1]], params["stack"], own)
-        return cross_entropy(rms_norm(own(x), params["norm"]) @ params["embed"].T, batch[:, 1:])
+    def loss(params: Any, batch: jax.Array, constrain: Constrain) -> jax.Array:
+        x = run(block, params["embed"][batch[:, :-1]], params["stack"], constrain)
+        return cross_entropy(rms_norm(constrain(x), params["norm"]) @ params["embed"].T, batch[:, 1:])
 
     return Family(shapes, loss, tokens(seq_len))
-
-
-def convolved(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
-    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
-def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    groups = x.reshape(*x.shape[:3], 32, -1).astype(jnp.float32)
-    return jax.nn.standardize(groups, axis=(1, 2, 4), epsilon=1e-6).reshape(x.shape).astype(x.dtype) * scale + bias
-
-
-def unet(*, widths: tuple[int, ...] = (128, 256, 384, 512), image: int = 64) -> Family:
-    """A U-Net that finds the noise in images of 64 x 64: two residual blocks per level down, two up, no attention."""
-    norms = lambda i, c: {f"norm{i}_scale": (c,), f"norm{i}_bias": (c,)}
-    kernels = lambda c, d: {"conv1": (3, 3, c, d), "time": (512, d), "conv2": (3, 3, d, d), "skip": (c, d)}
-    layer = lambda c, d: {**norms(1, c), **norms(2, d), **kernels(c, d)}
-    down = [layer(*pair) for c, d in zip((widths[0], *widths), widths, strict=False) for pair in ((c, d), (d, d))]
-    back = widths[::-1]
-    up = [layer(*pair) for c, d in zip((back[0], *back), back, strict=False) for pair in ((c + d, d), (2 * d, d))]
-    between = [(3, 3, c, c) for c in widths[:-1]]
-    ends = {"first": (3, 3, 3, widths[0]), **norms(0, widths[0]), "last": (3, 3, widths[0], 3), "time": (128, 512)}
-    shapes = {**ends, "down": down, "shrink": between, "middle": [layer(back[0], back[0])] * 2, "up": up}
-    shapes["grow"] = [(3, 3, c, c) for c in back[:-1]]
-
-    def loss(params: Any, batch: Any, own: Own) -> jax.Array:
-        angles = batch["time"][:, None] * jnp.exp(-jnp.linspace(0, 9, 64))
-        time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).astype(params["time"].dtype)
-        time = jax.nn.silu(time @ params["time"])
-
-        def block(x: jax.Array, p: Any) -> jax.Array:  # [B, height, width, channels]
-            y = convolved(jax.nn.silu(group_norm(x, p["norm1_scale"], p["norm1_bias"])), p["conv1"])
-            y = y + (time @ p["time"])[:, None, None]
-            y = convolved(jax.nn.silu(group_norm(y, p["norm2_scale"], p["norm2_bias"])), p["conv2"])
-            return x @ p["skip"] + y
-
-        share = jnp.cos(batch["time"])[:, None, None, None]
-        noisy = share * batch["image"] + jnp.sqrt(1 - share**2) * batch["noise"]
-        x = convolved(noisy.astype(time.dtype), params["first"])
-        kept = []
-        for i, p in enumerate(params["down"]):
-            x = block(own(x), p)
-            kept.append(x)
-            if i % 2 and i // 2 < len(widths) - 1:
-                x = convolved(x, params["shrink"][i // 2], 2)
-        x = run(block, x, params["middle"], own)
-        for i, p in enumerate(params["up"]):
-            x = block(own(jnp.concatenate([x, kept.pop()], -1)), p)
-            if i % 2 and i // 2 < len(widths) - 1:
-                x = convolved(jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), params["grow"][i // 2])
-        x = jax.nn.silu(group_norm(own(x), params["norm0_scale"], params["norm0_bias"]))
-        return jnp.square(convolved(x, params["last"]).astype(jnp.float32) - batch["noise"]).mean()
-
-    def batch_of(rows: int) -> Any:
-        images = jax.ShapeDtypeStruct((rows, image, image, 3), jnp.float32)
-        return {"image": images, "noise": images, "time": jax.ShapeDtypeStruct((rows,), jnp.float32)}
-
-    return Family(shapes, loss, batch_of, rows=8)

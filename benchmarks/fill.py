@@ -33,27 +33,27 @@ def filled(name: str, limit: float, topology: str) -> dict[str, Any]:
     mesh = jzero.make_mesh(devices=topology_devices(topology), **{AXIS: -1})
     built = jzero_step(family, 3, mesh)
     step = jzero.fill_memory(built.step, built.like, batch_of(family, mesh), hbm_bytes=limit, topology=topology)
-    kept = step.plan(built.like, batch_of(family, mesh)).kept
-    said = None if kept is None else [len(kept.params), kept.of_params, kept.blocks, kept.of_blocks]
-    return {"limit": limit, "kept": said, **figures(family, Engine(step, built.make, built.like), mesh, topology)}
+    summary = step.plan(built.like, batch_of(family, mesh)).kept
+    counts = None if summary is None else [len(summary.params), summary.of_params, summary.blocks, summary.of_blocks]
+    return {"limit": limit, "kept": counts, **figures(family, Engine(step, built.make, built.like), mesh, topology)}
 
 
-def line_of(name: str, what: str, topology: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def line_of(name: str, step: str, topology: str, lines: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Returns one line of the result file."""
-    if what in ("strong", "jzero"):
-        return compiled(name, what, 3, topology)
-    hand, default = (known[f"{topology}/{name}/{x}"]["peak"] for x in ("strong", "jzero"))
+    if step in ("strong", "jzero"):
+        return compiled(name, step, 3, topology)
+    hand, default = (lines[f"{topology}/{name}/{x}"]["peak"] for x in ("strong", "jzero"))
     if default >= hand:
         return {"limit": hand, "kept": None}
-    return filled(name, hand if what == "full" else (default + hand) / 2, topology)
+    return filled(name, hand if step == "full" else (default + hand) / 2, topology)
 
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Returns Markdown: a family per row; steps as parts of the step by hand, and the gain half-way."""
-    found = {x["key"]: x for x in lines}
+    by_key = {x["key"]: x for x in lines}
     rows = ["| | by hand: MiB, ms | default | half-way | gain there | with its memory | kept |", "|---" * 7 + "|"]
     for topology, name in dict.fromkeys(tuple(x["key"].split("/")[:2]) for x in lines):
-        hand, default, half, full = (found.get(f"{topology}/{name}/{x}", {}) for x in STEPS)
+        hand, default, half, full = (by_key.get(f"{topology}/{name}/{x}", {}) for x in STEPS)
         cell = lambda x, hand=hand: (
             f"{x['peak'] / MIB:.0f}, {1e3 * x['seconds']:.2f} ({x['seconds'] / hand['seconds']:.2f})"
             if "peak" in x
@@ -63,8 +63,8 @@ def table(lines: list[dict[str, Any]]) -> str:
         if "peak" in half and "peak" in full:
             most = default["seconds"] - full["seconds"]
             gain = f"{(default['seconds'] - half['seconds']) / most:.0%}" if most > 0 else ""
-        kept = "{} of {} parameters, {} of {} blocks".format(*full["kept"]) if full.get("kept") else ""
-        cells = [name, cell(hand), cell(default), cell(half), gain, cell(full), kept]
+        fraction = "{} of {} parameters, {} of {} blocks".format(*full["kept"]) if full.get("kept") else ""
+        cells = [name, cell(hand), cell(default), cell(half), gain, cell(full), fraction]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -83,11 +83,11 @@ def main() -> None:
         print(table(lines_of(options.table)))
         return
     for name in options.family or FAMILIES:
-        for what in options.step:
-            key, known = f"{options.topology}/{name}/{what}", {x["key"]: x for x in lines_of(options.out)}
-            if key in known:
+        for step in options.step:
+            key, lines = f"{options.topology}/{name}/{step}", {x["key"]: x for x in lines_of(options.out)}
+            if key in lines:
                 continue
-            line = {"key": key, **line_of(name, what, options.topology, known)}
+            line = {"key": key, **line_of(name, step, options.topology, lines)}
             add_line(options.out, line)
 
 

@@ -24,7 +24,7 @@ import jax
 
 import jzero
 from benchmarks.engines import TX
-from benchmarks.families import own_loss
+from benchmarks.families import loss_of
 from benchmarks.family_models import LLAMA_125M, Family, gpt, llama, moe
 from benchmarks.lines import add_line, lines_of
 from jzero.analysis import confirm
@@ -56,8 +56,8 @@ def key_of(model: str, topology: str, x: Candidate) -> str:
     """Returns the name of a candidate in the result file."""
     config = x.config
     parts = (topology, model, config.stage, config.persistence_threshold, x.accumulate_steps, x.remat)
-    kept = () if config.reshard_after_forward else ("parameters kept",)
-    return "/".join(map(str, (*parts, config.offload.optimizer, *kept)))
+    passes = () if config.reshard_after_forward else ("parameters kept",)
+    return "/".join(map(str, (*parts, config.offload.optimizer, *passes)))
 
 
 class Figures:
@@ -74,13 +74,13 @@ class Figures:
         """Compiles a candidate, unless it is in the file."""
         key = key_of(self.model, self.topology, x)
         if key not in self.lines:
-            found = self.compile(search, x)
-            line = {"key": key, "peak": found.compiled_peak, "seconds": found.compiled_seconds}
+            candidate = self.compile(search, x)
+            line = {"key": key, "peak": candidate.compiled_peak, "seconds": candidate.compiled_seconds}
             self.lines[key] = line | {"jax": jax.__version__}
             add_line(self.path, self.lines[key])
-        return self.known(x)
+        return self.with_figures(x)
 
-    def known(self, x: Candidate) -> Candidate:
+    def with_figures(self, x: Candidate) -> Candidate:
         """Returns a candidate with what the file has of it."""
         key = key_of(self.model, self.topology, x)
         if key not in self.lines:
@@ -115,7 +115,7 @@ class Figures:
             mock.patch.multiple(confirm, **(THOROUGH if thorough else {"RIVALS": confirm.RIVALS})),
         ):
             return jzero.fit(
-                shapes, own_loss(family), batch, topology=self.topology, hbm_bytes=gibibytes * GIB, confirm=confirms,
+                shapes, loss_of(family), batch, topology=self.topology, hbm_bytes=gibibytes * GIB, confirm=confirms,
                 config=jzero.ZeroConfig(stage=0, precision="bf16"),
             )  # fmt: skip
 
@@ -140,7 +140,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, bool]]:
     """Yields a line of the table for each budget, and whether the choice is the best."""
     for gibibytes in MODELS[figures.model].budgets:
         chosen = figures.fit(gibibytes).chosen
-        everything = [figures.known(x) for x in figures.fit(gibibytes, thorough=True).tried]
+        everything = [figures.with_figures(x) for x in figures.fit(gibibytes, thorough=True).tried]
         fitting = [x for x in everything if x.is_compiled and x.fits(int(gibibytes * GIB))]
         reckoned = figures.fit(gibibytes, confirms=False).chosen
         if chosen is None:
@@ -152,7 +152,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, bool]]:
         assert least is not None
         assert reckoned is not None
         cells = [f"{gibibytes}", described(chosen), f"{1e3 * least:.2f} of {len(fitting)}", f"{cost / least:.3f}"]
-        yield f"| {' | '.join([*cells, described(figures.known(reckoned))])} |", cost <= least
+        yield f"| {' | '.join([*cells, described(figures.with_figures(reckoned))])} |", cost <= least
 
 
 def main() -> None:

@@ -115,10 +115,10 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        own = by_hand if self.fsdp else lambda module: module
+        wrapped = by_hand if self.fsdp else lambda module: module
         size = self.size
-        x = own(nn.Embed)(size.vocab, size.width, name="embed")(tokens)
-        block = own(Block)
+        x = wrapped(nn.Embed)(size.vocab, size.width, name="embed")(tokens)
+        block = wrapped(Block)
         if self.remat:
             block = nn.remat(block, prevent_cse=not self.scan)
         shape = (size.width, size.width // size.head, self.mesh)
@@ -134,8 +134,8 @@ class GPT(nn.Module):
         else:
             for i in range(size.layers):
                 x, _ = block(*shape, name=f"layer_{i}")(x, None)
-        x = own(nn.LayerNorm)(name="norm")(x)
-        logits = own(nn.Dense)(size.vocab, use_bias=False, name="head")(x)
+        x = wrapped(nn.LayerNorm)(name="norm")(x)
+        logits = wrapped(nn.Dense)(size.vocab, use_bias=False, name="head")(x)
         return constrained(logits, self.mesh, None, MODEL)
 
 

@@ -36,7 +36,7 @@ def flow(**options: Any) -> jzero.Offload:
     return dataclasses.replace(HOST, zenflow=jzero.ZenFlow(**options))
 
 
-WAYS: dict[str, tuple[jzero.Offload, jzero.Offload | None]] = {
+VARIANTS: dict[str, tuple[jzero.Offload, jzero.Offload | None]] = {
     "Adam": (HOST, None),
     "delay=1": (LATE, None),
     f"delay=1 after {PLAIN} steps": (HOST, LATE),
@@ -52,9 +52,9 @@ def config_of(offload: jzero.Offload) -> jzero.ZeroConfig:
     return jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0, offload=offload)
 
 
-def losses_of(way: str, seed: int, steps: int, text: np.ndarray) -> list[float]:
+def losses_of(variant: str, seed: int, steps: int, text: np.ndarray) -> list[float]:
     """Returns the losses of one run."""
-    start, then = WAYS[way]
+    start, then = VARIANTS[variant]
     schedule = optax.warmup_cosine_decay_schedule(0, 3e-3, 20, steps, 3e-4)
     plain = jzero.TrainState.create(params=make_params(seed), tx=optax.adamw(schedule))
     state = jzero.shard_train_state(plain, config=config_of(start))
@@ -67,15 +67,15 @@ def losses_of(way: str, seed: int, steps: int, text: np.ndarray) -> list[float]:
     return losses
 
 
-def draw(found: dict[str, list[list[float]]], path: str) -> None:
+def draw(losses: dict[str, list[list[float]]], path: str) -> None:
     """Draws the mean of each way over seeds, each point the mean of 20 steps."""
     import matplotlib.pyplot as plt  # only for the chart
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for way, runs in found.items():
+    for variant, runs in losses.items():
         mean = np.mean(runs, axis=0)
         smooth = np.convolve(mean, np.ones(20) / 20, "valid")
-        axes.plot(np.arange(len(smooth)) + 20, smooth, label=way)
+        axes.plot(np.arange(len(smooth)) + 20, smooth, label=variant)
     axes.set(xlabel="step", ylabel="loss, mean of 20 steps and of the seeds", ylim=(None, 4))
     axes.legend()
     figure.savefig(path)
@@ -84,27 +84,29 @@ def draw(found: dict[str, list[list[float]]], path: str) -> None:
 def print_losses(options: argparse.Namespace) -> None:
     """Prints one line for each run, and one for each way."""
     text = load_corpus().train
-    found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-    for way, runs in found.items():
+    losses: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
+    for variant, runs in losses.items():
         off = []
         for k, seed in enumerate(options.seeds):
             begun = time.perf_counter()
-            runs.append(losses_of(way, seed, options.steps, text))
-            tail, plain = (statistics.mean(x[-TAIL:]) for x in (runs[-1], found["Adam"][k]))
+            runs.append(losses_of(variant, seed, options.steps, text))
+            tail, plain = (statistics.mean(x[-TAIL:]) for x in (runs[-1], losses["Adam"][k]))
             off.append(tail - plain)
-            print(f"{way:24} seed {seed}  {tail:.4f}  {off[-1]:+.4f}  {time.perf_counter() - begun:.0f} s", flush=True)
-        print(f"{way:24} mean    {statistics.mean(off):+.4f}", flush=True)
+            print(
+                f"{variant:24} seed {seed}  {tail:.4f}  {off[-1]:+.4f}  {time.perf_counter() - begun:.0f} s", flush=True
+            )
+        print(f"{variant:24} mean    {statistics.mean(off):+.4f}", flush=True)
         if options.chart:
-            draw({name: x for name, x in found.items() if x}, options.chart)
+            draw({name: x for name, x in losses.items() if x}, options.chart)
 
 
 def slowed(fn: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     """Returns a function that takes some more time, in which it uses no processor."""
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        made = jax.block_until_ready(fn(*args, **kwargs))
+        result = jax.block_until_ready(fn(*args, **kwargs))
         time.sleep(seconds)
-        return made
+        return result
 
     return slow
 

@@ -92,17 +92,17 @@ FIGURES = {
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Returns Markdown: one table per model, with a column per version of jzero, and GSPMD, for each figure."""
-    found = {tuple(x["key"].split("/")[1:]): x for x in lines}
-    engines = list(dict.fromkeys(engine for _, _, engine, _ in found))
+    by_key = {tuple(x["key"].split("/")[1:]): x for x in lines}
+    engines = list(dict.fromkeys(engine for _, _, engine, _ in by_key))
     names = ["GSPMD" if engine == "strong" else engine for engine in engines]
     heads = [f"{figure}: {name}" if i == 0 else name for figure in FIGURES for i, name in enumerate(names)]
     text = []
-    for model in dict.fromkeys(model for model, _, _, _ in found):
+    for model in dict.fromkeys(model for model, _, _, _ in by_key):
         text += [f"\n**{model}**\n", f"| stage, optimizer | {' | '.join(heads)} | of it all-to-all | ms of AdamW's |"]
         text.append("|---" * (len(heads) + 3) + "|")
         for stage, optimizer in itertools.product("310", OPTIMIZERS):
-            row = [found.get((model, optimizer, engine, stage)) for engine in engines]
-            newest, adamw = row[-1], found.get((model, "adamw", engines[-1], stage))
+            row = [by_key.get((model, optimizer, engine, stage)) for engine in engines]
+            newest, adamw = row[-1], by_key.get((model, "adamw", engines[-1], stage))
             cells = ["" if x is None else show(x) for show in FIGURES.values() for x in row]
             if newest is not None and adamw is not None:
                 exchanged = newest["sent_bytes"].get("all-to-all", 0) / 1e9

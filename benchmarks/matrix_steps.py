@@ -49,8 +49,8 @@ def soap(learning_rate: float) -> Any:
         del params
         leaves, tree = jax.tree.flatten(updates)
         names = ("mu", "nu", "stats", "bases")
-        made, *new = zip(*map(one, leaves, *(tree.flatten_up_to(state[name]) for name in names)), strict=True)
-        return tree.unflatten(made), dict(zip(names, map(tree.unflatten, new), strict=True))
+        updates, *new = zip(*map(one, leaves, *(tree.flatten_up_to(state[name]) for name in names)), strict=True)
+        return tree.unflatten(updates), dict(zip(names, map(tree.unflatten, new), strict=True))
 
     return optax.GradientTransformation(init, update)
 
@@ -102,9 +102,9 @@ class Worker:
         command = [sys.executable, __file__, "--work", optimizer]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, env=environment, cwd=path, stdin=pipe, stdout=pipe, text=True)
-        found = self.answer()
-        if found != str(pathlib.Path(path, "jzero")):
-            raise RuntimeError(f"{command} with PYTHONPATH={path} found jzero in {found}")
+        folder = self.answer()
+        if folder != str(pathlib.Path(path, "jzero")):
+            raise RuntimeError(f"{command} with PYTHONPATH={path} found jzero in {folder}")
 
     def answer(self) -> str:
         """Returns the next line of its output."""
@@ -148,8 +148,8 @@ def main() -> None:
             times[key].append(worker.seconds())
     for worker in workers.values():
         worker.end()
-    for (label, optimizer), found in times.items():
-        print(f"{optimizer}, {label}: {1e3 * statistics.median(found):.1f} ms")
+    for (label, optimizer), seconds in times.items():
+        print(f"{optimizer}, {label}: {1e3 * statistics.median(seconds):.1f} ms")
     for a, b in (((old, "muon"), (new, "muon")), ((new, "muon"), (new, "adamw"))):
         ratios = sorted(x / y for x, y in zip(times[a], times[b], strict=True))
         print(f"{a} / {b}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")

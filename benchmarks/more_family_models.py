@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.family_models import (
+    Constrain,
     Family,
-    Own,
     attended,
     biased_block,
     biased_layer,
@@ -48,7 +48,7 @@ def gnn(*, steps: int = 16, width: int = 512, nodes: int = 2048, edges: int = 16
     shapes: Any = {"nodes": perceptron(16, width), "edges": perceptron(8, width), "layers": [step] * steps}
     shapes["head"] = (width, 3)
 
-    def loss(params: Any, batch: Any, own: Own) -> jax.Array:
+    def loss(params: Any, batch: Any, constrain: Constrain) -> jax.Array:
         at = jax.vmap(lambda x, index: x[index])
         into = jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=nodes))
 
@@ -61,8 +61,8 @@ def gnn(*, steps: int = 16, width: int = 512, nodes: int = 2048, edges: int = 16
         dtype = params["head"].dtype
         x, e = (perceived(batch[name].astype(dtype), params[name]) for name in ("nodes", "edges"))
         for p in params["layers"]:
-            x, e = block(own(x), own(e), p)
-        return jnp.square((own(x) @ params["head"]).astype(jnp.float32) - batch["target"]).mean()
+            x, e = block(constrain(x), constrain(e), p)
+        return jnp.square((constrain(x) @ params["head"]).astype(jnp.float32) - batch["target"]).mean()
 
     def batch_of(rows: int) -> Any:
         numbers = {"nodes": (nodes, 16), "edges": (edges, 8), "target": (nodes, 3)}
@@ -90,14 +90,14 @@ def dit(*, layers: int = 24, width: int = 1024, patch: int = 2, image: int = 32,
     def patches(x: jax.Array) -> jax.Array:  # [B, 32, 32, 4] to [B, S, 16]
         return x.reshape(-1, image // patch, patch, image // patch, patch, 4).swapaxes(2, 3).reshape(-1, count, size)
 
-    def loss(params: Any, batch: Any, own: Own) -> jax.Array:
+    def loss(params: Any, batch: Any, constrain: Constrain) -> jax.Array:
         angles = batch["time"][:, None] * jnp.exp(-jnp.linspace(0, 9, 128))
         time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).astype(params["head"].dtype)
         time = jax.nn.silu(time @ params["time"][0]) @ params["time"][1]
-        given = jax.nn.silu(time + params["classes"][batch["class"]])
+        condition = jax.nn.silu(time + params["classes"][batch["class"]])
 
         def block(x: jax.Array, p: Any) -> jax.Array:  # [B, S, D]
-            parts = jnp.split(given @ p["modulation"] + p["modulation_bias"], 6, axis=-1)
+            parts = jnp.split(condition @ p["modulation"] + p["modulation_bias"], 6, axis=-1)
             y = modulated(x, *parts[:2])
             q, k, v = (heads(part, 64) for part in jnp.split(y @ p["qkv"] + p["qkv_bias"], 3, axis=-1))
             y = jax.nn.dot_product_attention(q, k, v).reshape(x.shape) @ p["out"] + p["out_bias"]
@@ -107,9 +107,9 @@ def dit(*, layers: int = 24, width: int = 1024, patch: int = 2, image: int = 32,
 
         share = jnp.cos(batch["time"])[:, None, None, None]
         noisy = share * batch["image"] + jnp.sqrt(1 - share**2) * batch["noise"]
-        x = patches(noisy).astype(given.dtype) @ params["patch"] + params["positions"]
-        x = run(block, x, params["stack"], own)
-        x = modulated(own(x), *jnp.split(given @ params["last"], 2, axis=-1)) @ params["head"]
+        x = patches(noisy).astype(condition.dtype) @ params["patch"] + params["positions"]
+        x = run(block, x, params["stack"], constrain)
+        x = modulated(constrain(x), *jnp.split(condition @ params["last"], 2, axis=-1)) @ params["head"]
         return jnp.square(x.astype(jnp.float32) - patches(batch["noise"])).mean()
 
     def batch_of(rows: int) -> Any:
@@ -152,9 +152,9 @@ def hybrid(*, groups: int = 8, width: int = 1024, vocab: int = 32000, seq_len: i
             x = mlp_of(recurrent(x, p[name]), p[name])
         return mlp_of(attended(x, p["attention"], 64), p["attention"])
 
-    def loss(params: Any, batch: jax.Array, own: Own) -> jax.Array:
-        x = run(block, params["embed"][batch[:, :-1]], params["stack"], own)
-        return cross_entropy(rms_norm(own(x), params["norm"]) @ params["embed"].T, batch[:, 1:])
+    def loss(params: Any, batch: jax.Array, constrain: Constrain) -> jax.Array:
+        x = run(block, params["embed"][batch[:, :-1]], params["stack"], constrain)
+        return cross_entropy(rms_norm(constrain(x), params["norm"]) @ params["embed"].T, batch[:, 1:])
 
     return Family(shapes, loss, tokens(seq_len))
 
@@ -179,19 +179,76 @@ def perceiver(
         y = layer_norm(x, p["norm2_scale"], p["norm2_bias"])
         return x + jax.nn.gelu(y @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
 
-    def loss(params: Any, batch: Any, own: Own) -> jax.Array:
+    def loss(params: Any, batch: Any, constrain: Constrain) -> jax.Array:
         x = batch["image"].astype(params["head"].dtype)
         x = x.reshape(-1, image // 2, 2, image // 2, 2, 3).swapaxes(2, 3).reshape(-1, count, size)
         inputs = jnp.concatenate([x, jnp.broadcast_to(params["positions"], (len(x), count, places))], -1)
         x = jnp.broadcast_to(params["latents"], (len(x), latents, width))
         for _ in range(times):
-            x = looked(own(x), own(inputs), params["cross"])
-            x = run(functools.partial(biased_block, causal=False), x, params["layers"], own)
-        x = layer_norm(own(x), params["scale"], params["bias"]).mean(1)
+            x = looked(constrain(x), constrain(inputs), params["cross"])
+            x = run(functools.partial(biased_block, causal=False), x, params["layers"], constrain)
+        x = layer_norm(constrain(x), params["scale"], params["bias"]).mean(1)
         return cross_entropy(x @ params["head"], batch["label"])
 
     def batch_of(rows: int) -> Any:
         images = jax.ShapeDtypeStruct((rows, image, image, 3), jnp.float32)
         return {"image": images, "label": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+
+    return Family(shapes, loss, batch_of, rows=8)
+
+
+def convolved(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    groups = x.reshape(*x.shape[:3], 32, -1).astype(jnp.float32)
+    return jax.nn.standardize(groups, axis=(1, 2, 4), epsilon=1e-6).reshape(x.shape).astype(x.dtype) * scale + bias
+
+
+def unet(*, widths: tuple[int, ...] = (128, 256, 384, 512), image: int = 64) -> Family:
+    """A U-Net that finds the noise in images of 64 x 64: two residual blocks per level down, two up, no attention."""
+    norms = lambda i, c: {f"norm{i}_scale": (c,), f"norm{i}_bias": (c,)}
+    kernels = lambda c, d: {"conv1": (3, 3, c, d), "time": (512, d), "conv2": (3, 3, d, d), "skip": (c, d)}
+    layer = lambda c, d: {**norms(1, c), **norms(2, d), **kernels(c, d)}
+    down = [layer(*pair) for c, d in zip((widths[0], *widths), widths, strict=False) for pair in ((c, d), (d, d))]
+    back = widths[::-1]
+    up = [layer(*pair) for c, d in zip((back[0], *back), back, strict=False) for pair in ((c + d, d), (2 * d, d))]
+    between = [(3, 3, c, c) for c in widths[:-1]]
+    ends = {"first": (3, 3, 3, widths[0]), **norms(0, widths[0]), "last": (3, 3, widths[0], 3), "time": (128, 512)}
+    shapes = {**ends, "down": down, "shrink": between, "middle": [layer(back[0], back[0])] * 2, "up": up}
+    shapes["grow"] = [(3, 3, c, c) for c in back[:-1]]
+
+    def loss(params: Any, batch: Any, constrain: Constrain) -> jax.Array:
+        angles = batch["time"][:, None] * jnp.exp(-jnp.linspace(0, 9, 64))
+        time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).astype(params["time"].dtype)
+        time = jax.nn.silu(time @ params["time"])
+
+        def block(x: jax.Array, p: Any) -> jax.Array:  # [B, height, width, channels]
+            y = convolved(jax.nn.silu(group_norm(x, p["norm1_scale"], p["norm1_bias"])), p["conv1"])
+            y = y + (time @ p["time"])[:, None, None]
+            y = convolved(jax.nn.silu(group_norm(y, p["norm2_scale"], p["norm2_bias"])), p["conv2"])
+            return x @ p["skip"] + y
+
+        share = jnp.cos(batch["time"])[:, None, None, None]
+        noisy = share * batch["image"] + jnp.sqrt(1 - share**2) * batch["noise"]
+        x = convolved(noisy.astype(time.dtype), params["first"])
+        skips = []
+        for i, p in enumerate(params["down"]):
+            x = block(constrain(x), p)
+            skips.append(x)
+            if i % 2 and i // 2 < len(widths) - 1:
+                x = convolved(x, params["shrink"][i // 2], 2)
+        x = run(block, x, params["middle"], constrain)
+        for i, p in enumerate(params["up"]):
+            x = block(constrain(jnp.concatenate([x, skips.pop()], -1)), p)
+            if i % 2 and i // 2 < len(widths) - 1:
+                x = convolved(jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), params["grow"][i // 2])
+        x = jax.nn.silu(group_norm(constrain(x), params["norm0_scale"], params["norm0_bias"]))
+        return jnp.square(convolved(x, params["last"]).astype(jnp.float32) - batch["noise"]).mean()
+
+    def batch_of(rows: int) -> Any:
+        images = jax.ShapeDtypeStruct((rows, image, image, 3), jnp.float32)
+        return {"image": images, "noise": images, "time": jax.ShapeDtypeStruct((rows,), jnp.float32)}
 
     return Family(shapes, loss, batch_of, rows=8)

@@ -43,12 +43,12 @@ def variants(options: argparse.Namespace) -> dict[str, jzero.Offload]:
     """Returns what is compared."""
     host = jzero.Offload(optimizer="host")
     large = dataclasses.replace(host, chunk_bytes=options.large_chunk)
-    found = {"none": jzero.Offload(), "optimizer": host, f"in {options.large_chunk / MIB:g} MiB": large}
+    offloads = {"none": jzero.Offload(), "optimizer": host, f"in {options.large_chunk / MIB:g} MiB": large}
     if options.stage == 3:
-        found["parameters, too"] = dataclasses.replace(host, params="host")
-    found["updated by the CPU"] = dataclasses.replace(host, compute="host")
-    found["one step later"] = dataclasses.replace(host, compute="host", delay=1)
-    return {name: found[name] for name in options.only or found}
+        offloads["parameters, too"] = dataclasses.replace(host, params="host")
+    offloads["updated by the CPU"] = dataclasses.replace(host, compute="host")
+    offloads["one step later"] = dataclasses.replace(host, compute="host", delay=1)
+    return {name: offloads[name] for name in options.only or offloads}
 
 
 def compile_for(options: argparse.Namespace) -> None:
@@ -84,7 +84,7 @@ def trained(options: argparse.Namespace, precision: str, mesh: jax.sharding.Mesh
     """Returns, of each variant, its step, its plan, and its seconds per step in turns with the others."""
     make_state, loss_fn = make_model(options)
     tokens = np.random.default_rng(0).integers(0, options.vocab, (mesh.size * options.rows, options.seq_len + 1))
-    found: dict[str, dict[str, Any]] = {}
+    runs: dict[str, dict[str, Any]] = {}
     for name, offload in variants(options).items():
         config = jzero.ZeroConfig(stage=options.stage, precision=precision, persistence_threshold=0, offload=offload)
         step = jzero.make_train_step(loss_fn)
@@ -92,9 +92,9 @@ def trained(options: argparse.Namespace, precision: str, mesh: jax.sharding.Mesh
         run = Training(step, state, tokens.astype(np.int32))
         run()
         peak = (mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use")
-        found[name] = {"run": run, "plan": jzero.plan_of(state), "peak_so_far": peak}
-    times = in_turns({name: x["run"] for name, x in found.items()}, options.repeats)
-    return {name: {**x, "times": times[name]} for name, x in found.items()}
+        runs[name] = {"run": run, "plan": jzero.plan_of(state), "peak_so_far": peak}
+    times = in_turns({name: x["run"] for name, x in runs.items()}, options.repeats)
+    return {name: {**x, "times": times[name]} for name, x in runs.items()}
 
 
 def least_traffic(plan: jzero.ZeroPlan) -> tuple[int, int]:
@@ -113,19 +113,19 @@ def measure(options: argparse.Namespace) -> None:
     mesh = jzero.make_mesh()
     print(f"{mesh.size} x {jax.devices()[0].device_kind}, jax {jax.__version__}, stage {options.stage}")
     for precision in options.precision:
-        found = trained(options, precision, mesh)
-        for name, x in found.items():
+        runs = trained(options, precision, mesh)
+        for name, x in runs.items():
             plan, peak = x["plan"], x["peak_so_far"]
             print(f"{precision} {name}: plan {plan.bytes_per_device.total / MIB:.1f} MiB on a device, "
                   f"{plan.host_bytes_per_device.total / MIB:.1f} MiB on its host; "
                   f"peak so far {'unknown' if peak is None else f'{peak / MIB:.1f} MiB'}")  # fmt: skip
-        for name, x in found.items():
+        for name, x in runs.items():
             median, moved = statistics.median(x["times"]), sum(least_traffic(x["plan"])) * mesh.size
             rate = f", at least {moved / median / 1e9:.2f} GB/s both ways together" if moved else ""
-            of_none = median / statistics.median(found["none"]["times"])
+            of_none = median / statistics.median(runs["none"]["times"])
             print(f"{precision} {name}: {1e3 * median:.1f} ms per step, {of_none:.2f} of none{rate}")
-        rates = copy_rates(found["optimizer"]["plan"].host_bytes_per_device.total, mesh)
-        shown = ", ".join(f"{way} {rate / 1e9:.2f} GB/s" for way, rate in rates.items())
+        rates = copy_rates(runs["optimizer"]["plan"].host_bytes_per_device.total, mesh)
+        shown = ", ".join(f"{direction} {rate / 1e9:.2f} GB/s" for direction, rate in rates.items())
         print(f"plain device_put of as many bytes: {shown}")
 
 
@@ -139,12 +139,15 @@ def copy_rates(num_bytes: int, mesh: jax.sharding.Mesh, repeats: int = 5) -> dic
     x = jax.block_until_ready(jax.device_put(np.zeros((mesh.size, max(1, num_bytes // 4)), np.float32), away))
     y = jax.block_until_ready(jax.device_put(x, near))
     move = lambda *pairs: jax.block_until_ready([jax.device_put(*pair) for pair in pairs])
-    ways = {"to devices": [(x, near)], "from devices": [(y, away)], "both at once": [(x, near), (y, away)]}
-    runs = {way: functools.partial(move, *pairs) for way, pairs in ways.items()}
+    copies = {"to devices": [(x, near)], "from devices": [(y, away)], "both at once": [(x, near), (y, away)]}
+    runs = {direction: functools.partial(move, *pairs) for direction, pairs in copies.items()}
     for run in runs.values():
         run()
     times = in_turns(runs, repeats)
-    return {way: len(ways[way]) * x.nbytes / statistics.median(seconds) for way, seconds in times.items()}
+    return {
+        direction: len(copies[direction]) * x.nbytes / statistics.median(seconds)
+        for direction, seconds in times.items()
+    }
 
 
 def main() -> None:

@@ -44,10 +44,10 @@ def instructions(compiled: Any) -> int:
 def lowering(mesh: jax.sharding.Mesh, model: GPT, repeats: int) -> None:
     """Prints what it takes to trace and lower a step."""
     tokens = jax.ShapeDtypeStruct((2 * mesh.size, 129), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(AXIS)))
-    wanted = {"jax.jit": ("replicated", 0), **{f"jzero, stage {stage}": ("jzero", stage) for stage in (1, 2, 3)}}
+    programs = {"jax.jit": ("replicated", 0), **{f"jzero, stage {stage}": ("jzero", stage) for stage in (1, 2, 3)}}
     if not model.remat:
-        wanted["jzero, stage 3, as written"] = ("jzero as written", 3)
-    engines = {name: make_engine(engine, model, stage, mesh) for name, (engine, stage) in wanted.items()}
+        programs["jzero, stage 3, as written"] = ("jzero as written", 3)
+    engines = {name: make_engine(engine, model, stage, mesh) for name, (engine, stage) in programs.items()}
 
     def lower(name: str) -> Any:
         jax.clear_caches()

@@ -27,7 +27,7 @@ from decoder import Decoder, Lora
 
 SIZES = {"vocab_size": 256, "d_model": 128, "d_hidden": 344, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
 STEPS, ROWS, SEQ, RANK, ALPHA = 100, 16, 64, 8, 16.0
-OWN = decoder.Projection
+PROJECTION = decoder.Projection
 ADAPTERS = r".*lora_[ab]"
 
 
@@ -123,13 +123,13 @@ def begin_alike(params, adapters):
     """Returns parameters whose adapters, named as qwix names them, are those of jzero's way."""
     layers = {}
     for name, layer in params["layers"].items():
-        given = {f"kernel_lora_{x}": adapters[name][f"lora_{x}"] for x in "ab" if f"kernel_lora_{x}" in layer}
-        layers[name] = {**layer, **given}
+        renamed = {f"kernel_lora_{x}": adapters[name][f"lora_{x}"] for x in "ab" if f"kernel_lora_{x}" in layer}
+        layers[name] = {**layer, **renamed}
     return {**params, "layers": layers}
 
 
-def run(name, way):
-    model, params, config = way
+def run(name, variant):
+    model, params, config = variant
     state = state_of(model, params, config=config, trainable=ADAPTERS)
     step = jzero.make_train_step(training.next_token_loss(model), clip_norm=1.0)
     data = batches(text("encodings/*.py"), 1)
@@ -172,7 +172,7 @@ def main():
         decoder.Projection = lambda features, bias, lora, name: Dense(features, use_bias=bias, name=name)
         model, params, zero = by_qwix(config, base, precision=precision, rules=scales, **small)
         run("qwix", (model, begin_alike(params, ours[1]["layers"]), zero))
-        decoder.Projection = OWN
+        decoder.Projection = PROJECTION
     exact = Decoder(config, Lora(rank=RANK, alpha=ALPHA)), ours[1], jzero.ZeroConfig(stage=3, **small)
     run("no integers", exact)
 

@@ -76,8 +76,8 @@ def work(options: argparse.Namespace) -> None:
     mine = slice(options.worker * rows, (options.worker + 1) * rows)
     sharding = jax.sharding.NamedSharding(jzero.plan_of(state).mesh, jax.sharding.PartitionSpec("data"))
     times, losses = [], []
-    for whole in tokens:
-        batch = jax.make_array_from_process_local_data(sharding, np.asarray(whole[mine], np.int32))
+    for rows_of_step in tokens:
+        batch = jax.make_array_from_process_local_data(sharding, np.asarray(rows_of_step[mine], np.int32))
         multihost_utils.sync_global_devices("step")
         started = time.perf_counter()
         state, metrics = step(state, batch)
@@ -121,13 +121,13 @@ def run_torch(script: str, arguments: list[str], options: argparse.Namespace) ->
         tail = ["--variant", "bench", "--no-params", "--steps", str(options.steps)]
         command = [options.torch, *launch, str(options.scripts / script), *arguments, *tail]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        for left in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):  # what DeepSpeed leaves behind is memory
-            pathlib.Path(left).unlink()
+        for path in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):  # what DeepSpeed leaves behind is memory
+            pathlib.Path(path).unlink()
         results = list(data.glob("*.json"))
         if done.returncode or not results:
             raise RuntimeError(f"{script} failed:\n{done.stderr[-2000:]}")
-        found = json.loads(results[0].read_text())
-        return {"median_s": found["step_time"]["median_s"], "losses": found["losses"]}
+        report = json.loads(results[0].read_text())
+        return {"median_s": report["step_time"]["median_s"], "losses": report["losses"]}
 
 
 def main() -> None:
@@ -153,17 +153,17 @@ def main() -> None:
         "DeepSpeed, stage 3": lambda: run_torch("run_deepspeed.py", ["--stage", "3", *dtype], options),
         "FSDP2": lambda: run_torch("run_fsdp2.py", ["--mode", "fsdp", *dtype], options),
     }
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     for _ in range(options.rounds):
         for name, run in runs.items():
-            found[name].append(run())
-            print(f"{name}: {1e3 * found[name][-1]['median_s']:.0f} ms", file=sys.stderr, flush=True)
+            results[name].append(run())
+            print(f"{name}: {1e3 * results[name][-1]['median_s']:.0f} ms", file=sys.stderr, flush=True)
     print(f"\n| {options.dtype} | ms per step, median of rounds (best) | of jzero | loss after {options.steps} steps |")
     print("|---|---|---|---|")
-    for name, rounds in found.items():
-        own = found["jzero, stage 2" if name.endswith("2") and "FSDP" not in name else "jzero, stage 3"]
+    for name, rounds in results.items():
+        peers = results["jzero, stage 2" if name.endswith("2") and "FSDP" not in name else "jzero, stage 3"]
         times = [r["median_s"] for r in rounds]
-        ratio = statistics.median(times) / statistics.median(r["median_s"] for r in own)
+        ratio = statistics.median(times) / statistics.median(r["median_s"] for r in peers)
         median, best = 1e3 * statistics.median(times), 1e3 * min(times)
         print(f"| {name} | {median:.0f} ({best:.0f}) | {ratio:.2f} | {rounds[0]['losses'][-1]:.6f} |")
 

@@ -53,10 +53,10 @@ def timed_passes(spent: dict[str, float]) -> Iterator[None]:
             try:
                 return function(*args, **keywords)
             finally:
-                taken = time.process_time() - started
-                spent[name] += taken - inner.pop()
+                seconds = time.process_time() - started
+                spent[name] += seconds - inner.pop()
                 if inner:
-                    inner[-1] += taken
+                    inner[-1] += seconds
 
         return call
 

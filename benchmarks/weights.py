@@ -57,9 +57,9 @@ def start(directory: str, *part: str, wait: bool = True) -> subprocess.Popen[byt
 
 def free_port() -> int:
     """Returns a port that no program listens to."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return int(server.getsockname()[1])
 
 
 def write_model(folder: pathlib.Path, gigabytes: float) -> None:
@@ -112,7 +112,7 @@ def make_state(folder: pathlib.Path, **options: Any) -> Any:
     return jzero.init_train_state(make, jax.random.key(0), config=config, trainable=".*scale")
 
 
-def run(directory: str, what: str, kind: str = "plain", process: str = "0", port: str = "") -> dict[str, Any]:
+def run(directory: str, part: str, kind: str = "plain", process: str = "0", port: str = "") -> dict[str, Any]:
     """Does one part."""
     import jax
 
@@ -128,14 +128,14 @@ def run(directory: str, what: str, kind: str = "plain", process: str = "0", port
     state = make_state(folder / "hf", quantization=frozen)
     mapping = None if kind == "plain" else "auto"
     source = folder / ("plain" if kind == "plain" else "hf")
-    if what == "export":
+    if part == "export":
         state = jzero.load_params(state, folder / "hf", mapping="auto", donate=True)
-        return {"run": what, "bytes": jzero.export_params(state, folder / "plain").num_bytes}
+        return {"run": part, "bytes": jzero.export_params(state, folder / "plain").num_bytes}
     read = count_pages()
     shards = sum(s.data.nbytes for x in jax.tree.leaves(state.params) for s in x.addressable_shards)
     with Peak() as peak:
         begin, used = time.perf_counter(), time.process_time()
-        if what == "load":
+        if part == "load":
             state = jzero.load_params(state, source, mapping=mapping, donate=True)
             jax.block_until_ready(state)
         else:
@@ -143,7 +143,7 @@ def run(directory: str, what: str, kind: str = "plain", process: str = "0", port
         seconds, used = time.perf_counter() - begin, time.process_time() - used
     total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     return {
-        "run": f"{what} {kind}",
+        "run": f"{part} {kind}",
         "process": int(process),
         "seconds": round(seconds, 2),
         "cpu_seconds": round(used, 2),
@@ -158,7 +158,7 @@ def count_pages() -> list[int]:
     """Counts the bytes of pages that slices of files cover, from now on."""
     from jzero.checkpoint.safetensors_files import TensorFile
 
-    found: list[int] = []
+    counts: list[int] = []
     view = TensorFile.view
 
     def counted(self: TensorFile, index: Any) -> np.ndarray:
@@ -166,11 +166,11 @@ def count_pages() -> list[int]:
         run = x.dtype.itemsize
         for size, stride in zip(x.shape[::-1], x.strides[::-1], strict=True):
             run = run * size if stride == run else run
-        found.append(x.nbytes if run >= 16 * PAGE else -(-x.nbytes // run) * max(run, PAGE))
+        counts.append(x.nbytes if run >= 16 * PAGE else -(-x.nbytes // run) * max(run, PAGE))
         return x
 
     TensorFile.view = counted  # type: ignore[method-assign]
-    return found
+    return counts
 
 
 class Peak:

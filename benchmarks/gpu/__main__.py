@@ -64,8 +64,8 @@ def run_part(part: str, seconds: float, lines: pathlib.Path, options: argparse.N
 
 def git(*arguments: str) -> str:
     """Returns what git says, or nothing."""
-    found = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+    result = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=False)
+    return result.stdout.strip()
 
 
 def run_parts(options: argparse.Namespace, out: pathlib.Path, lines: pathlib.Path) -> None:
@@ -73,10 +73,10 @@ def run_parts(options: argparse.Namespace, out: pathlib.Path, lines: pathlib.Pat
     deadline = time.monotonic() + 60 * options.minutes - STARTING
     parts, done = ["machine"], 0
     while done < len(parts):
-        left, part = max(deadline - time.monotonic(), 0), parts[done]
+        remaining, part = max(deadline - time.monotonic(), 0), parts[done]
         most = 1 if done == len(parts) - 1 and done else MOST[part.partition("/")[0]]
-        seconds = min(left, max(LEAST, left * most))
-        print(f"{part}: up to {seconds:.0f} of {left:.0f} s", flush=True)
+        seconds = min(remaining, max(LEAST, remaining * most))
+        print(f"{part}: up to {seconds:.0f} of {remaining:.0f} s", flush=True)
         if seconds < LEAST / 2:
             add_line(lines, part, "", {"skipped": "no time was left"})
         else:
@@ -86,12 +86,12 @@ def run_parts(options: argparse.Namespace, out: pathlib.Path, lines: pathlib.Pat
             facts = figures["machine"].get("facts", {})
             if options.default_out and facts.get("platform", "gpu") != "gpu":
                 sys.exit(f"No GPU here, but {facts['count']} x {facts['kind']}: give --out FILE for a trial.")
-            parts += [x for x in figures["machine"].get("parts", {}).get("names", []) if wanted(x, options.only)]
+            parts += [x for x in figures["machine"].get("parts", {}).get("names", []) if is_selected(x, options.only)]
         out.write_text(report(figures))
         done += 1
 
 
-def wanted(part: str, only: list[str]) -> bool:
+def is_selected(part: str, only: list[str]) -> bool:
     """Returns whether the user asked for a part."""
     return not only or any(x in part for x in only)
 

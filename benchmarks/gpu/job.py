@@ -36,7 +36,7 @@ class Job:
     started: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Seconds that are left."""
         return self.started + self.seconds - time.monotonic()
 
@@ -61,8 +61,8 @@ def add_line(path: pathlib.Path, part: str, program: str, figures: Figures) -> N
 
 def figures_of(path: pathlib.Path) -> dict[str, dict[str, Figures]]:
     """Returns the figures of each program of each part."""
-    found: dict[str, dict[str, Figures]] = {}
+    parts: dict[str, dict[str, Figures]] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         x = json.loads(line)
-        found.setdefault(x.pop("part"), {}).setdefault(x.pop("program"), {}).update(x)
-    return found
+        parts.setdefault(x.pop("part"), {}).setdefault(x.pop("program"), {}).update(x)
+    return parts

@@ -48,14 +48,14 @@ def run(job: Job) -> None:
     job.tell("model", **size, rows=2)
     rates: dict[str, float] = {}
     for name in VARIANTS[:2] if job.small else VARIANTS:
-        if job.left < 0.25 * job.seconds:
+        if job.remaining < 0.25 * job.seconds:
             job.tell(name, skipped="no time was left for it")
             continue
         options = argparse.Namespace(**size, rows=2, stage=3, only=["none", name], large_chunk=64 * MIB, repeats=5)
         with job.recorded(name):
             moved = tell_of(job, name, options, mesh)
             rates = rates or copy_rates(min(max(moved), MOST_COPIED), mesh)
-            job.tell("raw copy", **{way: rate / mesh.size for way, rate in rates.items()})
+            job.tell("raw copy", **{direction: rate / mesh.size for direction, rate in rates.items()})
             there, back = (mesh.size * x for x in moved)
             job.tell(name, raw=there / rates["to devices"] + back / rates["from devices"])
         jax.clear_caches()
@@ -63,8 +63,8 @@ def run(job: Job) -> None:
 
 def tell_of(job: Job, name: str, options: argparse.Namespace, mesh: Mesh) -> tuple[int, int]:
     """Trains with one variant and without; returns the bytes moved to a device and back."""
-    found = trained(options, "bf16", mesh)
-    times, others, plan = found[name]["times"], found["none"]["times"], found[name]["plan"]
+    variants = trained(options, "bf16", mesh)
+    times, others, plan = variants[name]["times"], variants["none"]["times"], variants[name]["plan"]
     there, back = least_traffic(plan)
     job.tell(
         name,
@@ -75,7 +75,7 @@ def tell_of(job: Job, name: str, options: argparse.Namespace, mesh: Mesh) -> tup
         there=there,
         back=back,
     )
-    training = found[name]["run"]
+    training = variants[name]["run"]
     report = jzero.analyze(training.step, training.state, training.batch)
     reckoned = report.estimated and report.estimated.peak
     job.tell(name, peak=report.memory.peak, reckoned=reckoned, violations=list(report.violations))

@@ -37,10 +37,10 @@ QUERY = "index,name,driver_version,memory.total,pcie.link.gen.max,pcie.link.widt
 
 def model(name: str) -> Family:
     """Returns a model by its name."""
-    known = {**FAMILIES, **SMALL}
-    if name not in known:
-        raise ValueError(f"There is no model {name!r}: choose of {', '.join(known)}.")
-    return known[name]()
+    models = {**FAMILIES, **SMALL}
+    if name not in models:
+        raise ValueError(f"There is no model {name!r}: choose of {', '.join(models)}.")
+    return models[name]()
 
 
 def scale(job: Job) -> str:

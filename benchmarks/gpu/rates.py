@@ -59,11 +59,11 @@ def run(job: Job) -> None:
     if mesh.size == 1:
         return
     part = count // mesh.size
-    cut, whole = PartitionSpec(AXIS), PartitionSpec()
+    cut, replicated = PartitionSpec(AXIS), PartitionSpec()
     placed = lambda f, out: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=cut, out_specs=out, check_vma=False))
     gather, scatter = (lambda x: lax.all_gather(x, AXIS, tiled=True)), (lambda x: lax.psum_scatter(x, AXIS, tiled=True))
     for name, program, size in (
-        ("all-gather", placed(gather, whole), part * mesh.size),
+        ("all-gather", placed(gather, replicated), part * mesh.size),
         ("reduce-scatter", placed(scatter, cut), part * mesh.size**2),
     ):
         with job.recorded(name):
@@ -84,18 +84,18 @@ def chained(f: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Arr
 
 def measured_machine(rates: dict[str, Figures], count: int) -> Machine | None:
     """Returns the machine that has the measured rates; `None` if they are not there."""
-    found = {name: x["per_second"] for name, x in rates.items() if "per_second" in x}
-    if "bf16" not in found or "memory" not in found:
+    per_second = {name: x["per_second"] for name, x in rates.items() if "per_second" in x}
+    if "bf16" not in per_second or "memory" not in per_second:
         return None
-    links = [found[name] for name in ("all-gather", "reduce-scatter") if name in found]
+    links = [per_second[name] for name in ("all-gather", "reduce-scatter") if name in per_second]
     return Machine(
         name="at measured rates",
         kind="gpu",
         num_devices=count,
         devices_per_node=count,
         hbm_bytes=0,
-        hbm_bytes_per_s=found["memory"],
-        flops={name: found[name] for name in PRODUCTS if name in found},
+        hbm_bytes_per_s=per_second["memory"],
+        flops={name: per_second[name] for name in PRODUCTS if name in per_second},
         num_links=1,
         intra_link_bytes_per_s=statistics.harmonic_mean(links) if links else math.inf,
         inter_link_bytes_per_s=None,

@@ -24,24 +24,29 @@ LEGEND = """
 * Plan: whether `report.verify()` finds that the executable that ran keeps to it."""
 
 
-def report(found: dict[str, Part]) -> str:
+def report(by_part: dict[str, Part]) -> str:
     """Returns the report."""
-    run, facts = found.get("run", {}).get("", {}), found.get("machine", {}).get("facts", {})
+    run, facts = by_part.get("run", {}).get("", {}), by_part.get("machine", {}).get("facts", {})
     title = f"# jzero on {facts.get('count')} × {facts.get('kind')}, {run.get('date', '')[:10]}"
     text = [title, "", f"`{run.get('command')}`, commit {run.get('commit')}."]
     if facts.get("platform") == "cpu":
         text[-1] += " A trial on CPUs: no figure here says anything about a GPU."
-    text += [*troubles(found), *summary(found), *machine(found.get("machine", {})), *rates(found.get("rates", {}))]
-    for name, programs in trained_models(found).items():
+    text += [
+        *troubles(by_part),
+        *summary(by_part),
+        *machine(by_part.get("machine", {})),
+        *rates(by_part.get("rates", {})),
+    ]
+    for name, programs in trained_models(by_part).items():
         text += steps(name, programs)
-    text += [*offload(found.get("offload", {})), "", "## How to read this", LEGEND, "", times(found)]
+    text += [*offload(by_part.get("offload", {})), "", "## How to read this", LEGEND, "", times(by_part)]
     return "\n".join(text) + "\n"
 
 
-def trained_models(found: dict[str, Part]) -> dict[str, Part]:
+def trained_models(by_part: dict[str, Part]) -> dict[str, Part]:
     """Returns the compiled programs of each model on so many devices, from the parts for its stages."""
     models: dict[str, Part] = {}
-    for part, programs in found.items():
+    for part, programs in by_part.items():
         if part.startswith("steps/"):
             _, name, count, _ = part.split("/")
             model = models.setdefault(f"{name} on {count} device{'s' * (count != '1')}", {})
@@ -51,10 +56,10 @@ def trained_models(found: dict[str, Part]) -> dict[str, Part]:
     return models
 
 
-def troubles(found: dict[str, Part]) -> list[str]:
+def troubles(by_part: dict[str, Part]) -> list[str]:
     """Returns what failed or departed from the plan, and then what was skipped."""
     failed, skipped = [], {}
-    for part, programs in found.items():
+    for part, programs in by_part.items():
         for name, x in programs.items():
             label = f"{part}, {name}" if name else part
             if x.get("failed") or x.get("status") == "failed":
@@ -67,9 +72,9 @@ def troubles(found: dict[str, Part]) -> list[str]:
     return ["", "## Failed or skipped", "", *(text or ["Nothing."])]
 
 
-def summary(found: dict[str, Part]) -> list[str]:
+def summary(by_part: dict[str, Part]) -> list[str]:
     """Returns the few figures to look at first."""
-    text, models = [], trained_models(found)
+    text, models = [], trained_models(by_part)
     for model, programs in models.items():
         compared = []
         for name, x in programs.items():
@@ -85,7 +90,7 @@ def summary(found: dict[str, Part]) -> list[str]:
         "the estimated peak takes": ("reckoned", "peak"),
         "the compiled peak takes": ("peak", "allocated"),
     }
-    reached = [x["per_second"] / x["vendor"] for x in found.get("rates", {}).values() if x.get("vendor")]
+    reached = [x["per_second"] / x["vendor"] for x in by_part.get("rates", {}).values() if x.get("vendor")]
     text += [f"* Products, memory and links reach {span(reached)} of the vendor's peaks."] if reached else []
     of = {"step": "measured", "peak": "compiled", "allocated": "allocated"}
     for title, (a, b) in parts.items():
@@ -95,13 +100,13 @@ def summary(found: dict[str, Part]) -> list[str]:
             if ratios
             else []
         )
-    for name, x in found.get("offload", {}).items():
+    for name, x in by_part.get("offload", {}).items():
         if "raw" in x:
             text.append(
                 f"* Offload, {OFFLOADED[name]}: {x['of_none']:.2f} of the step without; it uses the link for at least "
                 f"{x['raw'] / x['step']:.2f} of the step."
             )
-    checked = [x for programs in found.values() for x in programs.values() if x.get("violations") is not None]
+    checked = [x for programs in by_part.values() for x in programs.values() if x.get("violations") is not None]
     text += [f"* {sum(not x['violations'] for x in checked)} of {len(checked)} executables keep to their plans."] * any(
         checked
     )
@@ -230,7 +235,7 @@ def offload(part: Part) -> list[str]:
     if not part:
         return []
     model = ", ".join(f"{key} {x}" for key, x in part.get("model", {}).items())
-    copies = ", ".join(f"{way} {short(x / GB)} GB/s" for way, x in part.get("raw copy", {}).items())
+    copies = ", ".join(f"{direction} {short(x / GB)} GB/s" for direction, x in part.get("raw copy", {}).items())
     about = (
         f"A GPT ({model}) in bf16 at stage 3, in turns with the same training without offload. Bytes are those of one "
         "device, at least: the way of gradients to the host is not counted. Raw copies run between a device and pinned "
@@ -246,8 +251,8 @@ def offload(part: Part) -> list[str]:
     ]
 
 
-def times(found: dict[str, Part]) -> str:
+def times(by_part: dict[str, Part]) -> str:
     """Returns how long each part took."""
-    took = {part: x[""]["seconds"] for part, x in found.items() if "seconds" in x.get("", {})}
+    took = {part: x[""]["seconds"] for part, x in by_part.items() if "seconds" in x.get("", {})}
     each = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in took.items())
     return f"{sum(took.values()) / 60:.1f} minutes: {each}."

@@ -56,8 +56,8 @@ def run(job: Job) -> None:
     _, name, count, stage = job.part.split("/")
     family = model(name)
     mesh = jzero.make_mesh(devices=jax.devices()[: int(count)], **{AXIS: -1})
-    wanted = [x for x in PROGRAMS[int(stage)] if x[0] != "keeping" or not (job.small or mesh.size == 1)]
-    programs = compiled(job, wanted, family, mesh)
+    selected = [x for x in PROGRAMS[int(stage)] if x[0] != "keeping" or not (job.small or mesh.size == 1)]
+    programs = compiled(job, selected, family, mesh)
     batch = batch_on(family, mesh)
     if memory_limit() is not None:
         programs = [x for x in sorted(programs, key=lambda x: x.peak) if runs_alone(job, x, mesh, batch)]
@@ -65,14 +65,14 @@ def run(job: Job) -> None:
     timed(job, programs, batch, steps=1 if jax.default_backend() == "cpu" else 5)
 
 
-def compiled(job: Job, wanted: list[tuple[str, int]], family: Family, mesh: Mesh) -> list[Program]:
+def compiled(job: Job, selected: list[tuple[str, int]], family: Family, mesh: Mesh) -> list[Program]:
     """Compiles what there is time for; returns what fits the devices."""
-    limit, found = memory_limit() or math.inf, []
+    limit, programs = memory_limit() or math.inf, []
     rates = measured_machine(figures_of(job.lines).get("rates", {}), mesh.size)
     longest = 0.0
-    for engine, stage in wanted:
-        name, left = f"{engine} {stage}", job.left
-        if len(found) >= 2 and left - longest < (1 - COMPILING) * job.seconds:
+    for engine, stage in selected:
+        name, remaining = f"{engine} {stage}", job.remaining
+        if len(programs) >= 2 and remaining - longest < (1 - COMPILING) * job.seconds:
             job.tell(name, skipped="no time was left to compile it (`--only` leaves more to a part)")
             continue
         with job.recorded(name):
@@ -87,9 +87,9 @@ def compiled(job: Job, wanted: list[tuple[str, int]], family: Family, mesh: Mesh
             if memory.peak > limit:
                 job.tell(name, skipped=f"it needs {memory.peak / 2**30:.1f} GiB of {limit / 2**30:.1f}")
                 continue
-            found.append(Program(engine, stage, built, memory.arguments, memory.peak))
-        longest = max(longest, left - job.left)
-    return found
+            programs.append(Program(engine, stage, built, memory.arguments, memory.peak))
+        longest = max(longest, remaining - job.remaining)
+    return programs
 
 
 def tell_of_program(job: Job, name: str, engine: Engine, batch: Any, mesh: Mesh, rates: Any) -> Any:
@@ -121,8 +121,8 @@ def batch_on(family: Family, mesh: Mesh) -> Any:
     rng = np.random.default_rng(0)
 
     def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
-        whole = np.issubdtype(x.dtype, np.integer)
-        values = rng.integers(0, VALUES, x.shape) if whole else rng.standard_normal(x.shape, np.float32)
+        is_integer = np.issubdtype(x.dtype, np.integer)
+        values = rng.integers(0, VALUES, x.shape) if is_integer else rng.standard_normal(x.shape, np.float32)
         return jax.device_put(values.astype(x.dtype), x.sharding)
 
     return jax.tree.map(draw, batch_of(family, mesh))
@@ -172,13 +172,13 @@ def times_of(job: Job, groups: list[list[Program]], batch: Any, steps: int) -> d
     for i, group in enumerate(groups):
         gc.collect()
         with job.recorded(" and ".join(f"{x.name} {x.stage}" for x in group)):
-            until = time.monotonic() + 0.9 * job.left / (len(groups) - i)
+            until = time.monotonic() + 0.9 * job.remaining / (len(groups) - i)
             runs = {f"{x.name} {x.stage}": started(x, batch, steps) for x in group}
             in_turns(runs, 2)
             for name, training in runs.items():  # of all programs after equally many steps
                 job.tell(name, loss=float(training.metrics["loss"]), steps=training.count)
-            found = in_turns(runs, 3 if job.small else 40, until=until)
-            times |= {name: [x / steps for x in seconds] for name, seconds in found.items()}
+            seconds = in_turns(runs, 3 if job.small else 40, until=until)
+            times |= {name: [x / steps for x in seconds[name]] for name in runs}
     return times
 
 

@@ -52,5 +52,5 @@ def plan(x: Figures) -> str:
 
 def span(values: Iterable[float]) -> str:
     """Returns the range of some ratios."""
-    found = sorted(values)
-    return "none" if not found else f"{found[0]:.2f} to {found[-1]:.2f}"
+    ordered = sorted(values)
+    return "none" if not ordered else f"{ordered[0]:.2f} to {ordered[-1]:.2f}"
