@@ -49,13 +49,9 @@ def test_estimate_as_json(run):
         ("offload_optimizer=none", 4 * p + 16 * p // n, 24 * p),
     ]
     assert (found["stage"], found["total_params"], found["largest_layer_params"]) == (2, p, None)
-    newer = data_of(
-        run("estimate --deepspeed --params 1e6 --stage 2 --num-gpus-per-node 4 --formulas deepspeed-0.19 --json")
-    )
-    assert newer["rows"][1]["gpu_bytes"] == 2 * p + 18 * p // n
-    wide = data_of(run("estimate --deepspeed --params 1e6 --stage 1 --num-nodes 2 --additional-buffer-factor 2 --json"))
+    wide = data_of(run("estimate --deepspeed --params 1e6 --stage 1 --num-nodes 2 --json"))
     assert wide["rows"][1] == {
-        "cpu_bytes": 2 * 4 * p,
+        "cpu_bytes": 3 * 4 * p // 2,
         "gpu_bytes": 4 * p + 12 * p // 2,
         "cpu_offload": False,
         "cpu_offload_params": None,
@@ -128,15 +124,13 @@ def test_plan_of_an_nnx_pair_that_is_made_from_a_key(run):
 # analyze
 
 
-def test_analyze_as_json(run, tmp_path):
-    path = tmp_path / "report.svg"
-    result = run(f"analyze users:factory --json --verify --figure {path}")
+def test_analyze_as_json(run):
+    result = run("analyze users:factory --json --verify")
     found = data_of(result)
     assert found["communication_elements"] == pytest.approx(3 * PSI, rel=0.02)
     assert (found["num_devices"], found["plan"]["stage"], found["violations"]) == (8, 3, [])
     state, batch = 3 * 4 * PSI // 8 + 8, cli_models.BATCH * WIDTH * 4 // 8
     assert found["memory"]["arguments"] == pytest.approx(state + batch, rel=0.01)
-    assert path.read_bytes().startswith(b"<?xml")
     assert "a module that prints" in result.stderr
 
 
@@ -271,8 +265,7 @@ def test_export(run, checkpoint, tmp_path):
     tensors = load_file(tmp_path / "x.safetensors")
     assert tensors["layer.kernel"].tolist() == params["layer"]["kernel"].tolist()
     assert str(tensors["bias"].dtype) == "bfloat16"
-    assert "2 tensors, 232 B" in text_of(run(f"export {path} {tmp_path / 'many'} --max-file-bytes 100"))
-    assert len(list((tmp_path / "many").iterdir())) == 3
+    assert "2 tensors, 232 B" in text_of(run(f"export {path} {tmp_path / 'fp32.safetensors'}"))
     assert "never replaces files" in message_of(run(f"export {path} {tmp_path / 'x.safetensors'}"))
     assert "`--dtype` must be" in message_of(run(f"export {path} {tmp_path / 'y'} --dtype text"))
 

@@ -3,7 +3,6 @@
 import functools
 import pathlib
 import re
-import sys
 
 import pytest
 
@@ -83,17 +82,6 @@ def test_a_missing_extra_is_named(run, monkeypatch):
     monkeypatch.setattr(topologies, "_is_installed", lambda package: False)
     topologies._devices.cache_clear()
     assert "pip install 'jzero[gpu]'" in message_of(run("analyze users:factory --topology h200:7"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = run("analyze users:nnx_pair --figure report.png")
-    assert result.exit_code == 2
-    assert "pip install 'jzero[examples]'" in result.stderr
-    assert "ZeRO stage 3" in result.stdout, "what was asked for beside it was printed before"
-
-
-def test_a_figure_that_cannot_be_written(run):
-    result = run("analyze users:nnx_pair --figure nowhere/report.png")
-    assert result.exit_code == 2
-    assert "No such file or directory: 'nowhere/report.png'" in result.stderr
 
 
 def test_traceback_is_there_for_those_who_ask(run):

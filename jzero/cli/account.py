@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from jzero.analysis.ledger import Ledger
 from jzero.cli.request import Request
 from jzero.cli.source import Source
-from jzero.deepspeed.formulas import find_row, tabulate
+from jzero.deepspeed.formulas import BUFFER_FACTOR, find_row, tabulate
 from jzero.plan.table import format_bytes
 from jzero.state.model_size import count_params
 
@@ -102,6 +102,6 @@ def account(request: Request, source: Source, ledger: Ledger, *, stage: int, res
 def _formula(stage: int, num_params: int, largest: int, num_devices: int) -> int:
     """Returns the bytes of one device with all states on the devices, by DeepSpeed's documentation."""
     layer = largest if stage == 3 else None
-    estimate = tabulate(stage, num_params, layer, num_devices, 1, 1.5, "documented")
+    estimate = tabulate(stage, num_params, layer, num_devices, 1, BUFFER_FACTOR, "documented")
     switches = {"cpu_offload_params": False, "zero_init": True} if stage == 3 else {}
     return find_row(estimate, cpu_offload=False, **switches).gpu_bytes

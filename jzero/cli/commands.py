@@ -131,9 +131,6 @@ def export(
         str | None,
         typer.Option(help="The family whose tensors parameters make, such as `llama`. Default: that of `--like`."),
     ] = None,
-    max_file_bytes: Annotated[
-        float, typer.Option(help="Split a larger export into several files with an index.")
-    ] = 5e9,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
@@ -147,7 +144,6 @@ def export(
             paths=paths,
             mapping=mapping or (None if like is None else "auto"),
             like=like,
-            max_file_bytes=int(max_file_bytes),
         )
     show(exported, as_json)
 

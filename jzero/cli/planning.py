@@ -5,7 +5,7 @@ All take a `Request` and print an `Account`, whose states are the same to the by
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,13 +32,6 @@ def estimate(
         int | None, typer.Option(help="With `--deepspeed`: devices per node. Default: those of the machine, or 1.")
     ] = None,
     num_nodes: Annotated[int | None, typer.Option(help="With `--deepspeed`: nodes, likewise.")] = None,
-    additional_buffer_factor: Annotated[
-        float, typer.Option(help="With `--deepspeed`: factor on host memory, for buffers that its formulas omit.")
-    ] = 1.5,
-    formulas: Annotated[
-        Literal["documented", "deepspeed-0.19"],
-        typer.Option(help="With `--deepspeed`: the formulas of its documentation or of its code."),
-    ] = "documented",
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
@@ -47,11 +40,8 @@ def estimate(
         choose_devices(request.topology, request.devices, plans_only=True)
         if deepspeed:
             per_node, nodes = request.nodes
-            setup = (
-                per_node if num_gpus_per_node is None else num_gpus_per_node,
-                nodes if num_nodes is None else num_nodes,
-            )
-            result = _deepspeeds_table(request, largest_layer, (*setup, additional_buffer_factor), formulas)
+            per_node = per_node if num_gpus_per_node is None else num_gpus_per_node
+            result = _deepspeeds_table(request, largest_layer, per_node, nodes if num_nodes is None else num_nodes)
         else:
             if largest_layer is not None:
                 raise ValueError("`--largest-layer` is an input of DeepSpeed's formulas: pass `--deepspeed`, too.")
@@ -80,10 +70,6 @@ def analyze(
             help="Recompute the scans of the loss, or nothing. By default, stage 3 recomputes cheap activations.",
         ),
     ] = None,
-    figure: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Save a figure of memory and timeline; the extension sets the format."),
-    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Exit with 1 if the program departs from the plan.")] = False,
     as_json: Json = False,
     traceback: Traceback = False,
@@ -106,9 +92,6 @@ def analyze(
     show(result, as_json)
     if report.num_devices == 1 and config.stage > 0:
         warn("With one device, nothing is partitioned. Pass `--topology` or `--devices`.")
-    if figure is not None:
-        with messages(traceback):
-            report.save_figure(figure)
     if verify:
         try:
             report.verify()
@@ -186,11 +169,11 @@ def _account(request: Request, source: Source, ledger: Any, *, stage: int, resul
 
 
 def _deepspeeds_table(
-    request: Request, largest_layer: str | None, setup: tuple[int, int, float], formulas: Any
+    request: Request, largest_layer: str | None, per_node: int, num_nodes: int
 ) -> jzero.MemoryEstimate:
     """Returns the table of a model, or that of two numbers."""
     from jzero.cli.sizes import parse_count
-    from jzero.deepspeed.formulas import tabulate
+    from jzero.deepspeed.formulas import BUFFER_FACTOR, tabulate
     from jzero.state.model_size import count_params
 
     stage = 3 if request.stage is None else request.stage
@@ -204,4 +187,4 @@ def _deepspeeds_table(
         raise ValueError("`--largest-layer` requires `--params`: the layers of a model are counted.")
     else:
         params, layer = parse_count(request.params), None if largest_layer is None else parse_count(largest_layer)
-    return tabulate(stage, params, layer, *setup, formulas)
+    return tabulate(stage, params, layer, per_node, num_nodes, BUFFER_FACTOR, "documented")

@@ -25,6 +25,8 @@ from jzero.config.settings import check, one_of
 Formulas = Literal["documented", "deepspeed-0.19"]
 FORMULAS = get_args(Formulas)
 LIMIT = 2**63
+BUFFER_FACTOR = 1.5
+"""DeepSpeed's default factor on host memory."""
 SWITCH = one_of(True, False, np.True_, np.False_, 0, 1, says="True or False")
 """A flag; DeepSpeed's are also 0 and 1."""
 
