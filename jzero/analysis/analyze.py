@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,16 +12,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
+from jzero._types import PyTree, State
 from jzero.analysis.buffers import Transfer
 from jzero.analysis.collectives import program_collectives
-from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.limits import this_machine, usable_bytes
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.relocation import mesh_of, move_to_mesh, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
 from jzero.analysis.sent import sent
-from jzero.analysis.stages import Stage, arrays_on_host, memory_of_stages, stages_of
+from jzero.analysis.stages import Compile, Stage, arrays_on_host, memory_of_stages, stages_of
 from jzero.analysis.step_memory import gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.analysis.traced import trace_program
@@ -49,7 +50,7 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     mesh: Mesh | None = None,
     config: ZeroConfig | None = None,
     plan: ZeroPlan | None = None,
-    trainable: Any = None,
+    trainable: PyTree | str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> AnalysisReport:
@@ -143,10 +144,10 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     return dataclasses.replace(_report(facts, used, mesh, hardware, notes), estimated=estimated, limit=limit)
 
 
-def _compiler(topology: str | None, compiler_options: Mapping[str, Any] | None) -> Callable[[Any], Any]:
+def _compiler(topology: str | None, compiler_options: Mapping[str, Any] | None) -> Compile:
     options = {**({} if topology is None else topology_options(topology)), **(compiler_options or {})}
 
-    def compile_(lowered: Any) -> Any:
+    def compile_(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         logging.getLogger("jzero").info("Compiling for %s.", topology or "this machine")
         return lowered.compile(options or None)
 
@@ -163,7 +164,7 @@ def _facts(fn: Any, args: Sequence[Any], stages: Sequence[Stage], platform: str)
       platform: The platform of the devices.
     """
     shared = [x for x in stages if x.times == 1]
-    programs = tuple(parse_hlo(x.compiled.as_text()) for x in shared)
+    programs = tuple(x.program for x in shared)
     jaxprs = [x.traced.jaxpr for x in shared]
     return Compiled(
         programs=programs,
@@ -177,7 +178,7 @@ def _facts(fn: Any, args: Sequence[Any], stages: Sequence[Stage], platform: str)
     )
 
 
-def _transfers(jaxpr: Any) -> Sequence[Transfer]:
+def _transfers(jaxpr: AnyJaxpr) -> Sequence[Transfer]:
     return trace_program(jaxpr, [1] * len(_compat.open_jaxpr(jaxpr)[0].invars)).transfers
 
 
@@ -245,7 +246,7 @@ def _num_nodes(group: Sequence[int], hardware: Machine | None, plan: ZeroPlan | 
     return len(set(along.tolist()))
 
 
-def _returns(out: Any, state: Any) -> bool:
+def _returns(out: PyTree, state: State) -> bool:
     """Whether `out` holds a state like `state`, which carries a plan."""
     if plan_of_argument(state) is None:
         return False

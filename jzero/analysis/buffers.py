@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+import jax
+
+from jzero._types import DType
 from jzero.analysis.sizes import bytes_of
 
 Kind = Literal["activations", "gradients", "gathered", "working"]
@@ -69,7 +72,7 @@ class Product(NamedTuple):
     """
 
     flops: float
-    dtype: Any
+    dtype: DType
     highest: bool
 
 
@@ -160,7 +163,7 @@ class TracedProgram:
         self.copies: dict[int, int] = {}
         self._written: dict[Value, Value] = {}
 
-    def argument(self, aval: Any, parts: int = 1) -> Value:
+    def argument(self, aval: jax.core.AbstractValue, parts: int = 1) -> Value:
         """Adds a value that exists before the program starts and after it ends."""
         self.buffers.append(Buffer(0))
         return Value(bytes_of(aval) // parts, "", parts, buffer=len(self.buffers) - 1)

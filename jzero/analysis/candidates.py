@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jzero._text import Report, format_rows
 from jzero.analysis.ledger import Ledger
@@ -14,6 +14,8 @@ from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
 from jzero.plan.table import format_bytes
+
+T = TypeVar("T")
 
 CHOSEN = "chosen"
 """The verdict on the chosen candidate."""
@@ -273,7 +275,7 @@ OPTIONAL = ("secondary", "ms", "compiled ms", "host", "disk")
 """The columns of the table that may be missing."""
 
 
-def _or_blank(x: Any, show: Callable[[Any], str]) -> str:
+def _or_blank(x: T | None, show: Callable[[T], str]) -> str:
     return "" if x is None else show(x)
 
 
@@ -281,7 +283,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}"
 
 
-def _recomputation(remat: Any) -> Recomputation:
+def _recomputation(remat: Remat | None) -> Recomputation:
     """Returns the names of an option `remat`; a policy is its own name."""
     if isinstance(remat, Keep):
         params = "all parameters" if remat.params == "all" else _count(len(remat.params), "parameter")
@@ -294,7 +296,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number > 1)}" if number else ""
 
 
-def recomputation_rank(remat: Any) -> int:
+def recomputation_rank(remat: Remat | None) -> int:
     """Returns the amount of recomputation as a rank; of an option without a name, that of "cheap", which it refines."""
     names = [x.name for x in RECOMPUTED]
     name = _recomputation(remat).name

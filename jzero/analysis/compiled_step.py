@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
-from jzero.analysis.hlo import parse_hlo
+from jzero._types import PyTree, State
 from jzero.analysis.machines import Machine
+from jzero.analysis.relocation import plan_of_argument
 from jzero.analysis.schedule import simulate
 from jzero.analysis.stages import stages_of
 from jzero.analysis.topologies import topology_options
+from jzero.layout.mesh import platform_of
 from jzero.step.train_step import TrainStep
 
 
@@ -28,18 +29,20 @@ class CompiledStep(NamedTuple):
 
 
 def compile_step(
-    step: TrainStep, arguments: Sequence[Any], *, platform: str, topology: str | None, machine: Machine | None
+    step: TrainStep, arguments: tuple[State, PyTree, PyTree], topology: str | None, machine: Machine | None
 ) -> CompiledStep | None:
     """Returns the figures of a step; `None` if the compiler rejects it as out of memory, as that for TPUs does.
 
     Args:
       step: The step.
       arguments: Its state, batch and key.
-      platform: The platform of the devices.
       topology: The machine, if it is not this one.
       machine: Its specifications.
     """
     *placed, rng = arguments
+    plan = plan_of_argument(placed[0])
+    assert plan is not None
+    platform = platform_of(plan.mesh.devices.flat[0])
     options = (None if topology is None else topology_options(topology)) or None
     try:
         stages = stages_of(step, placed, {"rng": rng}, platform, lambda x: x.compile(options))
@@ -50,5 +53,5 @@ def compile_step(
     peak = max(stage.peak for stage in stages)
     if machine is None:
         return CompiledStep(peak, None)
-    timeline, _ = simulate(parse_hlo(stages[0].compiled.as_text()), machine)
+    timeline, _ = simulate(stages[0].program, machine)
     return CompiledStep(peak, timeline.seconds)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from jzero.analysis.candidates import NEAR, Candidate, describe
 from jzero.analysis.compiled_step import compile_step
 from jzero.analysis.search import Search, by_cost
-from jzero.layout.mesh import platform_of
+from jzero.analysis.step_memory import StepMemory
 
 RIVALS = 3
 """The fitting candidates to compile, since estimated times are inexact."""
@@ -43,7 +42,7 @@ def confirm(search: Search, tried: Sequence[Candidate]) -> list[Candidate]:
 
 def _next(tried: Sequence[Candidate], limit: int) -> int | None:
     """Returns the index of the next candidate to compile; `None` if enough are."""
-    confirmed = set[Any]()
+    confirmed = set[StepMemory]()
     for i, x in enumerate(tried):
         if x.is_compiled and x.fits(limit):
             confirmed.add(x.memory)
@@ -68,17 +67,10 @@ def _with_figures(x: Candidate, of: Candidate) -> Candidate:
 
 def compiled(search: Search, x: Candidate) -> Candidate:
     """Returns a candidate with the compiler's figures."""
-    assert search.devices is not None
     num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
     placed, step = search.placed(x.config, num_replicas), search.step(x.accumulate_steps, x.remat)
     logging.getLogger("jzero").info("Compiling %s.", describe(x))
-    figures = compile_step(
-        step,
-        (placed, search.batch, search.rng),
-        platform=platform_of(search.devices[0]),
-        topology=search.topology,
-        machine=search.hardware,
-    )
+    figures = compile_step(step, (placed, search.batch, search.rng), search.topology, search.hardware)
     if figures is None:
         return dataclasses.replace(x, refused=True)
     return dataclasses.replace(x, compiled_peak=figures.peak, compiled_seconds=figures.seconds)

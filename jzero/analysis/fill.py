@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from jzero._types import PyTree, State
 from jzero.analysis.candidates import NEAR
 from jzero.analysis.compiled_step import CompiledStep, compile_step
 from jzero.analysis.limits import hardware_of, limit_of
@@ -37,7 +38,6 @@ from jzero.arrays.processes import agree, are_several
 from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, check, number, optional
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.mesh import platform_of
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep
@@ -52,8 +52,8 @@ MOST_COMPILED = 4
 
 def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
     step: TrainStep,
-    state: Any,
-    batch: Any,
+    state: State,
+    batch: PyTree,
     *,
     rng: Any = None,
     hbm_bytes: float | None = None,
@@ -141,7 +141,7 @@ class Filling:
     """
 
     step: TrainStep
-    arguments: tuple[Any, Any, Any]
+    arguments: tuple[State, PyTree, PyTree]
     plan: ZeroPlan
     machine: Machine | None
     topology: str | None
@@ -154,7 +154,7 @@ class Filling:
     def __post_init__(self) -> None:
         state, batch, rng = self.arguments
         traced = self.step.trace(state, batch, rng=rng)
-        self._estimates[0] = memory_of_step(self.step, self.arguments, self.plan, self.machine, traced)
+        self._estimates[0] = memory_of_step(self.step, self.arguments, self.machine, traced)
         again, time = _gathered_again(sent(traced.jaxpr), self.plan, self.step.micro.steps), self._estimates[0].time
         has_busy_links = time is not None and time.communication > BUSY_LINKS * time.compute
         self.paths = [path for path, is_row in again if has_busy_links or not is_row]
@@ -179,7 +179,7 @@ class Filling:
     def estimated(self, number: int) -> StepMemory:
         """Returns the estimated memory of that step."""
         if number not in self._estimates:
-            self._estimates[number] = memory_of_step(self.step_keeping(number), self.arguments, self.plan, self.machine)
+            self._estimates[number] = memory_of_step(self.step_keeping(number), self.arguments, self.machine)
         return self._estimates[number]
 
     def longest(self, limit: float) -> int:
@@ -241,13 +241,8 @@ class Filling:
         return min(fitting, key=lambda n: (fitting[n].seconds or 0.0, n))
 
     def _compile(self, number: int) -> CompiledStep | None:
-        return compile_step(
-            self.step_keeping(number) if number else self.step,
-            self.arguments,
-            platform=platform_of(self.plan.mesh.devices.flat[0]),
-            topology=self.topology,
-            machine=self.machine,
-        )
+        step = self.step_keeping(number) if number else self.step
+        return compile_step(step, self.arguments, self.topology, self.machine)
 
 
 def _gathered_again(moved: Iterable[Sent], plan: ZeroPlan, micro_batches: int) -> list[tuple[str, bool]]:

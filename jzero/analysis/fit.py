@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero._types import PyTree, State, TrainStateLike
 from jzero.analysis.candidates import CHOSEN, NEAR, RECOMPUTED, Candidate, Fit, choose, judge
 from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.confirm import confirm as confirmed
@@ -39,14 +40,14 @@ FRACTION = (
 
 
 def fit(  # noqa: PLR0913  # what is searched, and what is not
-    make_state: Callable[[jax.Array], Any] | Any,
+    make_state: Callable[[jax.Array], State] | State,
     loss_fn: Callable[..., Any],
-    batch: Any,
+    batch: PyTree,
     *,
     topology: str | None = None,
     hbm_bytes: float | None = None,
     config: ZeroConfig | None = None,
-    trainable: Any = None,
+    trainable: PyTree | str | None = None,
     stages: Sequence[Stage] = STAGES,
     remat: Sequence[Remat | None] = ("as_written", "cheap", True),
     max_accumulate_steps: int = 64,
@@ -225,7 +226,7 @@ def _offloads(search: Search, *, from_start: bool) -> tuple[list[Offload], tuple
     return ([*offloads, host], (), notes) if from_start else (offloads, (host,), notes)
 
 
-def _workload(state: Any, batch: Any) -> str:
+def _workload(state: TrainStateLike, batch: PyTree) -> str:
     size = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(state.params))
     arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(batch)]
     more = f" and {len(arrays) - 3} more" if len(arrays) > 3 else ""

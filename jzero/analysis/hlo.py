@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _HEAD = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
@@ -43,6 +43,10 @@ class Array(NamedTuple):
         return -(-self.size * dtype_bits(self.dtype) // 8)
 
 
+Shape: TypeAlias = "Array | tuple[Shape, ...]"
+"""The type of a result."""
+
+
 def dtype_bits(dtype: str) -> int:
     """Bits of one element by HLO's name of the type; 0 for tokens and the like."""
     match = re.match(r"[a-z]+(\d+)", dtype)
@@ -65,7 +69,7 @@ class Instruction:
 
     name: str
     opcode: str
-    result: Any
+    result: Shape
     operands: tuple[str, ...]
     called: tuple[str, ...]
     attributes: str
@@ -205,7 +209,7 @@ def _instruction(line: str) -> Instruction | None:
     return Instruction(head.group(2), opcode.group(1), result, operands, called, attributes, bool(head.group(1)))
 
 
-def _type(line: str, at: int) -> tuple[Any, int]:
+def _type(line: str, at: int) -> tuple[Shape, int]:
     """Parses an array type, or a tuple of types, at a position; returns it with the position behind it."""
     if line[at] != "(":
         match = _ARRAY.match(line, at)
@@ -235,7 +239,7 @@ def _find_closing(line: str, at: int) -> int:
     return len(line)
 
 
-def _flat(result: Any) -> tuple[Array, ...]:
+def _flat(result: Shape) -> tuple[Array, ...]:
     return (result,) if isinstance(result, Array) else tuple(x for item in result for x in _flat(item))
 
 

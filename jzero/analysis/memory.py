@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+
+import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Memory:
     host: int
 
 
-def memory_of(compiled: Any, platform: str, host_state: int = 0) -> Memory:
+def memory_of(compiled: jax.stages.Compiled, platform: str, host_state: int = 0) -> Memory:
     """Returns the memory of a compiled program.
 
     Args:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jzero._types import PyTree, TrainStateLike
 from jzero.config.zero import ZeroConfig
 from jzero.layout.mesh import AnyMesh, axes_of_config, make_mesh
 from jzero.plan.plan import ZeroPlan
@@ -40,7 +41,7 @@ def relaid(
     devices: list[jax.Device] | int | None = None,
     mesh: AnyMesh | None = None,
     config: ZeroConfig | None = None,
-    trainable: Any = None,
+    trainable: PyTree | str | None = None,
 ) -> Any:
     """Returns a state as shapes laid out for the machine; anything else as it is.
 
@@ -97,7 +98,7 @@ def move_to_mesh(args: list[Any], keywords: dict[str, Any], mesh: Mesh) -> tuple
     return jax.tree.map(place, (there, named))
 
 
-def mesh_of(args: Any) -> Mesh | None:
+def mesh_of(args: PyTree) -> Mesh | None:
     """Returns the mesh of the first argument that has one."""
     for x in jax.tree.leaves(args):
         sharding = getattr(x, "sharding", None)
@@ -106,7 +107,7 @@ def mesh_of(args: Any) -> Mesh | None:
     return None
 
 
-def _as_state(x: Any) -> Any:
+def _as_state(x: Any) -> TrainStateLike | None:
     """Returns `x` as a train state; `None` if it is not one."""
     try:
         return adapt(x).state

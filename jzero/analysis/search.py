@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 from jax.sharding import Mesh
 
+from jzero._types import PyTree, State, TrainStateLike
 from jzero.analysis.candidates import NEARLY, Candidate, recomputation_rank
 from jzero.analysis.machines import Machine
 from jzero.analysis.node_memory import NodeMemory
@@ -76,12 +77,12 @@ class Search:
       last: Where to keep optimizer state if nothing else fits.
     """
 
-    state: Any
-    trainable: Any
+    state: TrainStateLike
+    trainable: PyTree | str | None
     loss_fn: Callable[..., Any]
     options: dict[str, Any]
-    batch: Any
-    rng: Any
+    batch: PyTree
+    rng: jax.Array | None
     topology: str | None
     hardware: Machine | None
     devices: list[jax.Device] | None
@@ -251,17 +252,15 @@ class Search:
             for x in self._micro_batches(dataclasses.replace(config, persistence_threshold=0), num_replicas, like.remat)
         ]
 
-    def memory(self, step: TrainStep, placed: Any) -> StepMemory:
+    def memory(self, step: TrainStep, placed: State) -> StepMemory:
         """Returns the estimated memory and time of a step of a placed state."""
-        plan = plan_of_argument(placed)
-        assert plan is not None
-        return memory_of_step(step, (placed, self.batch, self.rng), plan, self.hardware)
+        return memory_of_step(step, (placed, self.batch, self.rng), self.hardware)
 
     def step(self, steps: int, recompute: Remat | None) -> TrainStep:
         """Returns the step of a candidate."""
         return make_train_step(self.loss_fn, accumulate_steps=steps, remat=recompute, check_rows=False, **self.options)
 
-    def placed(self, config: ZeroConfig, num_replicas: int) -> Any:
+    def placed(self, config: ZeroConfig, num_replicas: int) -> State:
         """Returns the state of a candidate, as shapes with shardings."""
         return relaid(self.state, mesh=self._mesh(config, num_replicas), config=config, trainable=self.trainable)
 

@@ -15,13 +15,14 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr, Atom
+from jzero._types import DType
 from jzero.engine.placed import gather_p, hops_of, named_p, reduce_p, wait_p
 from jzero.jaxpr.primitives import Trait, primitives_with
 from jzero.layout.comm import Hop
@@ -74,7 +75,7 @@ class Sent(NamedTuple):
         return self.eqn.params["cut"]
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype that travels."""
         dtype = _compat.type_of(self.eqn.invars[0]).dtype
         return self.eqn.params["dtype"] if self.gathers else jnp.dtype(self.eqn.params["sums"].dtype_of(dtype))

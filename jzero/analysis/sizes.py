@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
+from jzero._compat import type_of
 from jzero.jaxpr.sizes import array_bytes
 
 
-def bytes_of(aval: Any) -> int:
+def bytes_of(aval: jax.core.AbstractValue) -> int:
     """Returns the bytes on the device of an array of this type; 0 if it is on the host, or not an array."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
@@ -19,25 +20,25 @@ def bytes_of(aval: Any) -> int:
     return array_bytes(math.prod(aval.shape), aval.dtype)
 
 
-def size_of(aval: Any) -> int:
+def size_of(aval: jax.core.AbstractValue) -> int:
     """Returns the number of elements of an array of this type; 0 if it is none."""
     return math.prod(getattr(aval, "shape", (0,)))
 
 
-def product_flops(eqn: Any) -> float:
+def product_flops(eqn: JaxprEqn) -> float:
     """Returns the operations of a product; 0 for any other equation."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
+        depth = math.prod(type_of(eqn.invars[0]).shape[d] for d in contracted)
+        return 2.0 * math.prod(type_of(eqn.outvars[0]).shape) * depth
     if eqn.primitive.name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
+        kernel = type_of(eqn.invars[1]).shape
         features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / features
+        return 2.0 * math.prod(type_of(eqn.outvars[0]).shape) * math.prod(kernel) / features
     return 0.0
 
 
-def dims_are_adjacent(eqn: Any) -> list[bool]:
+def dims_are_adjacent(eqn: JaxprEqn) -> list[bool]:
     """Returns for each operand of a matrix product whether it can be read in the order of its dimensions.
 
     A product reads an operand as batch, rows and columns. If one of these is made of dimensions that are no neighbours,
@@ -46,7 +47,7 @@ def dims_are_adjacent(eqn: Any) -> list[bool]:
     if eqn.primitive.name != "dot_general":
         return []
     contracted, batch = eqn.params["dimension_numbers"]
-    return [_are_adjacent(v.aval.shape, x, y) for v, x, y in zip(eqn.invars, contracted, batch, strict=True)]
+    return [_are_adjacent(type_of(v).shape, x, y) for v, x, y in zip(eqn.invars, contracted, batch, strict=True)]
 
 
 def _are_adjacent(shape: tuple[int, ...], *groups: tuple[int, ...]) -> bool:

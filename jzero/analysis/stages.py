@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jzero._types import PyTree, State, TrainStateLike
+from jzero.analysis.hlo import Program, parse_hlo
 from jzero.analysis.memory import Memory, memory_of
 from jzero.analysis.relocation import plan_of_argument
 from jzero.jaxpr.sizes import array_bytes
@@ -23,11 +25,14 @@ from jzero.layout.mesh import HOST_MEMORY, platform_of
 from jzero.layout.records import Rectangle
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import detached
+from jzero.state.next_state import StepGrads
 from jzero.step.inputs import optional_rng
+from jzero.step.outside import OutsideStep
 from jzero.step.train_step import TrainStep
-from jzero.update.visits import FromDisk, SumTarget, Visit
+from jzero.update.visits import FromDisk, SumTarget, Visit, VisitOperands
+from jzero.update.whole import Grad
 
-Compile = Callable[[Any], Any]
+Compile = Callable[[jax.stages.Lowered], jax.stages.Compiled]
 
 
 class Stage(NamedTuple):
@@ -44,9 +49,9 @@ class Stage(NamedTuple):
     """
 
     name: str
-    traced: Any
-    lowered: Any
-    compiled: Any
+    traced: jax.stages.Traced
+    lowered: jax.stages.Lowered
+    compiled: jax.stages.Compiled
     memory: Memory
     beside: int = 0
     times: int = 1
@@ -57,7 +62,14 @@ class Stage(NamedTuple):
         return self.beside + self.times * self.memory.peak
 
     @property
-    def results(self) -> Any:
+    def program(self) -> Program:
+        """The compiled program as data."""
+        text = self.compiled.as_text()
+        assert text is not None
+        return parse_hlo(text)
+
+    @property
+    def results(self) -> PyTree:
         """Its results, as shapes with shardings."""
 
         def shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -113,7 +125,7 @@ def stages_of(
     return [Stage("the step", traced, lowered, compiled, memory_of(compiled, platform, host_state))]
 
 
-def check_on_records(step: TrainStep, state: Any, batch: Any, rng: Any) -> None:
+def check_on_records(step: TrainStep, state: State, batch: PyTree, rng: jax.Array | None) -> None:
     """Raises a `ValueError` if the optimizer of a state in records cannot update it there; compiles nothing."""
     state, batch, rng = step.abstract_arguments(state, batch, rng=rng)
     outside, state = step.program(state), detached(state)
@@ -125,7 +137,7 @@ class _Largest(NamedTuple):
     """The largest record that a program computes: its visit, its other operands, its place in a part."""
 
     visit: Visit
-    operands: Any
+    operands: VisitOperands
     place: Rectangle
 
 
@@ -146,13 +158,13 @@ class _PassResults(NamedTuple):
 class _Stages:
     """Traces and compiles the programs of an `OutsideStep` as it would run them."""
 
-    def __init__(self, outside: Any, state: Any, compile_: Compile) -> None:
+    def __init__(self, outside: OutsideStep, state: TrainStateLike, compile_: Compile) -> None:
         self.outside, self.update, self.state = outside, outside.update, state
         self.plan: ZeroPlan = state.tx.plan
         self.compile = compile_
         self.device = self.plan.mesh.devices.flat[0]
 
-    def all(self, batch: Any, rng: Any) -> list[Stage]:
+    def all(self, batch: PyTree, rng: jax.Array | None) -> list[Stage]:
         """Returns the programs in their order."""
         plan = self.plan
         # If programs do not distinguish host memory, neither do shapes.
@@ -161,15 +173,15 @@ class _Stages:
         first = self._stage("loss and gradients", traced, live, takes_params=True)
         step_grads, changed, _ = first.results
         passes, results = self._passes(step_grads, live + _num_bytes((step_grads, changed)))
-        ready = step_grads if results.needs_grads else step_grads._replace(grads=self._near(step_grads))
+        ready = step_grads if results.needs_grads else self._near(step_grads)
         current = step_grads._replace(grads=[]) if plan.config.offload.delay else ready
         traced = self.update.rest.trace(self.state, current, changed, ready, results.disk)
         return [first, *passes, self._stage("the rest of the update", traced, results.num_bytes, takes_params=True)]
 
-    def _passes(self, step_grads: Any, live: int) -> tuple[list[Stage], _PassResults]:
+    def _passes(self, step_grads: StepGrads, live: int) -> tuple[list[Stage], _PassResults]:
         """Returns the programs of all passes, and their results; `live` bytes are on a device before."""
         stages: list[Stage] = []
-        sums: dict[int, Any] = {}
+        sums: dict[int, PyTree] = {}
         for level in itertools.count():
             traced = self.update.numbers.trace(level, self.state, step_grads, sums)
             stages.append(self._stage("numbers of the update", traced, live))
@@ -189,9 +201,11 @@ class _Stages:
             sums = sums | {x.number: jax.ShapeDtypeStruct((), x.dtype, sharding=replicated) for x in targets}
         return stages, results
 
-    def _records(self, visits: Sequence[Visit], operands: Sequence[Any], step_grads: Any, level: int) -> list[Stage]:
+    def _records(
+        self, visits: Sequence[Visit], operands: Sequence[VisitOperands], step_grads: StepGrads, level: int
+    ) -> list[Stage]:
         """Returns the programs of a pass over records, each for the largest record that it computes."""
-        largest: dict[Any, Any] = {}
+        largest: dict[Any, _Largest] = {}
         for visit, operand in zip(visits, operands, strict=True):
             program = self.update.programs.compute(visit, level)
             place = max(self.plan.records_of(visit.param), key=lambda x: x.size)
@@ -201,7 +215,7 @@ class _Stages:
         traces = [program.trace(*self._operands(x, step_grads), shape=x.place.shape) for program, x in largest.items()]
         return [self._stage("records", traced)._replace(times=times) for traced in traces]
 
-    def _operands(self, record: _Largest, step_grads: Any) -> tuple[Any, ...]:
+    def _operands(self, record: _Largest, step_grads: StepGrads) -> tuple[PyTree, ...]:
         """Returns the operands of the program of a record on one device, as shapes."""
         (visit, operands, place), at = record, SingleDeviceSharding(self.device)
         sources: dict[str, Sequence[Any]] = {
@@ -220,7 +234,7 @@ class _Stages:
         fields, slices = shapes(["disk"], place.shape), shapes(["near", "grads", "params"], place.shape)
         return fields, slices, shapes(["number"], ()), start
 
-    def _results(self, visits: Sequence[Visit]) -> dict[int, Any]:
+    def _results(self, visits: Sequence[Visit]) -> dict[int, PyTree]:
         """Returns the new parameters that a pass makes, as shapes."""
         new_params = {}
         for visit in visits:
@@ -232,12 +246,13 @@ class _Stages:
                     new_params[visit.param] = jax.ShapeDtypeStruct(stored.stored_shape, dtype, sharding=sharding)
         return new_params
 
-    def _near(self, step_grads: Any) -> list[Any]:
+    def _near(self, step_grads: StepGrads) -> StepGrads:
         """Returns the gradients without those that only records need."""
         far = self.plan.disk_fields
-        return [g._replace(reduced=None) if i in far else g for i, g in enumerate(step_grads.grads)]
+        grads: PyTree = [Grad(None, g.factors) if i in far else g for i, g in enumerate(step_grads.grads)]
+        return step_grads._replace(grads=grads)
 
-    def _stage(self, name: str, traced: Any, live: int = 0, *, takes_params: bool = False) -> Stage:
+    def _stage(self, name: str, traced: jax.stages.Traced, live: int = 0, *, takes_params: bool = False) -> Stage:
         """Compiles a program, beside which `live` bytes are on a device, its arguments among them."""
         lowered = traced.lower()
         compiled = self.compile(lowered)
@@ -245,7 +260,7 @@ class _Stages:
         return Stage(name, traced, lowered, compiled, memory, max(0, live - memory.arguments))
 
 
-def _num_bytes(tree: Any) -> int:
+def _num_bytes(tree: PyTree) -> int:
     """Returns the bytes of arrays on one device, given as shapes with shardings."""
     near = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
     return sum(array_bytes(math.prod(x.sharding.shard_shape(x.shape)), x.dtype) for x in near)

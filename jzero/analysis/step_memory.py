@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
 from jzero._text import Report, format_rows
+from jzero._types import PyTree, State
 from jzero.analysis.buffers import Buffer
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
@@ -183,14 +184,14 @@ def activation_lines(rows: Iterable[ActivationRow], max_rows: int = 12) -> list[
 
 def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
     step: TrainStep,
-    state: Any,
-    batch: Any,
+    state: State,
+    batch: PyTree,
     *,
     rng: Any = None,
     topology: str | None = None,
     mesh: AnyMesh | None = None,
     config: ZeroConfig | None = None,
-    trainable: Any = None,
+    trainable: PyTree | str | None = None,
 ) -> StepMemory:
     """Estimates the memory of a training step on one device from its trace; compiles nothing.
 
@@ -227,24 +228,34 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
     hardware = None if topology is None else machine(topology)
     num_devices = None if hardware is None or mesh is not None else hardware.num_devices
     state = relaid(state, devices=num_devices, mesh=mesh, config=config, trainable=trainable)
-    plan = plan_of_argument(state)
-    if plan is None:
+    if plan_of_argument(state) is None:
         raise TypeError("The state is not sharded by jzero: pass `config=jzero.ZeroConfig(stage=...)`, too.")
-    return memory_of_step(step, (state, batch, rng), plan, hardware)
+    return memory_of_step(step, (state, batch, rng), hardware)
 
 
 def memory_of_step(
-    step: TrainStep, arguments: tuple[Any, Any, Any], plan: ZeroPlan, hardware: Machine | None, traced: Any = None
+    step: TrainStep,
+    arguments: tuple[State, PyTree, PyTree],
+    hardware: Machine | None,
+    traced: jax.stages.Traced | None = None,
 ) -> StepMemory:
     """Returns the memory of a step, given its state, batch and key; traces it, unless that was done."""
     state, batch, rng = arguments
     traced = step.trace(state, batch, rng=rng) if traced is None else traced
-    shapes, gpu = step.abstract_arguments(state, batch, rng=rng), _is_gpu(plan, hardware)
+    shapes = step.abstract_arguments(state, batch, rng=rng)
+    plan: ZeroPlan = shapes[0].tx.plan
+    gpu = _is_gpu(plan, hardware)
     return memory_of_trace(traced, shapes, plan, hardware, gpu=gpu, micro_batches=step.micro.steps)
 
 
 def memory_of_trace(
-    traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machine | None, *, gpu: bool, micro_batches: int
+    traced: jax.stages.Traced,
+    arguments: PyTree,
+    plan: ZeroPlan,
+    hardware: Machine | None,
+    *,
+    gpu: bool,
+    micro_batches: int,
 ) -> StepMemory:
     """Returns the memory of a traced step.
 
@@ -259,7 +270,7 @@ def memory_of_trace(
     opened, _ = _compat.open_jaxpr(traced.jaxpr)
     leaves = jax.tree.leaves(arguments)
     shardings = [None] * (len(opened.invars) - len(leaves)) + [x.sharding for x in leaves]  # constants come first
-    parts = [_num_parts(v.aval, sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
+    parts = [_num_parts(_compat.type_of(v), sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
     program = trace_program(traced.jaxpr, parts)
     num_bytes = sum(bytes_of(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
     if not plan.names_host_memory:  # then the trace counts the host's arrays as the device's
@@ -312,7 +323,7 @@ def _layer(name: str) -> str:
     return f"{'/'.join(parts) or '(no name)'}: {operation}"
 
 
-def _num_parts(aval: Any, sharding: Any) -> int:
+def _num_parts(aval: jax.core.ShapedArray, sharding: jax.sharding.Sharding | None) -> int:
     if not isinstance(sharding, NamedSharding) or not aval.shape:
         return 1
     names = [n for n in jax.tree.leaves(tuple(sharding.spec)) if isinstance(n, str)]

@@ -18,10 +18,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from jzero._types import DType
 from jzero.analysis.buffers import Operation, TracedProgram, Transfer
 from jzero.analysis.collectives import bytes_on_port
 from jzero.analysis.costs import rate_of
@@ -163,6 +163,6 @@ def _operation_seconds(x: Operation, machine: Machine) -> float:
     return max(moved, x.product.flops / rate_of(machine, _hlo_name(x.product.dtype), x.product.highest))
 
 
-def _hlo_name(dtype: Any) -> str:
+def _hlo_name(dtype: DType) -> str:
     """Returns HLO's name of a dtype, such as `bf16`, `f8e4m3fn` or `s8`."""
     return str(np.dtype(dtype)).replace("float", "f").replace("int", "s").replace("_", "")

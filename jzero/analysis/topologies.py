@@ -61,7 +61,7 @@ def topology_devices(name: str) -> list[jax.Device]:
     return list(_devices(name))
 
 
-def topology_options(name: str) -> dict[str, str]:
+def topology_options(name: str) -> dict[str, str | bool]:
     """Returns the compiler options that programs for `topology_devices(name)` need.
 
     Args:

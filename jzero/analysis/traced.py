@@ -34,12 +34,12 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.analysis.buffers import SLICES, Buffer, Kind, Operation, Product, TracedProgram, Transfer, Value
 from jzero.analysis.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
 from jzero.engine.placed import PLACED, gather_p, hops_of, operations_of
@@ -63,7 +63,7 @@ TRANSFERS = {
 }
 
 
-def trace_program(jaxpr: Any, parts: Sequence[int]) -> TracedProgram:
+def trace_program(jaxpr: AnyJaxpr, parts: Sequence[int]) -> TracedProgram:
     """Returns the buffers and operations of a program; see [Note: How memory is estimated].
 
     Args:
@@ -84,7 +84,7 @@ def trace_program(jaxpr: Any, parts: Sequence[int]) -> TracedProgram:
 
 def _run(
     program: TracedProgram,
-    jaxpr: Any,
+    jaxpr: AnyJaxpr,
     inputs: Sequence[Value],
     name: str,
     *,
@@ -118,7 +118,7 @@ class _Visitor:
     """Adds one equation to a program."""
 
     program: TracedProgram
-    eqn: Any
+    eqn: JaxprEqn
     used: list[bool]
     is_shared: list[bool]
     name: str
@@ -215,7 +215,7 @@ class _Visitor:
         outputs = _run(self.program, jaxpr, local, self.name, backward=self.backward, used=self.used)
         results = []
         for v, inner, x in zip(self.eqn.outvars, jaxpr.outvars, outputs, strict=True):
-            for i in self.program.reads([x]) if v.aval.ndim else ():
+            for i in self.program.reads([x]) if _compat.type_of(v).ndim else ():
                 if self.program.buffers[i].kind == "working":
                     self.program.buffers[i].kind = "gradients"
             results.append(dataclasses.replace(x, parts=max(1, bytes_of(v.aval) // max(1, bytes_of(inner.aval)))))
@@ -291,7 +291,7 @@ class _Visitor:
         """Returns the bytes that a value takes: none if it is part of an argument."""
         return x.num_bytes if x.buffer is None else self.program.buffers[x.buffer].num_bytes
 
-    def _body(self, jaxpr: Any, operands: Sequence[Value]) -> TracedProgram:
+    def _body(self, jaxpr: Jaxpr, operands: Sequence[Value]) -> TracedProgram:
         """Returns the program of a body; only a branch has the equation's operands as they are."""
         body = TracedProgram()
         parts = [x.parts for x in operands] or [1] * len(jaxpr.invars)
@@ -348,15 +348,15 @@ class _Visitor:
         return 2 * written if kind in SLICES else self.program.bytes_read(read) + written
 
 
-def _product(eqn: Any) -> Product | None:
+def _product(eqn: JaxprEqn) -> Product | None:
     flops = product_flops(eqn)
     if not flops:
         return None
     highest = jax.lax.Precision.HIGHEST in jax.tree.leaves([eqn.params.get("precision")])
-    return Product(flops, eqn.invars[0].aval.dtype, highest)
+    return Product(flops, _compat.type_of(eqn.invars[0]).dtype, highest)
 
 
-def _split(aval: Any, inputs: Iterable[Value]) -> tuple[int, int]:
+def _split(aval: jax.core.AbstractValue, inputs: Iterable[Value]) -> tuple[int, int]:
     """Returns a value's bytes on one device, and the number of devices that it is split among, judging by `inputs`."""
     num_bytes = bytes_of(aval)
     parts = max((x.parts for x in inputs if x.parts > 1 and 8 * x.num_bytes * x.parts >= num_bytes), default=1)

@@ -12,12 +12,12 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero._types import DType
 from jzero.analysis.buffers import Transfer
 from jzero.analysis.collectives import Collective
 from jzero.analysis.hlo import Program
@@ -129,7 +129,7 @@ def _hops(x: Sent, planned: Comm, *, once: bool) -> Iterator[Finding]:
         yield True, f"{array} crosses nodes {x.times} times per step, once in the plan."
 
 
-def _gather(x: Sent, way: Way, dtype: Any, plan: ZeroPlan) -> Iterator[Finding]:
+def _gather(x: Sent, way: Way, dtype: DType, plan: ZeroPlan) -> Iterator[Finding]:
     array, levels = f"{_say(x)} ({x.path})", way.comm.split()
     is_part = levels is not None and x.eqn.params["comm"] == levels.between  # in the dtype that it travels in
     if way.kind != "none" and x.cut.blocks is None and not (is_part and jnp.dtype(x.dtype) == jnp.int8):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jzero.deepspeed.key import Block
 from jzero.deepspeed.paths import AUTO, value_at, with_value
 
 BLOCK = "deepspeed_config"
@@ -36,7 +37,7 @@ DEFAULTS = {
 }
 
 
-def from_accelerate(raw: Mapping[str, Any], file: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], int | None]:
+def from_accelerate(raw: Mapping[str, Any], file: Block | None) -> tuple[Block, int | None]:
     """Returns the configuration that Accelerate would hand to DeepSpeed, and the number of processes.
 
     Args:

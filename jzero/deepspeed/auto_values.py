@@ -12,6 +12,7 @@ from typing import Any
 
 from jzero.config.precision import Precision
 from jzero.config.settings import check, number, one_of, optional, whole
+from jzero.deepspeed.key import Block
 from jzero.deepspeed.keys import KEYS, PARAMS
 from jzero.deepspeed.paths import AUTO, canonical, paths_of, value_at, with_value
 
@@ -47,7 +48,7 @@ def trainer_name(path: str) -> str | None:
     return next((name for name, paths in TRAINER.items() if canonical(path) in paths), None)
 
 
-def override(raw: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
+def override(raw: Block, values: Block) -> Block:
     """Returns a configuration with values at their keys, added where they are missing.
 
     Args:
@@ -60,8 +61,8 @@ def override(raw: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, 
     present = {canonical(path): path for path, _ in paths_of(raw)}
     betas = value_at(raw, "optimizer.params.betas")
     pair = dict(zip(("adam_beta1", "adam_beta2"), betas, strict=False)) if isinstance(betas, list) else {}
-    of_trainer: dict[str, Any] = {}
-    by_key: dict[str, Any] = {}
+    of_trainer: dict[str, object] = {}
+    by_key: dict[str, object] = {}
     for name, value in values.items():
         path = canonical(name)
         if path in KEYS or path.startswith(tuple(f"{block}." for block in PARAMS)):
@@ -84,8 +85,8 @@ def override(raw: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, 
 
 
 def decide(
-    raw: Mapping[str, Any], *, auto: Mapping[str, Any] | None, batch_size: int | None, precision: str | Precision | None
-) -> Mapping[str, Any]:
+    raw: Block, *, auto: Mapping[str, Any] | None, batch_size: int | None, precision: str | Precision | None
+) -> Block:
     """Returns a configuration with the values of arguments in place of "auto".
 
     Raises:
@@ -103,10 +104,10 @@ def decide(
     return raw if precision is None else _with_precision(raw, precision)
 
 
-def _by_path(raw: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
+def _by_path(raw: Block, auto: Mapping[str, Any]) -> dict[str, object]:
     """Returns the values of `auto` by their keys in the file."""
     autos = [path for path, value in paths_of(raw) if isinstance(value, str) and value == AUTO]
-    by_path: dict[str, Any] = {}
+    by_path: dict[str, object] = {}
     for name, value in auto.items():
         values = {name: value} if name in autos else _of_trainer(name, value, auto)
         decided = {path: values[key] for path in autos for key in (path, canonical(path)) if key in values}
@@ -119,7 +120,7 @@ def _by_path(raw: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
     return by_path
 
 
-def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, Any]:
+def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, object]:
     """Returns the keys that an argument of Hugging Face's trainer decides, with their values."""
     if name in TRAINER and not isinstance(value, bool):
         check(f"auto[{name!r}]", value, A_NUMBER)
@@ -137,7 +138,7 @@ def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, Any
     return {**dict.fromkeys(TRAINER.get(name, ()), value), **({other: False} if other and value is True else {})}
 
 
-def _with_precision(raw: Mapping[str, Any], precision: str | Precision) -> Mapping[str, Any]:
+def _with_precision(raw: Block, precision: str | Precision) -> Block:
     if isinstance(precision, Precision):
         name = NAMES[precision.compute_dtype]
     else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
+
+import optax
 
 from jzero.config.offload import Offload
 from jzero.config.precision import Precision
@@ -14,6 +15,7 @@ from jzero.config.zero import ZeroConfig
 from jzero.deepspeed.auto_values import decide
 from jzero.deepspeed.batch import BatchSizes, solve_batch
 from jzero.deepspeed.fields import ConfigFields, config_fields
+from jzero.deepspeed.key import Block
 from jzero.deepspeed.optimizers import read_optimizer
 from jzero.deepspeed.report import DeepSpeedReport
 from jzero.deepspeed.scheduler_block import make_schedule
@@ -25,13 +27,13 @@ CLIPPING = "gradient_clipping"
 
 
 def from_deepspeed(
-    source: str | os.PathLike[str] | Mapping[str, Any],
+    source: str | os.PathLike[str] | Block,
     *,
     num_devices: int | None = None,
     batch_size: int | None = None,
-    optimizer: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
     precision: Precision | Literal["fp32", "bf16", "fp16"] | None = None,
-    auto: Mapping[str, Any] | None = None,
+    auto: Block | None = None,
 ) -> tuple[ZeroConfig, DeepSpeedReport]:
     """Reads a DeepSpeed configuration (`ds_config.json`).
 
@@ -95,13 +97,13 @@ def from_deepspeed(
 
 
 def _convert(
-    source: str | os.PathLike[str] | Mapping[str, Any],
+    source: str | os.PathLike[str] | Block,
     num_devices: int | None,
     *,
     batch_size: int | None,
-    optimizer: Any,
+    optimizer: optax.GradientTransformation | None,
     precision: str | Precision | None,
-    auto: Mapping[str, Any] | None,
+    auto: Block | None,
 ) -> tuple[ConfigFields, DeepSpeedReport]:
     """Returns what goes into a `ZeroConfig`, and the report."""
     check("num_devices", num_devices, optional(whole(1)))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from jzero._types import PyTree
 from jzero.deepspeed.formulas import Formulas, MemoryEstimate, find_row, tabulate
 from jzero.state.model_size import count_params
 
@@ -73,7 +72,7 @@ def estimate_zero1_model_states_mem_needs_all_cold(
 
 
 def estimate_zero1_model_states_mem_needs_all_live(
-    model: Any,
+    model: PyTree,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
@@ -150,7 +149,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
-    model: Any,
+    model: PyTree,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
@@ -272,7 +271,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(  # noqa: PLR0913  # DeepSpee
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
-    model: Any,
+    model: PyTree,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,

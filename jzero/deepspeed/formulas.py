@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
-from typing import Any, Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 import numpy as np
 
@@ -145,11 +145,11 @@ def _table(P: float, L: float, g: int, n: int, f: float) -> dict[tuple[int, str]
 
 def tabulate(  # noqa: PLR0913  # the stage and DeepSpeed's arguments
     stage: int,
-    total_params: Any,
-    largest_layer_params: Any,
-    num_gpus_per_node: Any,
-    num_nodes: Any,
-    additional_buffer_factor: Any,
+    total_params: float,
+    largest_layer_params: float | None,
+    num_gpus_per_node: int,
+    num_nodes: int,
+    additional_buffer_factor: float,
     formulas: Formulas,
     verbose: bool = False,
 ) -> MemoryEstimate:
@@ -189,16 +189,16 @@ def find_row(estimate: MemoryEstimate, **switches: bool) -> MemoryRow:
     return next(row for row in estimate.rows if all(getattr(row, name) == x for name, x in switches.items()))
 
 
-def _check_params(name: str, value: Any) -> float:
+def _check_params(name: str, value: float | None) -> float:
     if not _is_number(value, numbers.Real) or not 0 <= value < LIMIT:
         raise ValueError(f"`{name}` must be a number of parameters, from 0 to below 2**63: got {value!r}.")
     return _plain(value)
 
 
-def _is_number(value: Any, kind: type) -> bool:
+def _is_number(value: object, kind: type) -> TypeGuard[float]:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _plain(value: Any) -> float:
+def _plain(value: float) -> float:
     """Returns a number as Python's own, whose integers do not overflow."""
     return int(value) if isinstance(value, numbers.Integral) else float(value)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 Verdict: TypeAlias = Literal["honoured", "compiler", "ignored", "open", "refused"]
 Kind: TypeAlias = Literal["bool", "int", "number", "string", "dtype", "pair", "rate", "block", "any"]
+
+Block: TypeAlias = Mapping[str, object]
+"""A block of a configuration, or all of it: values by name, some of them blocks."""
 
 REQUIRED = "required"
 """The default of a key that has none."""
@@ -39,7 +43,7 @@ class Key:
     verdict: Verdict
     note: str
     _: dataclasses.KW_ONLY
-    off: tuple[Any, ...] = ()
+    off: tuple[object, ...] = ()
     least: float = 0
     choices: tuple[str, ...] = ()
     old_names: tuple[str, ...] = ()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optax
+from jax.typing import ArrayLike
 
 from jzero.deepspeed.key import Key
 from jzero.deepspeed.params import Params, read_params
@@ -18,18 +19,26 @@ PATH = "optimizer.params"
 TX = "`report.optimizer`"
 
 
+class Rates(NamedTuple):
+    """The parameters of an optimizer that schedules may set; `b1` and `b2` are 0 if it has no betas."""
+
+    lr: optax.ScalarOrSchedule
+    b1: ArrayLike
+    b2: ArrayLike
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerKind:
     """A type of optimizer.
 
     Attributes:
       keys: Its parameters.
-      make: A function from their values, a learning rate, b1 and b2 (`None` if it has none) to the optimizer.
+      make: A function from their values and the rates to the optimizer.
       note: Its optax equivalent.
     """
 
     keys: tuple[Key, ...]
-    make: Callable[[Params, Any, Any, Any], optax.GradientTransformation]
+    make: Callable[[Params, Rates], optax.GradientTransformation]
     note: str
 
     @property
@@ -70,39 +79,41 @@ _KERNELS = tuple(
 )
 
 
-def _adam(params: Params, learning_rate: Any, b1: Any, b2: Any, *, decoupled: bool) -> optax.GradientTransformation:
+def _adam(params: Params, rates: Rates, *, decoupled: bool) -> optax.GradientTransformation:
     make = optax.scale_by_adam if params["bias_correction"] else scale_by_uncorrected_adam
-    steps = [make(b1, b2, params["eps"]), *_weight_decay(params)]
+    steps = [make(rates.b1, rates.b2, params["eps"]), *_weight_decay(params)]
     steps = steps if decoupled else steps[::-1]
-    return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(*steps, optax.scale_by_learning_rate(rates.lr))
 
 
-def _adam_by_mode(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
-    return _adam(params, learning_rate, b1, b2, decoupled=params["adam_w_mode"])
+def _adam_by_mode(params: Params, rates: Rates) -> optax.GradientTransformation:
+    return _adam(params, rates, decoupled=params["adam_w_mode"])
 
 
-def _adamw(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
-    return _adam(params, learning_rate, b1, b2, decoupled=True)
+def _adamw(params: Params, rates: Rates) -> optax.GradientTransformation:
+    return _adam(params, rates, decoupled=True)
 
 
-def _lamb(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
+def _lamb(params: Params, rates: Rates) -> optax.GradientTransformation:
     names = ("eps", "eps_inside_sqrt", "weight_decay", "max_coeff", "min_coeff", "bias_correction")
-    return lamb(learning_rate, b1, b2, **{name: params[name] for name in names})
+    return lamb(*rates, **{name: params[name] for name in names})
 
 
-def _lion(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
-    return optax.chain(optax.scale_by_lion(b1, b2), *_weight_decay(params), optax.scale_by_learning_rate(learning_rate))
+def _lion(params: Params, rates: Rates) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.scale_by_lion(rates.b1, rates.b2), *_weight_decay(params), optax.scale_by_learning_rate(rates.lr)
+    )
 
 
-def _adagrad(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
+def _adagrad(params: Params, rates: Rates) -> optax.GradientTransformation:
     # optax adds eps inside the root. With its square, the denominators differ by less than eps.
     scaled = optax.scale_by_rss(params["initial_accumulator_value"], params["eps"] ** 2)
-    return optax.chain(*_weight_decay(params), scaled, optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(*_weight_decay(params), scaled, optax.scale_by_learning_rate(rates.lr))
 
 
-def _sgd(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
+def _sgd(params: Params, rates: Rates) -> optax.GradientTransformation:
     momentum = [optax.trace(params["momentum"], nesterov=params["nesterov"])] if params["momentum"] else []
-    return optax.chain(*_weight_decay(params), *momentum, optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(*_weight_decay(params), *momentum, optax.scale_by_learning_rate(rates.lr))
 
 
 def _weight_decay(params: Params) -> list[optax.GradientTransformation]:
@@ -210,12 +221,11 @@ def _make(kind: OptimizerKind, params: Params, schedule: Scheduled) -> optax.Gra
     scheduled = "lr" if schedule.lr is not None else None
     if not schedule.is_complete or not params.is_complete(but_for=scheduled):
         return None
-    learning_rate = params["lr"] if schedule.lr is None else schedule.lr
-    b1, b2 = params["betas"] if kind.has_betas else (None, None)
+    lr = params["lr"] if schedule.lr is None else schedule.lr
     if schedule.momentum is None:
-        return kind.make(params, learning_rate, b1, b2)
+        return kind.make(params, Rates(lr, *(params["betas"] if kind.has_betas else (0.0, 0.0))))
 
-    def make(learning_rate: Any, b1: Any) -> optax.GradientTransformation:
-        return kind.make(params, learning_rate, b1, CYCLED_B2)
+    def make(learning_rate: optax.ScalarOrSchedule, b1: ArrayLike) -> optax.GradientTransformation:
+        return kind.make(params, Rates(learning_rate, b1, CYCLED_B2))
 
-    return optax.inject_hyperparams(make)(learning_rate=learning_rate, b1=schedule.momentum)
+    return optax.inject_hyperparams(make)(learning_rate=lr, b1=schedule.momentum)

@@ -33,7 +33,7 @@ class Params:
         """Whether all values are known, except perhaps one."""
         return self.open <= {but_for}
 
-    def with_value(self, name: str, value: Any) -> Params:
+    def with_value(self, name: str, value: object) -> Params:
         """Returns the same with another value."""
         return dataclasses.replace(self, values={**self.values, name: value})
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from jzero.deepspeed.key import Block
 from jzero.deepspeed.keys import KEYS
 
 AUTO = "auto"
@@ -17,7 +17,7 @@ def canonical(path: str) -> str:
     return OLD_NAMES.get(path, path)
 
 
-def paths_of(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def paths_of(block: Block, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yields the paths of all values that are not blocks, as the configuration writes them, with the values."""
     for name, value in block.items():
         path = f"{prefix}{name}"
@@ -27,7 +27,7 @@ def paths_of(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
-def value_at(raw: Mapping[str, Any], path: str) -> Any:
+def value_at(raw: Block, path: str) -> object:
     """Returns the value at a path; `None` if there is none."""
     name, _, rest = path.partition(".")
     value = raw.get(name)
@@ -36,7 +36,7 @@ def value_at(raw: Mapping[str, Any], path: str) -> Any:
     return value_at(value, rest) if isinstance(value, Mapping) else None
 
 
-def with_value(raw: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+def with_value(raw: Block, path: str, value: object) -> Block:
     """Returns a copy with another value at a path."""
     name, _, rest = path.partition(".")
     if not rest:

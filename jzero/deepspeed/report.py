@@ -8,6 +8,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import optax
+from jax.typing import ArrayLike
+
 from jzero._text import Report, format_rows
 from jzero.deepspeed.auto_values import trainer_name
 from jzero.deepspeed.key import Verdict
@@ -44,7 +48,7 @@ class KeyVerdict:
     """
 
     key: str
-    value: Any
+    value: object
     verdict: Verdict
     note: str
     is_undecided: bool = False
@@ -82,8 +86,8 @@ class DeepSpeedReport(Report):
     micro_batch_size: int | None
     accumulate_steps: int | None
     clip_norm: float | None
-    optimizer: Any = dataclasses.field(repr=False, compare=False)
-    schedule: Callable[[Any], Any] | None = dataclasses.field(repr=False, compare=False)
+    optimizer: optax.GradientTransformation | None = dataclasses.field(repr=False, compare=False)
+    schedule: Callable[[ArrayLike], jax.Array] | None = dataclasses.field(repr=False, compare=False)
 
     @property
     def refused(self) -> tuple[KeyVerdict, ...]:
@@ -183,7 +187,7 @@ class DeepSpeedReport(Report):
         optimizer, schedule = self._built("optimizer", self.optimizer), self._built("scheduler", self.schedule)
         return f"clipping: {self._or_open('gradient_clipping', clipping)}; optimizer: {optimizer}; schedule: {schedule}"
 
-    def _built(self, block: str, built: Any) -> str:
+    def _built(self, block: str, built: object) -> str:
         """Whether a block gave an optimizer or a schedule, and why not."""
         if built is not None:
             return "yes"
@@ -196,7 +200,7 @@ class DeepSpeedReport(Report):
         return f"{text} (open)" if any(row.key.startswith(prefix) for row in self.open) else text
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     text = value if value == NOT_SET else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jax.typing import ArrayLike
 
 from jzero.deepspeed.params import Params, read_params
 from jzero.deepspeed.schedules import SCHEDULES, Schedule, cycled_momentum
@@ -72,7 +73,7 @@ def make_schedule(settings: Settings, lr: float | None, *, has_betas: bool) -> C
 def _promoting(schedule: Schedule | None) -> Schedule | None:
     """Returns a schedule that mixes steps and rates under any dtype promotion that the user has set."""
 
-    def promoting(step: Any) -> Any:
+    def promoting(step: ArrayLike) -> jax.Array:
         assert schedule is not None
         with jax.numpy_dtype_promotion("standard"):
             return schedule(step)

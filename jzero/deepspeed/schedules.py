@@ -12,15 +12,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jzero.deepspeed.key import REQUIRED, Key
 from jzero.deepspeed.params import Params
 
-Schedule: TypeAlias = Callable[[Any], jax.Array]
+Schedule: TypeAlias = Callable[[ArrayLike], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ScheduleKind:
     make: Callable[[Params, float | None], Schedule | None]
 
 
-def _steps(name: str, default: Any = 1000, least: float = 1) -> Key:
+def _steps(name: str, default: object = 1000, least: float = 1) -> Key:
     return Key(name, "int", default, "honoured", "`report.schedule`", least=least)
 
 
@@ -39,11 +40,11 @@ _WARMUP_STEPS = _steps("warmup_num_steps", least=0)
 """DeepSpeed makes 2 of 0 and 1; 0 is what trainers fill in by default."""
 
 
-def _rate(name: str, default: Any) -> Key:
+def _rate(name: str, default: object) -> Key:
     return Key(name, "rate", default, "honoured", "`report.schedule`")
 
 
-def _number(name: str, default: Any) -> Key:
+def _number(name: str, default: object) -> Key:
     return Key(name, "number", default, "honoured", "`report.schedule`", least=-math.inf)
 
 
@@ -76,7 +77,7 @@ def _warmup_cosine_lr(params: Params, lr: float | None) -> Schedule | None:
     if lr is None:
         return None
 
-    def schedule(step: Any) -> jax.Array:
+    def schedule(step: ArrayLike) -> jax.Array:
         last = _last(step)
         # (1 + cos(π (1 - x))) / 2 = sin(π x / 2)², which avoids cancellation for small x (the fraction remaining).
         remaining = jnp.clip((end - last - 1) / max(1, end - warm), 0, 1)
@@ -91,7 +92,7 @@ def _lr_range_test(params: Params, lr: float | None) -> Schedule:
     """LRRangeTest: rises without end, linearly or in stairs."""
     size = params["lr_range_test_step_size"]
 
-    def schedule(step: Any) -> jax.Array:
+    def schedule(step: ArrayLike) -> jax.Array:
         step = jnp.asarray(step)
         interval = step // size if params["lr_range_test_staircase"] else step / size
         return params["lr_range_test_min_lr"] * (1 + params["lr_range_test_step_rate"] * interval)
@@ -103,7 +104,7 @@ def _one_cycle(params: Params, lr: float | None) -> Schedule:
     """The rate of OneCycle: rises, falls, then may decay."""
     low, high, rate = params["cycle_min_lr"], params["cycle_max_lr"], params["decay_lr_rate"]
 
-    def schedule(step: Any) -> jax.Array:
+    def schedule(step: ArrayLike) -> jax.Array:
         share, decay = _cycle(params, step, rate)
         return jnp.where(decay == 0, low + (high - low) * share, low / (1 + decay))
 
@@ -114,7 +115,7 @@ def cycled_momentum(params: Params) -> Schedule:
     """The momentum of OneCycle: falls, rises, then may grow. Step 0 has the lowest."""
     low, high, rate = params["cycle_min_mom"], params["cycle_max_mom"], params["decay_mom_rate"]
 
-    def schedule(step: Any) -> jax.Array:
+    def schedule(step: ArrayLike) -> jax.Array:
         share, decay = _cycle(params, step, rate)
         cycled = jnp.where(jnp.asarray(step) == 0, low, high - (high - low) * share)
         return jnp.where(decay == 0, cycled, high * (1 + decay))
@@ -122,7 +123,7 @@ def cycled_momentum(params: Params) -> Schedule:
     return schedule
 
 
-def _cycle(params: Params, step: Any, rate: float) -> tuple[jax.Array, jax.Array]:
+def _cycle(params: Params, step: ArrayLike, rate: float) -> tuple[jax.Array, jax.Array]:
     """Returns how far up the cycle a step is, from 0 to 1, and `rate` times the decay intervals that came after it."""
     first, second = _halves(params)
     up_stairs = params["cycle_first_stair_count"]
@@ -147,7 +148,7 @@ def _stairs(at: jax.Array, size: int, count: int) -> jax.Array:
     return at * count // size / count if count else at / size
 
 
-def _last(step: Any) -> jax.Array:
+def _last(step: ArrayLike) -> jax.Array:
     """The scheduler's count in a step, but for its -1, see [Note: Which step has which rate]."""
     return jnp.maximum(jnp.asarray(step) - 1, 0)
 
@@ -156,7 +157,7 @@ def _between(low: float, high: float, share: Callable[[jax.Array], jax.Array]) -
     return lambda step: low + (high - low) * share(_last(step))
 
 
-def _warmup_share(params: Params, last: jax.Array, after: Any) -> jax.Array:
+def _warmup_share(params: Params, last: jax.Array, after: ArrayLike) -> jax.Array:
     """Returns the share of the warm-up that is done, and `after` once it all is."""
     warm = max(2, params["warmup_num_steps"])
     share = last / warm if params["warmup_type"] == "linear" else jnp.log(last + 1.0) / math.log(warm)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jzero.deepspeed.key import REQUIRED, USUAL, Key, Verdict
+from jzero.deepspeed.key import REQUIRED, USUAL, Block, Key, Verdict
 from jzero.deepspeed.keys import KEYS, LOOKED_INTO, PARAMS, STRICT
 from jzero.deepspeed.paths import AUTO, OLD_NAMES, canonical
 from jzero.deepspeed.report import NOT_SET, KeyVerdict
@@ -48,7 +48,7 @@ class Settings:
         self.values: dict[str, Any] = {}
         self.autos: set[str] = set()
         self.rows: dict[str, KeyVerdict] = {}
-        self.params: dict[str, Mapping[str, Any]] = {}
+        self.params: dict[str, Block] = {}
         self.problems: list[str] = []
 
     def __getitem__(self, path: str) -> Any:
@@ -91,11 +91,11 @@ class Settings:
             names = ", ".join(f"`{block}.{name}`" for name in sorted(open_names))
             self.judge(path, row.verdict, f"{row.note}; not built without {names or 'its schedule'}")
 
-    def skip(self, path: str, value: Any, note: str) -> None:
+    def skip(self, path: str, value: object, note: str) -> None:
         """Adds a row for a key that nothing reads."""
         self._add(path, path, value, "ignored", note)
 
-    def read_key(self, key: Key, path: str, written: str, value: Any) -> None:
+    def read_key(self, key: Key, path: str, written: str, value: object) -> None:
         """Reads the value of a key, with the verdict of the table."""
         if path in self.rows:
             self.problems.append(f"`{written}` and `{self.rows[path].key}` are the same key: keep one.")
@@ -111,7 +111,7 @@ class Settings:
         else:
             self._read_value(key, path, written, value)
 
-    def _read_value(self, key: Key, path: str, written: str, value: Any) -> None:
+    def _read_value(self, key: Key, path: str, written: str, value: object) -> None:
         if (problem := _problem(key, value)) is not None:
             self.problems.append(f"`{written}` must be {problem}: got {value!r}.")
             return
@@ -121,10 +121,10 @@ class Settings:
         else:
             self._add(path, written, value, key.verdict, _say_current_name(path, written) + key.note)
 
-    def _add(self, path: str, written: str, value: Any, verdict: Verdict, note: str) -> None:
+    def _add(self, path: str, written: str, value: object, verdict: Verdict, note: str) -> None:
         self.rows[path] = KeyVerdict(written, value, verdict, note)
 
-    def unknown(self, written: str, value: Any, names: Sequence[str], *, strict: bool) -> None:
+    def unknown(self, written: str, value: object, names: Sequence[str], *, strict: bool) -> None:
         """Reads a key that is not in the table: an error in the blocks where DeepSpeed has one."""
         close = difflib.get_close_matches(written.rpartition(".")[2], names, n=1)
         hint = f" Did you mean `{close[0]}`?" if close else ""
@@ -140,7 +140,7 @@ class Settings:
             raise ValueError(f"The DeepSpeed configuration cannot be read:\n{listed}")
 
 
-def read_settings(raw: Mapping[str, Any]) -> Settings:
+def read_settings(raw: Block) -> Settings:
     """Returns the checked keys of a configuration except those of `PARAMS`; errors are in its `problems`."""
     settings = Settings()
     if "bfloat16" in raw and "bf16" in raw:
@@ -149,7 +149,7 @@ def read_settings(raw: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _read_block(settings: Settings, block: Mapping[str, Any], prefix: str, written_prefix: str) -> None:
+def _read_block(settings: Settings, block: Block, prefix: str, written_prefix: str) -> None:
     for name, value in block.items():
         written = f"{written_prefix}{name}"
         path = canonical(f"{prefix}{name}")
@@ -164,7 +164,7 @@ def _read_block(settings: Settings, block: Mapping[str, Any], prefix: str, writt
             settings.unknown(written, value, _names(prefix), strict=strict)
 
 
-def _read_inside(settings: Settings, value: Any, path: str, written: str) -> None:
+def _read_inside(settings: Settings, value: object, path: str, written: str) -> None:
     if path == "zero_optimization" and isinstance(value, bool):  # of DeepSpeed's first releases
         settings.read_key(KEYS["zero_optimization.stage"], "zero_optimization.stage", written, int(value))
     elif value is None or value == {}:
@@ -175,7 +175,7 @@ def _read_inside(settings: Settings, value: Any, path: str, written: str) -> Non
         settings.problems.append(f"`{written}` must be a block of keys: got {value!r}.")
 
 
-def _keep_params(settings: Settings, value: Any, path: str, written: str) -> None:
+def _keep_params(settings: Settings, value: object, path: str, written: str) -> None:
     if isinstance(value, Mapping):
         settings.params[path] = value
     elif value is not None:
@@ -215,7 +215,7 @@ def _problem(key: Key, value: Any) -> str | None:
     return None
 
 
-def _plain(key: Key, value: Any) -> Any:
+def _plain(key: Key, value: Any) -> object:
     if key.kind == "int":
         return int(value)
     if key.kind == "dtype":
@@ -229,7 +229,7 @@ def _say_current_name(path: str, written: str) -> str:
     return "" if as_written in (name, f"stage3_{name}") else f"now `{name}`: "
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -239,13 +239,13 @@ def _asks(key: Key, value: Any) -> bool:
     return value not in (key.default, *key.off) and not (isinstance(value, Mapping) and not _is_on(value))
 
 
-def _is_on(block: Mapping[str, Any]) -> bool:
+def _is_on(block: Block) -> bool:
     """Whether a block is on: by `enabled` at any depth if there is such a key, or else if it holds anything."""
     switches = list(_switches(block))
     return any(switches) if switches else bool(block)
 
 
-def _switches(block: Mapping[str, Any]) -> list[bool]:
+def _switches(block: Block) -> list[bool]:
     if "enabled" in block:
         return [bool(block["enabled"])]
     return [switch for value in block.values() if isinstance(value, Mapping) for switch in _switches(value)]

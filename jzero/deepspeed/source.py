@@ -9,9 +9,10 @@ import json
 import os
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jzero.deepspeed.accelerate import BLOCK, FILE, from_accelerate
+from jzero.deepspeed.key import Block
 
 MAX_DEPTH = 50
 """Levels of blocks; DeepSpeed's own have four."""
@@ -20,11 +21,11 @@ MAX_DEPTH = 50
 class Source(NamedTuple):
     """A configuration, and the devices that Accelerate's file names; `None` if nothing does."""
 
-    values: Mapping[str, Any]
+    values: Block
     num_devices: int | None = None
 
 
-def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
+def read_source(source: str | os.PathLike[str] | Block) -> Source:
     """Returns the configuration that a file or a dictionary holds.
 
     Raises:
@@ -42,7 +43,7 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     return Source(*from_accelerate(raw, None if path is None else read_source(path).values))
 
 
-def _read_file(source: Any) -> Mapping[str, Any]:
+def _read_file(source: object) -> Block:
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"A DeepSpeed configuration is a path or a dictionary: got {type(source).__name__}.")
     path = os.fspath(source)
@@ -64,7 +65,7 @@ def _read_file(source: Any) -> Mapping[str, Any]:
     return raw
 
 
-def _check_depth(value: Any, name: str) -> None:
+def _check_depth(value: object, name: str) -> None:
     """Raises if blocks lie inside each other deeper than Python can follow, or inside themselves."""
     stack = [(value, 0)]
     while stack:
@@ -81,7 +82,7 @@ def _too_deep(name: str) -> str:
     return f"{name} is nested deeper than {MAX_DEPTH} levels; DeepSpeed configurations are not: check its braces."
 
 
-def _parse_yaml(text: str, path: str) -> Any:
+def _parse_yaml(text: str, path: str) -> object:
     yaml = _optional("yaml")
     if yaml is None:
         raise ValueError(f"{path!r} is YAML, which needs PyYAML: `pip install pyyaml`.")
@@ -91,7 +92,7 @@ def _parse_yaml(text: str, path: str) -> Any:
         raise ValueError(f"{path!r} must be YAML: {error}.") from error
 
 
-def _parse(text: str, path: str) -> Any:
+def _parse(text: str, path: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
@@ -112,7 +113,7 @@ def _optional(name: str) -> ModuleType | None:
     return None if importlib.util.find_spec(name) is None else importlib.import_module(name)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     counts = collections.Counter(name for name, _ in pairs)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"A DeepSpeed configuration must have each key once: got {twice} more than once in one block.")

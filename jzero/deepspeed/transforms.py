@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
+
+from jzero._types import PyTree
 
 
-def scale_by_uncorrected_adam(b1: Any, b2: Any, eps: float, *, eps_root: float = 0.0) -> optax.GradientTransformation:
+def scale_by_uncorrected_adam(
+    b1: ArrayLike, b2: ArrayLike, eps: float, *, eps_root: float = 0.0
+) -> optax.GradientTransformation:
     """Returns `optax.scale_by_adam` without bias correction."""
     adam = optax.scale_by_adam(b1, b2, eps)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         _, state = adam.update(updates, state, params)
         scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + eps_root) + eps), state.mu, state.nu)
         return scaled, state
@@ -22,9 +25,9 @@ def scale_by_uncorrected_adam(b1: Any, b2: Any, eps: float, *, eps_root: float =
 
 
 def lamb(  # noqa: PLR0913  # the optimizer's own
-    learning_rate: Any,
-    b1: Any,
-    b2: Any,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike,
+    b2: ArrayLike,
     *,
     eps: float,
     eps_inside_sqrt: bool,
@@ -58,7 +61,7 @@ def scale_by_bounded_trust_ratio(least: float, most: float) -> optax.GradientTra
         ratio = jnp.clip(param_norm / jnp.where(is_zero, 1, update_norm), least, most)
         return update * jnp.where(is_zero, 1, ratio).astype(update.dtype)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         if params is None:
             raise ValueError("A trust ratio needs the parameters: call `tx.update(grads, opt_state, params)`.")
         return jax.tree.map(scale, updates, params), state
