@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jzero._text import Report
+from jzero._text import Report, format_rows
 
 Row: TypeAlias = Sequence[str]
 
@@ -192,10 +192,5 @@ def _step_cells(x: StepPair) -> tuple[str, ...]:
 
 def _table(rows: Sequence[Row]) -> str:
     hidden = len(rows) - 1 - MAX_ROWS
-    rows = rows[: MAX_ROWS + 1]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+    lines = format_rows(rows[: MAX_ROWS + 1], left=1)
     return "\n".join(lines + ([f"... {hidden} more"] if hidden > 0 else []))
