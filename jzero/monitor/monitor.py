@@ -203,7 +203,7 @@ class Monitor:
     ) -> None:
         """Writes the remaining metrics, ends an open profile, and closes the sinks."""
         closes = [sink.close for sink in self._sinks if hasattr(sink, "close")]
-        closes += [thing.close for thing in (self._profiler, self._display) if thing is not None]
+        closes += [x.close for x in (self._profiler, self._display) if x is not None]
         try:
             with contextlib.ExitStack() as stack:  # calls each, whatever the others raise
                 for close in closes:
