@@ -10,7 +10,7 @@ import jax
 
 from jzero._types import DType
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.mesh import batch_axes
+from jzero.layout.mesh import batch_axes, shard_axes
 
 if TYPE_CHECKING:
     from jzero.plan.plan import WholeLeaf, ZeroPlan
@@ -112,16 +112,16 @@ def _stage_3_line(plan: ZeroPlan) -> list[str]:
 
 def _level_lines(plan: ZeroPlan) -> list[str]:
     """Returns what each device sends within and between nodes, and what the options for nodes cost."""
-    config = plan.config
-    if config.node_axis is None:
+    _, *over_nodes = shard_axes(plan.config)
+    if not over_nodes:
         return []
-    if plan.mesh.shape[config.node_axis] == 1:
-        return [f"one node along {config.node_axis!r}: there is nothing between nodes"]
+    if plan.mesh.shape[over_nodes[0]] == 1:
+        return [f"one node along {over_nodes[0]!r}: there is nothing between nodes"]
     sent = plan.sent_bytes()
     lines = [
         f"sent per step and device: {format_bytes(sent.within)} within nodes, {format_bytes(sent.between)} between them"
     ]
-    if config.secondary_params:
+    if plan.config.secondary_params:
         lines.append(f"secondary parameters: {format_bytes(plan.traffic.secondary_bytes)} per device during a step")
     return lines
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jzero.config.precision import cast_dtype
 from jzero.layout.comm import Comm, Hop, comm_of
 from jzero.layout.leaves import LeafPlan, StateLeaf
+from jzero.layout.mesh import shard_axes
 from jzero.plan.ways import Way, why_exact, why_not_stored
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Traffic:
     def sent_bytes(self, *, micro_batches: int = 1) -> LevelBytes:
         """See `ZeroPlan.sent_bytes`."""
         hops = [*self.gathers_before_loss, *micro_batches * self.gathers_of_loss, *self._gathers_after_update]
+        within_nodes, *over_nodes = shard_axes(self.plan.config)
         for leaf in self.plan.leaves:
             cut = leaf.grad.cut_for_collectives if leaf.trained else None
             if cut is None:
@@ -101,10 +103,9 @@ class Traffic:
             reductions = self.comm_of_gradient(leaf).reduce_hops(cut.of_part(self.plan.mesh.shape), dtype)
             late = self.is_reduced_once(micro_batches)
             for hop in reductions:
-                once = self.plan.config.stage < 2 or (late and self.plan.config.axis not in hop.axes)
+                once = self.plan.config.stage < 2 or (late and within_nodes not in hop.axes)
                 hops += [hop] * (1 if once else micro_batches)
-        node = self.plan.config.node_axis
-        between = sum(hop.sent_bytes for hop in hops if node in hop.axes)
+        between = sum(hop.sent_bytes for hop in hops if not {*over_nodes}.isdisjoint(hop.axes))
         return LevelBytes(round(sum(hop.sent_bytes for hop in hops) - between), round(between))
 
     @property
