@@ -322,15 +322,12 @@ def variable(aval: core.AbstractValue) -> Var:
     return core.Var(aval)
 
 
-def array_type(shape: Sequence[int], dtype: DType, *, on_host: bool = False) -> core.ShapedArray:
+def array_type(
+    shape: Sequence[int], dtype: DType, memory: core.MemorySpace = jax.memory.Space.Device
+) -> core.ShapedArray:
     """Returns the type of an array."""
-    aval = core.ShapedArray(tuple(shape), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
-    return aval.update(memory_space=jax.memory.Space.Host) if on_host else aval
-
-
-def is_on_host(aval: core.AbstractValue) -> bool:
-    """Whether a type is that of an array in host memory."""
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    canonical = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    return core.ShapedArray(tuple(shape), canonical, memory_space=memory)
 
 
 def new_equation(

@@ -11,7 +11,7 @@ from jzero._types import PyTree
 from jzero.jaxpr.interpret import evaluate
 
 
-def compute_on_host(fn: Callable[..., PyTree], args: Sequence[PyTree], out_memories: PyTree) -> PyTree:
+def run_on_cpu(fn: Callable[..., PyTree], args: Sequence[PyTree], out_memories: PyTree) -> PyTree:
     """Returns the results of a function, computed by the CPU of each device's host.
 
     jax's `compute_on` would have every constant in `fn` annotated with host memory, since operations may not mix

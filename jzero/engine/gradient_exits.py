@@ -54,7 +54,8 @@ class Reduction:
 
     def shard_type(self) -> jax.core.ShapedArray:
         """Returns the type of its shards. [D/N, F]."""
-        return _compat.array_type(self.cut.shard_shape, self.dtype, on_host=self.to_host)
+        memory = jax.memory.Space.Host if self.to_host else jax.memory.Space.Device
+        return _compat.array_type(self.cut.shard_shape, self.dtype, memory)
 
     def zeros(self) -> jax.Array:
         """Returns the shard of a gradient that is zero."""

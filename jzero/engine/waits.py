@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -138,7 +139,8 @@ def _find_awaited(jaxpr: Jaxpr, inputs: Sequence[bool | None], awaited: dict[Var
 
 
 def _is_number(v: Atom) -> bool:
-    return bool(jnp.issubdtype(_compat.type_of(v).dtype, jnp.inexact)) and not _compat.is_on_host(v.aval)
+    aval = _compat.type_of(v)
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact)) and aval.memory_space != jax.memory.Space.Host
 
 
 def _is_activation(v: Atom) -> bool:

@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 
 from jzero._types import DType, PyTree
 from jzero.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
-from jzero.arrays.host_compute import compute_on_host
+from jzero.arrays.host_compute import run_on_cpu
 from jzero.layout.casts import positions_of
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.placement import memory_of, on_device
@@ -114,14 +114,14 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
 
     def on_cpu(arrays: list[jax.Array], numbers: list[jax.Array]) -> list[jax.Array]:
         shape = arrays[0].shape
-        on_host = [t for t in x.targets if isinstance(t, int) and memory_of(arrays[t]) == "host"]
-        stays = [t in on_host for t in x.targets]
+        host_targets = [t for t in x.targets if isinstance(t, int) and memory_of(arrays[t]) == "host"]
+        stays = [t in host_targets for t in x.targets]
 
         def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
             staying = [y for y, s in zip(outs, stays, strict=True) if s]
             rising = [y for y, s in zip(outs, stays, strict=True) if not s]
-            return [y.astype(arrays[t].dtype) for y, t in zip(staying, on_host, strict=True)], rising
+            return [y.astype(arrays[t].dtype) for y, t in zip(staying, host_targets, strict=True)], rising
 
         there, here = map(iter, _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, numbers)))
         return [next(there) if s else next(here) for s in stays]
@@ -208,9 +208,9 @@ def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
 
 
 def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[PyTree, PyTree]], args: PyTree) -> tuple[PyTree, PyTree]:
-    """Runs a function on the host's CPU; its first result stays there, its second one goes to the device."""
+    """Runs a function on the host's CPU; its first results stay there, its second ones go to the device."""
     memory = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
-    return compute_on_host(fn, jax.tree.map(functools.partial(_to_cpu, plan), args), (memory, jax.memory.Space.Device))
+    return run_on_cpu(fn, jax.tree.map(functools.partial(_to_cpu, plan), args), (memory, jax.memory.Space.Device))
 
 
 def _to_cpu(plan: ZeroPlan, x: jax.Array) -> jax.Array:
