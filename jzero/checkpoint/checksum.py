@@ -87,7 +87,7 @@ def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax
     )(x)
 
 
-def sum_of_part(part: jax.Array, start: Any, natural: Sequence[int]) -> jax.Array:
+def sum_of_part(part: jax.Array, start: Sequence[int | jax.Array] | jax.Array, natural: Sequence[int]) -> jax.Array:
     """Returns the share of a rectangle of a stored array in its checksum, a uint32. Inside `jit`.
 
     Args:

@@ -247,12 +247,12 @@ def _items_of(directory: epath.Path) -> Mapping[str, Any]:
     return handlers if isinstance(handlers, dict) else {}
 
 
-def sign(notes: dict[str, Any]) -> dict[str, Any]:
+def sign(notes: Mapping[str, object]) -> dict[str, object]:
     """Returns notes with their digest, which shows damage."""
     return {**notes, DIGEST: digest(notes)}
 
 
-def digest(value: Any) -> int:
+def digest(value: object) -> int:
     """Returns a checksum of an array, or of data for JSON."""
     if isinstance(value, np.ndarray):
         return zlib.crc32(value.tobytes())

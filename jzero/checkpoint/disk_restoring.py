@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jzero._types import DType
 from jzero.arrays.disk_files import StateFiles
 from jzero.checkpoint.checksum import over_processes, sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
@@ -187,6 +188,6 @@ def _is_comparable(leaf: StoredLeaf) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("natural", "dtypes"))
 def _cast_and_sum(
-    x: jax.Array, start: jax.Array, *, natural: tuple[int, ...], dtypes: tuple[Any, ...]
+    x: jax.Array, start: jax.Array, *, natural: tuple[int, ...], dtypes: tuple[DType, ...]
 ) -> tuple[jax.Array, list[jax.Array]]:
     return sum_of_part(x, start, natural), [round_to(x, dtype) for dtype in dtypes]

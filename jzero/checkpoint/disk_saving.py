@@ -14,7 +14,6 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +47,7 @@ def masters_on_disk(plan: ZeroPlan) -> dict[int, int]:
     return {i: fields.index(masters[i]) for i, fields in plan.disk_fields.items() if masters[i] in fields}
 
 
-def one_device(plan: ZeroPlan) -> Any:
+def one_device(plan: ZeroPlan) -> jax.Device:
     """Returns the device for programs over records. It is faster than a disk, and others would compile them again."""
     return plan.mesh.local_devices[0]
 
@@ -70,7 +69,7 @@ class Snapshot:
         self.files = files
         self.owned = owned_records(files)
         self.masters = masters_on_disk(files.plan)
-        self.edited: dict[int, dict[Any, np.ndarray]] = {}
+        self.edited: dict[int, dict[jax.Device, np.ndarray]] = {}
         self._pin = files.pipeline.store.pin()
 
     def release(self) -> None:
@@ -202,13 +201,18 @@ class DiskArray:
         return self.snapshot.files.plan.disk_fields[self.param][self.field].dtype
 
 
-def _host_parts(x: jax.Array) -> Mapping[Any, np.ndarray]:
+def _host_parts(x: jax.Array) -> Mapping[jax.Device, np.ndarray]:
     return {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
 
 
 @functools.partial(jax.jit, static_argnames=("natural", "master"))
 def _examine(
-    fields: Sequence[jax.Array], param: jax.Array | None, start: jax.Array, *, natural: tuple[int, ...], master: Any
+    fields: Sequence[jax.Array],
+    param: jax.Array | None,
+    start: jax.Array,
+    *,
+    natural: tuple[int, ...],
+    master: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a record's share of the checksum of each field, uint32 [K], and whether its parameter was edited.
 
@@ -221,6 +225,7 @@ def _examine(
     """
     fields, edited = list(fields), jnp.zeros((), jnp.bool_)
     if param is not None:
+        assert master is not None
         new = apply_edits(fields[master], param)
         fields[master], edited = new, jnp.any(new != fields[master])
     return jnp.stack([sum_of_part(x, start, natural) for x in fields]), edited

@@ -7,13 +7,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from etils import epath
 from jax.typing import DTypeLike
 
+from jzero._types import DType
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.layers import Layers
 from jzero.checkpoint.leaves import Keys
@@ -46,7 +47,7 @@ class Form:
     dtype: DTypeLike | None = None
     paths: str | None = None
     mapping: NameMapping | str | None = None
-    like: Any = None
+    like: epath.PathLike | None = None
     decode: Decode | None = None
 
     def __post_init__(self) -> None:
@@ -133,7 +134,7 @@ def fitted(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
     return x.astype(spec.dtype, copy=False)
 
 
-def draft_export(described: Mapping[Keys, tuple[tuple[int, ...], Any]], form: Form, ties: Mapping[str, str]) -> Draft:
+def draft_export(described: Mapping[Keys, tuple[tuple[int, ...], DType]], form: Form, ties: Mapping[str, str]) -> Draft:
     """Returns what an export will write; raises if it cannot.
 
     Args:
@@ -186,7 +187,7 @@ def _mapped(
     return outlines, beside
 
 
-def shapes_there(like: Any) -> dict[str, tuple[int, ...]] | None:
+def shapes_there(like: epath.PathLike | None) -> dict[str, tuple[int, ...]] | None:
     """Returns the shapes of a published model's tensors: from its files, or else by its `config.json`."""
     folder = epath.Path(like).expanduser()
     if folder.is_dir() and any(path.name.endswith((SUFFIX, INDEX_SUFFIX)) for path in folder.iterdir()):
@@ -194,7 +195,7 @@ def shapes_there(like: Any) -> dict[str, tuple[int, ...]] | None:
     return known_shapes(folder)
 
 
-def _specs(outlines: Sequence[Outline], dtype: np.dtype[Any] | None) -> tuple[list[TensorSpec], dict[str, str]]:
+def _specs(outlines: Sequence[Outline], dtype: DType | None) -> tuple[list[TensorSpec], dict[str, str]]:
     """Returns the tensors to write, and the replacements of names that the format does not allow."""
     specs: list[TensorSpec] = []
     bad: list[str] = []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
 from jax.typing import DTypeLike
 
+from jzero._types import State
 from jzero.checkpoint.contents import absolute, read_contents
 from jzero.checkpoint.draft import Decode, Form, draft_export, fitted
 from jzero.checkpoint.extras import everywhere
@@ -28,13 +28,13 @@ MAX_FILE_BYTES = 5_000_000_000
 
 
 def export_params(
-    state: Any,
+    state: State,
     path: epath.PathLike,
     *,
     dtype: DTypeLike | None = None,
     paths: str | None = None,
     mapping: NameMapping | str | None = None,
-    like: Any = None,
+    like: epath.PathLike | None = None,
     decode: Decode | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> ExportReport:
@@ -104,13 +104,13 @@ def export_params(
 
 
 def export_checkpoint(
-    checkpoint: Any,
+    checkpoint: epath.PathLike,
     path: epath.PathLike,
     *,
     dtype: DTypeLike | None = None,
     paths: str | None = None,
     mapping: NameMapping | str | None = None,
-    like: Any = None,
+    like: epath.PathLike | None = None,
     decode: Decode | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> ExportReport:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 ARRAY, KEY, BYTES = "__array__", "__prng_key__", "__bytes__"
 
 
-def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, np.ndarray]]:
+def encode(value: object, path: str = "extra") -> tuple[Any, dict[str, np.ndarray]]:
     """Splits nested dicts and lists into data for JSON, and arrays by name.
 
     Raises:
@@ -28,7 +28,7 @@ def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, np.ndarray]]
     """
     arrays: dict[str, np.ndarray] = {}
 
-    def visit(x: Any, path: str) -> Any:
+    def visit(x: object, path: str) -> Any:
         if isinstance(x, Mapping):
             bad = [key for key in x if not isinstance(key, str) or key in (ARRAY, KEY, BYTES)]
             if bad:
@@ -86,7 +86,7 @@ def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     return {key: decode(x, arrays) for key, x in value.items()}
 
 
-def iterator_position(iterator: Any) -> Any:
+def iterator_position(iterator: object) -> Any:
     """Returns the position of a data iterator in this process, as data for JSON."""
     position = _method(iterator, "get_state", "state_dict")()
     encoded, arrays = encode(position, "data_iterator")
@@ -97,7 +97,7 @@ def iterator_position(iterator: Any) -> Any:
     return encoded
 
 
-def iterator_mover(iterator: Any, positions: Sequence[Any]) -> Callable[[], None]:
+def iterator_mover(iterator: object, positions: Sequence[object]) -> Callable[[], None]:
     """Returns a function that moves a data iterator to its saved position.
 
     Raises:
@@ -116,7 +116,7 @@ def iterator_mover(iterator: Any, positions: Sequence[Any]) -> Callable[[], None
     return functools.partial(_method(iterator, "set_state", "load_state_dict"), decode(position, {}))
 
 
-def _method(iterator: Any, *names: str) -> Any:
+def _method(iterator: object, *names: str) -> Any:
     for name in names:
         if callable(getattr(iterator, name, None)):
             return getattr(iterator, name)

@@ -43,7 +43,7 @@ class CheckpointInfo(Report):
     steps: tuple[int, ...]
     leaves: tuple[StoredLeaf, ...]
     notes: Mapping[str, Any]
-    extra: Mapping[str, Any]
+    extra: Mapping[str, object]
     has_data_iterator: bool
     damaged: Mapping[str, str] | None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jzero.checkpoint.checksum import host_checksum
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import wrong_checksums
 from jzero.checkpoint.leaves import TargetLeaf
+from jzero.layout.on_disk import Stored
 from jzero.layout.placement import on_device
 
 At = tuple[int, ...]
@@ -34,7 +35,7 @@ class Layers(Protocol):
 class StateLayers:
     """The parameters of a state. With several processes, each must ask for the same, and gets it."""
 
-    def __init__(self, arrays: Mapping[str, tuple[Any, TargetLeaf]]) -> None:
+    def __init__(self, arrays: Mapping[str, tuple[Stored, TargetLeaf]]) -> None:
         """`arrays` are stored arrays, with how they are stored."""
         self._arrays = arrays
         self._near: dict[str, jax.Array] = {}

@@ -14,18 +14,19 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
 
 from jzero._text import key_names
+from jzero._types import TrainStateLike
 from jzero.layout.casts import apply_edits
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.on_disk import OnDisk, when_read
+from jzero.layout.on_disk import OnDisk, Stored, when_read
 from jzero.layout.placement import memory_of, on_device, place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import all_leaves, flat_state, map_state, plain_state, with_leaves
@@ -68,7 +69,7 @@ class TargetLeaf:
         return self.form.sharding
 
 
-def target_leaves(plain: Any, plan: ZeroPlan) -> list[TargetLeaf]:
+def target_leaves(plain: TrainStateLike, plan: ZeroPlan) -> list[TargetLeaf]:
     """Returns the leaves of a plain state, concrete or abstract, in the order of `flat_state`.
 
     Args:
@@ -90,7 +91,7 @@ class Number:
     index: int
 
 
-def number_leaves(plain: Any, plan: ZeroPlan) -> Any:
+def number_leaves(plain: TrainStateLike, plan: ZeroPlan) -> TrainStateLike:
     """Returns a plain state with numbers instead of leaves, in the order of `flat_state`."""
     layout = plan.plain
     return with_leaves(plain, layout, map(Number, range(len(all_leaves(layout)))))
@@ -121,7 +122,7 @@ def along_one_dim(leaf: StateLeaf, cut: Cut) -> Cut:
     return min((Cut(d, cut.shape, cut.num_shards) for d in free), key=lambda c: c.padding)
 
 
-def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[TargetLeaf], list[Any]]:
+def natural_state(state: TrainStateLike, plan: ZeroPlan) -> tuple[TrainStateLike, list[TargetLeaf], list[Stored]]:
     """Returns the plain state, a description of its leaves, and the arrays to write.
 
     Copies edits of 16-bit parameters to the masters, as the optimizer would. What is on disk stays there until it is
@@ -146,7 +147,7 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[TargetLeaf], li
     return plain, leaves, arrays
 
 
-def _move_to_plan(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
+def _move_to_plan(x: ArrayLike, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
     """Returns a leaf in the plan's place, even if the user replaced it by one elsewhere."""
     sharding = leaf.sharding
     if isinstance(x, jax.Array) and (memory_of(x) == "host" or x.sharding == sharding):
@@ -158,7 +159,7 @@ def _move_to_plan(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
     raise ValueError(f"{leaf.path} has shape {np.shape(x)}, but the plan stores it as {leaf.stored_shape}.")
 
 
-def _in_form(x: Any, target_leaf: TargetLeaf) -> Any:
+def _in_form(x: Stored, target_leaf: TargetLeaf) -> Stored:
     """Returns a stored array in the form that is written; itself if that is the same."""
     if target_leaf.leaf.padded_cut == target_leaf.cut:
         return x

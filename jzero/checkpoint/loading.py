@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from jzero._types import State
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import Keys, TargetLeaf
@@ -30,7 +31,7 @@ from jzero.state.train_state import check_alive
 
 
 def load_params(
-    state: Any,
+    state: State,
     path: epath.PathLike,
     *,
     paths: str | None = None,
@@ -38,7 +39,7 @@ def load_params(
     mapping: NameMapping | str | None = None,
     strict: bool = True,
     donate: bool = False,
-) -> Any:
+) -> State:
     r"""Returns the state with parameters from safetensors files, masters included; nothing else changes.
 
     Each process reads the slices for its devices. The result shares all other arrays with `state`; gradients that wait

@@ -9,7 +9,7 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO
 
 from etils import epath
 
@@ -36,7 +36,7 @@ class DirectoryLock:
     def __init__(self, directory: epath.Path, give_way: Callable[[], Callable[[], None] | None]) -> None:
         self._directory = directory
         self._give_way = give_way
-        self._file: Any = None
+        self._file: IO[str] | None = None
 
     def take_over(self) -> None:
         """Lets another manager of this program finish, and takes its place. Each process must call it."""
@@ -80,7 +80,7 @@ def only_writer(path: epath.Path) -> Iterator[None]:
             file.close()
 
 
-def _lock(path: epath.Path) -> tuple[Any, str | None]:
+def _lock(path: epath.Path) -> tuple[IO[str] | None, str | None]:
     """Returns the locked file (`None` where locks do not exist), or text about the program that holds it."""
     if "://" in os.fspath(path):  # object stores have no locks
         return None, None

@@ -12,12 +12,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import jax
 import numpy as np
 from etils import epath
 
+from jzero._types import State
 from jzero.arrays.processes import MEET_S, check_wait, gather_texts
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError, DamageError
@@ -111,12 +112,12 @@ class CheckpointManager:
 
     def save(
         self,
-        state: Any,
+        state: State,
         *,
         step: int | None = None,
-        data_iterator: Any = None,
-        extra: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, Any] | None = None,
+        data_iterator: object = None,
+        extra: Mapping[str, object] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         force: bool = False,
     ) -> bool:
         """Saves the state if its step is due, and returns once it is copied to the host.
@@ -186,16 +187,16 @@ class CheckpointManager:
 
     def restore(
         self,
-        like: Any,
+        like: State,
         *,
         step: int | None = None,
         paths: str | None = None,
         params_only: bool = False,
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
-        data_iterator: Any = None,
+        data_iterator: object = None,
         donate: bool = False,
-    ) -> Any:
+    ) -> State:
         """Reads a checkpoint into a state laid out like another one, as `restore_checkpoint` does.
 
         Args:
@@ -295,7 +296,9 @@ class CheckpointManager:
     ) -> None:
         self.close()
 
-    def _read(self, step: int, adapted: StateAdapter, choice: Choice, data_iterator: Any) -> tuple[Any, RestoreReport]:
+    def _read(
+        self, step: int, adapted: StateAdapter, choice: Choice, data_iterator: object
+    ) -> tuple[State, RestoreReport]:
         contents = everywhere(functools.partial(read_contents, self.directory / str(step)))
         return restore_from(contents, adapted, choice, data_iterator=data_iterator)
 
@@ -347,11 +350,11 @@ def _close_at_exit(manager: CheckpointManager) -> None:
     getattr(threading, "_register_atexit", atexit.register)(close)
 
 
-def _whole_step(step: Any) -> int:
+def _whole_step(step: SupportsIndex) -> int:
     """Returns a step as an int; raises a `ValueError` unless it is an integer of at least 0."""
     is_bool = isinstance(step, bool) or getattr(step, "dtype", None) == np.bool_
     try:
-        number = -1 if is_bool or np.ndim(step) else operator.index(step)
+        number = -1 if is_bool or getattr(step, "ndim", 0) else operator.index(step)
     except TypeError:
         number = -1
     if number < 0:

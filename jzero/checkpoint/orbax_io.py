@@ -13,8 +13,8 @@ import dataclasses
 import math
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ import tensorstore as ts
 from jzero._types import DType
 from jzero.checkpoint.disk_saving import DiskArray, Snapshot
 from jzero.layout.cut import Cut
+
+T = TypeVar("T")
+ParamInfo: TypeAlias = ocp.type_handlers.ParamInfo
 
 STATE = "default"
 """Item of a checkpoint that holds the state: the default name of Orbax's own manager."""
@@ -111,7 +114,9 @@ class _CutArrayHandler(ocp.type_handlers.ArrayHandler):
         return [ocp.future.CommitFutureAwaitingContractedSignals(write_all(), name="cut_array_handler")]
 
 
-async def _write(x: CutArray, parts: Any, info: Any, arg: Any) -> None:
+async def _write(
+    x: CutArray, parts: Sequence[tuple[tuple[slice, ...], np.ndarray]], info: ParamInfo, arg: ocp.SaveArgs | None
+) -> None:
     # No two processes share a chunk.
     opened = await _create(x, x.array.sharding.shard_shape(x.array.shape), info, arg)
     # The host's copy does not change: a step that is given the array for donation finds it in use.
@@ -119,13 +124,15 @@ async def _write(x: CutArray, parts: Any, info: Any, arg: Any) -> None:
     await asyncio.gather(*writing)
 
 
-async def _create(x: CutArray | DiskArray, chunk: tuple[int, ...], info: Any, arg: Any) -> Any:
+async def _create(
+    x: CutArray | DiskArray, chunk: tuple[int, ...], info: ParamInfo, arg: ocp.SaveArgs | None
+) -> ts.TensorStore:
     """Returns a new array of a checkpoint, to be written in chunks."""
     await info.await_path_creation()
     streams, process = isinstance(x, DiskArray), jax.process_index()
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
-        use_ocdbt=info.is_ocdbt_checkpoint,
+        use_ocdbt=bool(info.is_ocdbt_checkpoint),
         global_shape=x.shape,
         local_shape=chunk,
         dtype=x.dtype,
@@ -168,13 +175,13 @@ class _DiskArrayHandler(ocp.type_handlers.ArrayHandler):
         return [future]
 
 
-def _release_after(future: Any, snapshot: Snapshot) -> None:
+def _release_after(future: ocp.future.Future, snapshot: Snapshot) -> None:
     with contextlib.suppress(BaseException):  # Orbax raises it, too
         future.result()
     snapshot.release()
 
 
-async def _write_from_disk(fields: Sequence[tuple[DiskArray, Any, Any]]) -> None:
+async def _write_from_disk(fields: Sequence[tuple[DiskArray, ParamInfo, ocp.SaveArgs | None]]) -> None:
     """Writes all that is on disk of a parameter, chunk by chunk, each record read once."""
     snapshot, i = fields[0][0].snapshot, fields[0][0].param
     opened = [await _create(x, snapshot.chunk_shape(i), info, arg) for x, info, arg in fields]
@@ -211,8 +218,8 @@ class Opened(ocp.RestoreArgs):
     piece: tuple[int, ...] = ()
 
 
-async def _open_to_read(info: Any, piece: Sequence[int]) -> Any:
-    spec = ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint))
+async def _open_to_read(info: ParamInfo, piece: Sequence[int]) -> ts.TensorStore:
+    spec = ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=bool(info.is_ocdbt_checkpoint)))
     array = await ts.open(spec, open=True, context=info.ts_context)
     if not piece:
         return array
@@ -229,14 +236,14 @@ class _PatientHandler(ocp.type_handlers.TypeHandler):
     Otherwise they would continue after their event loop has closed, and fill the output with meaningless errors.
     """
 
-    def __init__(self, handler: Any) -> None:
+    def __init__(self, handler: ocp.type_handlers.TypeHandler) -> None:
         self._handler = handler
         self._array_metadata_store = getattr(handler, "_array_metadata_store", None)  # Orbax reads it from here
 
     def typestr(self) -> str:
         return str(self._handler.typestr())
 
-    async def metadata(self, infos: Sequence[Any]) -> Any:
+    async def metadata(self, infos: Sequence[ParamInfo]) -> Any:
         return await _patiently(self._handler.metadata(infos))
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
@@ -253,15 +260,15 @@ class _PatientHandler(ocp.type_handlers.TypeHandler):
         return [next(opened if _opens(arg) else read) for arg in args]
 
 
-def _opens(arg: Any) -> bool:
+def _opens(arg: object) -> bool:
     return isinstance(arg, Opened)
 
 
-_READING: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
+_READING: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, set[object]] = weakref.WeakKeyDictionary()
 """The current reads, by event loop."""
 
 
-async def _patiently(reading: Any) -> Any:
+async def _patiently(reading: Awaitable[T]) -> T:
     before = asyncio.all_tasks()
     others = _READING.setdefault(asyncio.get_running_loop(), set())
     this = object()
@@ -295,7 +302,7 @@ def state_handler(*, reads: bool = False) -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-def handler_registry() -> Any:
+def handler_registry() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """Returns the handlers of all items of a checkpoint."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for name in (STATE, EXTRA_ARRAYS):

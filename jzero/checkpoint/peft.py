@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import jax
 from etils import epath
 
+from jzero._types import State
 from jzero.checkpoint.contents import absolute
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.draft import shapes_there
@@ -23,10 +23,10 @@ ONE_FILE = 2**63
 
 
 def export_peft(
-    state: Any,
+    state: State,
     path: epath.PathLike,
     *,
-    like: Any,
+    like: epath.PathLike,
     rank: int,
     alpha: float,
     mapping: Mapping | str = "auto",
@@ -94,7 +94,7 @@ def export_peft(
     return report
 
 
-def _write_config(folder: epath.Path, config: dict[str, Any]) -> None:
+def _write_config(folder: epath.Path, config: dict[str, object]) -> None:
     """Writes the file that makes a folder one of PEFT; without it, the adapters go, too."""
     try:
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -103,7 +103,7 @@ def _write_config(folder: epath.Path, config: dict[str, Any]) -> None:
         raise CheckpointError(f"The adapters could not be written to {folder} ({error}).") from error
 
 
-def _modules(kernels: Mapping, leaves: dict[str, tuple[int, ...]], like: Any) -> list[str]:
+def _modules(kernels: Mapping, leaves: dict[str, tuple[int, ...]], like: epath.PathLike) -> list[str]:
     """Returns the modules with adapters as PEFT names them; raises if adapters are not those of the model."""
     there = shapes_there(like) or {}
     modules: set[str] = set()

@@ -7,7 +7,8 @@ import signal
 import threading
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
@@ -52,7 +53,7 @@ class _Signal:
 
     def __init__(self) -> None:
         self._listening: weakref.WeakSet[PreemptionNotice] = weakref.WeakSet()
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
 
     def add(self, notice: PreemptionNotice) -> None:
         if signal.getsignal(signal.SIGTERM) != self._receive:
@@ -74,7 +75,7 @@ class _Signal:
         self._listening.clear()
         self._give_back()
 
-    def _receive(self, number: int, frame: Any) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         to_tell = [notice for notice in self._listening if not notice.received]
         if not to_tell:  # every listener has been notified, or is gone
             self._give_back()

@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jzero._types import State, TrainStateLike
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
@@ -65,7 +66,7 @@ class Choice:
         """Whether the user chose only a part of the state."""
         return self.paths is not None or self.params_only
 
-    def selector(self, state: Any) -> Callable[[TargetLeaf], bool]:
+    def selector(self, state: TrainStateLike) -> Callable[[TargetLeaf], bool]:
         """Returns a function that says whether the user asked for a leaf."""
         fields = {PARAMS, *frozen_fields(state)}
         pattern = None
@@ -85,15 +86,15 @@ class Choice:
 
 def restore_checkpoint(
     path: epath.PathLike,
-    like: Any,
+    like: State,
     *,
     paths: str | None = None,
     params_only: bool = False,
     strict: bool = True,
     rename: Mapping[str, str] | None = None,
-    data_iterator: Any = None,
+    data_iterator: object = None,
     donate: bool = False,
-) -> Any:
+) -> State:
     r"""Reads a checkpoint into a state laid out like another one: any stage, mesh, world size and precision.
 
     Each process reads the slices for its devices, and every leaf is compared with its checksum.
@@ -146,8 +147,8 @@ def warn_unless_complete(report: RestoreReport, choice: Choice) -> None:
 
 
 def restore_from(
-    contents: Contents, adapted: StateAdapter, choice: Choice, *, data_iterator: Any = None
-) -> tuple[Any, RestoreReport]:
+    contents: Contents, adapted: StateAdapter, choice: Choice, *, data_iterator: object = None
+) -> tuple[State, RestoreReport]:
     """Returns the state from a checkpoint, laid out like another one, and a report of what was restored."""
     target = Target(adapted)
     matched, report = everywhere(lambda: target.match(contents, choice))
@@ -172,7 +173,7 @@ def restore_from(
     return state, report
 
 
-def _mover(contents: Contents, data_iterator: Any) -> Callable[[], None]:
+def _mover(contents: Contents, data_iterator: object) -> Callable[[], None]:
     """Returns a function that moves a data iterator to its saved position; raises if there is none."""
     positions = contents.read_json(ITERATOR)
     if positions is None:
@@ -202,7 +203,7 @@ class Target:
         chosen = choice.selector(self.adapted.state)
         return match(self.leaves, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
 
-    def _sources(self, own: ZeroOptState | None) -> tuple[Any, list[tuple[Any, StateLeaf]]]:
+    def _sources(self, own: ZeroOptState | None) -> tuple[TrainStateLike, list[tuple[Any, StateLeaf]]]:
         """Returns the stored state with sources as leaves, and each source with its layout, in `flat_state`'s order."""
         tree = stored_state(number_leaves(self._plain, self.plan), self.plan, own)
         return tree, list(zip(flat_state(tree, self.plan), all_leaves(self.plan), strict=True))
@@ -212,7 +213,7 @@ class Target:
         chosen = choice.selector(self.adapted.state)
         return not choice.params_only and all(chosen(leaf) for leaf in self.leaves if leaf.keys[0] == OPT_STATE)
 
-    def check_kept(self, matched: Mapping[int, Any]) -> None:
+    def check_kept(self, matched: Mapping[int, StoredLeaf]) -> None:
         """Raises unless the state has values for all leaves that are not restored."""
         left = [
             (self.leaves[source.index].path, x)
@@ -241,7 +242,7 @@ class Target:
         if any(_has_values(x) for x in self._values if isinstance(x, OnDisk)):
             files_of(self.adapted.state).close()
 
-    def free(self, matched: Mapping[int, Any]) -> None:
+    def free(self, matched: Mapping[int, StoredLeaf]) -> None:
         """Frees the arrays whose values will be replaced."""
         sources = [source for source, _ in self._sources(None)[1]]
         goes = [isinstance(source, Number) and source.index in matched for source in sources]
@@ -254,7 +255,7 @@ class Target:
 
     def fill(
         self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice, disk: RestoredFiles | None = None
-    ) -> Any:
+    ) -> State:
         """Returns the state with the leaves that were read; removes them from `read`, one by one.
 
         Args:
@@ -296,7 +297,7 @@ class Target:
         return jax.block_until_ready(rounded)  # so that at most one leaf exists twice
 
 
-def _has_values(x: Any) -> bool:
+def _has_values(x: object) -> bool:
     return isinstance(x, jax.Array) or (isinstance(x, OnDisk) and x.files is not None)
 
 
@@ -312,7 +313,7 @@ def check_fit(read: Mapping[int, jax.Array], target_leaves: Sequence[TargetLeaf]
         )
 
 
-def _is_alive(x: Any) -> bool:
+def _is_alive(x: object) -> bool:
     return isinstance(x, jax.Array) and not x.is_deleted()
 
 

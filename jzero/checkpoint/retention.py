@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -35,18 +35,18 @@ class Retention:
             rules.append(policies.EveryNSteps(self.keep_every_steps))
         return policies.AnyPreservationPolicy(rules)
 
-    def has_metric(self, metrics: Mapping[str, Any] | None) -> bool:
+    def has_metric(self, metrics: Mapping[str, SupportsFloat] | None) -> bool:
         """Whether a checkpoint was saved with the metric that ranks checkpoints."""
         return metrics is not None and self.best_metric in metrics
 
-    def score(self, metrics: Mapping[str, Any] | None) -> float:
+    def score(self, metrics: Mapping[str, SupportsFloat] | None) -> float:
         """Returns a checkpoint's score by its metrics; the worst if the metric is missing or NaN."""
         value = float((metrics or {}).get(str(self.best_metric), math.nan))
         if math.isnan(value):
             return -math.inf
         return value if self.best_mode == "max" else -value
 
-    def check(self, metrics: Mapping[str, Any] | None) -> None:
+    def check(self, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Raises unless `metrics` has the metric that ranks checkpoints."""
         if self.best_metric is not None and not self.has_metric(metrics):
             raise ValueError(

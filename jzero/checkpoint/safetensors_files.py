@@ -129,7 +129,7 @@ def write_tensors(
     specs: Sequence[TensorSpec],
     tensors: Iterable[Iterable[np.ndarray]] | None,
     max_bytes: int,
-    notes: Any,
+    notes: Mapping[str, str],
 ) -> ExportReport:
     """Writes one file, or several with an index if the tensors are larger than `max_bytes` together.
 
@@ -201,9 +201,9 @@ def _split(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]
 
 
 def _write_file(
-    path: epath.Path, specs: Sequence[TensorSpec], tensors: Iterator[Iterable[np.ndarray]], notes: Any
+    path: epath.Path, specs: Sequence[TensorSpec], tensors: Iterator[Iterable[np.ndarray]], notes: Mapping[str, str]
 ) -> None:
-    header: dict[str, Any] = {METADATA: notes}
+    header: dict[str, object] = {METADATA: notes}
     end = 0
     for spec in specs:
         start, end = end, end + spec.num_bytes

@@ -13,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jzero._types import State, TrainStateLike
 from jzero._version import __version__
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.processes import MEET_S, agree, are_several, check_wait, gather_json
@@ -36,7 +37,7 @@ from jzero.checkpoint.orbax_io import (
 )
 from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
-from jzero.layout.on_disk import ChangedFiles, OnDisk
+from jzero.layout.on_disk import ChangedFiles, OnDisk, Stored
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields
@@ -53,10 +54,10 @@ _THREAD = Uninterrupted()
 
 def save_checkpoint(
     path: epath.PathLike,
-    state: Any,
+    state: State,
     *,
-    data_iterator: Any = None,
-    extra: Mapping[str, Any] | None = None,
+    data_iterator: object = None,
+    extra: Mapping[str, object] | None = None,
     check_processes: bool | float = True,
 ) -> None:
     """Writes a sharded train state to a new directory, and returns when it is complete.
@@ -98,7 +99,7 @@ def save_checkpoint(
         )
     meet("save_checkpoint", state, wait_s)
     items = checkpoint_items(apply_pending(state), data_iterator=data_iterator, extra=extra)
-    written: list[Any] = []
+    written: list[epath.Path] = []
     try:
         _THREAD.run(_write, directory, items, written)
     except CheckpointError:
@@ -110,7 +111,7 @@ def save_checkpoint(
         raise
 
 
-def _write(directory: epath.Path, items: Items, written: list[Any]) -> None:
+def _write(directory: epath.Path, items: Items, written: list[epath.Path]) -> None:
     """Writes a checkpoint, whose directory is then in `written`; leaves nothing behind if that fails."""
     try:
         check_shared(directory.parent)
@@ -154,7 +155,7 @@ def save_error(directory: epath.PathLike, error: BaseException) -> CheckpointErr
     )
 
 
-def meet(where: str, state: Any, wait_s: float | None) -> None:
+def meet(where: str, state: State, wait_s: float | None) -> None:
     """Returns once all processes are at this place, with states of one plan; raises in all if one does not come.
 
     What follows are collectives, which would hang. A process may be behind as long as it computes the state, which the
@@ -186,7 +187,7 @@ class Items(NamedTuple):
     release: Callable[[], None]
 
 
-def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any] | None) -> Items:
+def checkpoint_items(state: State, *, data_iterator: object, extra: Mapping[str, object] | None) -> Items:
     """Returns the items of a checkpoint of a sharded train state. All processes must be here, see `meet`.
 
     Most arrays are those of the state itself, so they must not be donated before Orbax has copied them.
@@ -205,7 +206,7 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
 
 
 def _make_items(
-    state: Any, snapshot: Snapshot | None, data_iterator: Any, extra: Mapping[str, Any] | None
+    state: State, snapshot: Snapshot | None, data_iterator: object, extra: Mapping[str, object] | None
 ) -> ocp.args.Composite:
     adapted = adapt_sharded(state)
     train_state = adapted.state
@@ -239,28 +240,27 @@ def _make_items(
     )
 
 
-def _checksums(arrays: Sequence[Any], leaves: Sequence[TargetLeaf]) -> list[int]:
+def _checksums(arrays: Sequence[Stored], leaves: Sequence[TargetLeaf]) -> list[int]:
     """Returns the checksum of each array in memory, and 0 for what is on disk."""
     in_memory = [(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True) if not isinstance(x, OnDisk)]
     sums = iter(checksums([x for x, _ in in_memory], [cut for _, cut in in_memory]))
     return [0 if isinstance(x, OnDisk) else next(sums) for x in arrays]
 
 
-def _near_unless_streamed(x: Any, leaf: TargetLeaf) -> Any:
+def _near_unless_streamed(x: Stored, leaf: TargetLeaf) -> Stored:
     """Returns an array. One on disk stays there if its records can be written; else it comes to memory."""
     if not isinstance(x, OnDisk) or is_streamed(leaf.leaf):
         return x
-    changes: list[Any] = []
-    files: Any = x.files
+    changes, files = list[Callable[[jax.Array], jax.Array]](), x.files
     while isinstance(files, ChangedFiles):
         changes, files = [files.change, *changes], files.files
-    on_devices = everywhere(
-        lambda: files.read_leaf(x.path)
-    )  # what follows are collectives, which must find all processes
+    assert files is not None
+    read = functools.partial(files.read_leaf, x.path)
+    on_devices = everywhere(read)  # what follows are collectives, which must find all processes
     return functools.reduce(lambda y, change: change(y), changes, on_devices)
 
 
-def _to_write(x: Any, leaf: TargetLeaf, snapshot: Snapshot | None) -> Any:
+def _to_write(x: Stored, leaf: TargetLeaf, snapshot: Snapshot | None) -> jax.Array | CutArray | DiskArray:
     """Returns an array as a leaf of the tree for Orbax."""
     if isinstance(x, OnDisk):
         assert snapshot is not None
@@ -281,7 +281,7 @@ def _check_storable(leaves: Sequence[TargetLeaf]) -> None:
         )
 
 
-def _extra_items(data_iterator: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def _extra_items(data_iterator: object, extra: Mapping[str, object] | None) -> dict[str, Any]:
     """Returns the items to save beside the state."""
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"`extra` must be a dict: got {type(extra).__name__}.")
@@ -295,9 +295,9 @@ def _extra_items(data_iterator: Any, extra: Mapping[str, Any] | None) -> dict[st
     return items
 
 
-def _notes(train_state: Any, plan: ZeroPlan, ties: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+def _notes(train_state: TrainStateLike, plan: ZeroPlan, ties: Mapping[str, tuple[str, ...]]) -> dict[str, object]:
     own = train_state.opt_state
-    precision: dict[str, Any] = {}
+    precision: dict[str, object] = {}
     if isinstance(own, ZeroOptState):
         if own.loss_scale is not None:
             fields = dataclasses.fields(own.loss_scale)
@@ -316,14 +316,14 @@ def _notes(train_state: Any, plan: ZeroPlan, ties: Mapping[str, tuple[str, ...]]
     }
 
 
-def config_as_dict(config: ZeroConfig) -> dict[str, Any]:
+def config_as_dict(config: ZeroConfig) -> dict[str, object]:
     """Returns a configuration as data for JSON."""
 
-    def plain(x: Any) -> Any:
+    def plain(x: object) -> object:
         if dataclasses.is_dataclass(x):
             return {f.name: plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
         if isinstance(x, Mapping):
             return {str(key): plain(item) for key, item in x.items()}
         return x if x is None or isinstance(x, bool | int | float | str) else str(x)
 
-    return plain(config)
+    return {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -50,9 +49,9 @@ def placed(shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Inde
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple[Index, list[Any]]]:
+def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple[Index, list[jax.Device]]]:
     """Returns each different part of an array on this process's devices, with bounds, and the devices that hold it."""
-    devices_at: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    devices_at: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         devices_at.setdefault(bounds, []).append(device)

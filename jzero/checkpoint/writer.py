@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 
 import jax
 import numpy as np
@@ -62,7 +62,9 @@ class Writer:
         """
         self._thread.run(self._forget_deleted, there)
 
-    def save(self, step: int, items: Items, metrics: Mapping[str, Any] | None, *, restored: int | None) -> None:
+    def save(
+        self, step: int, items: Items, metrics: Mapping[str, SupportsFloat] | None, *, restored: int | None
+    ) -> None:
         """Saves a step once `wait` has returned for the one before; returns when it is copied to the host.
 
         Args:
