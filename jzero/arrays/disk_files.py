@@ -1,4 +1,4 @@
-"""The files of one state: which record holds which part of which leaf, and reading leaves back.
+"""The files of one state: what each record holds, and reads of leaves.
 
 In: a plan with state on disk, and a store with one record for each of its rectangles. Out: views of the fields in a
 record's bytes, and whole leaves as stored.
@@ -39,7 +39,7 @@ QUIET_S = 30.0
 
 
 class Record(NamedTuple):
-    """One record.
+    """A record on disk.
 
     Attributes:
       param: The parameter.

@@ -15,8 +15,7 @@ def run_on_cpu(fn: Callable[..., PyTree], args: Sequence[PyTree], out_memories: 
     """Returns the results of a function, computed by the CPU of each device's host.
 
     jax's `compute_on` would have every constant in `fn` annotated with host memory, since operations may not mix
-    memories. What happens inside of the call is the CPU's affair, so `fn` is traced for arrays of no particular memory,
-    and becomes one equation.
+    memories. Inside the call only the CPU computes, so `fn` is traced without memories, and becomes one equation.
 
     Args:
       fn: The function.

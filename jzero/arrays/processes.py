@@ -118,7 +118,7 @@ def succeed_together(attempt: Callable[[], T], kinds: Sequence[type[Exception]] 
 
     Args:
       attempt: Is called once.
-      kinds: What processes raise that did not fail themselves: the first of these types that covers all failures, else
+      kinds: What the processes that did not fail raise: the first of these types that covers all failures, else
         the last. A process whose failure would be of an earlier type raises it, too: what all do next depends on it.
     """
     if jax.process_count() == 1:

@@ -25,13 +25,13 @@ def call_python(fn: PythonFunction, x: jax.Array, shape: tuple[int, ...], dtype:
     """Calls a Python function while a program runs, once on each device, with a NumPy array.
 
     jax's callbacks place their arguments on a device of the CPU, and the function may then wait for a thread that waits
-    for the function. This one sees NumPy arrays alone. It runs each time, whatever equals what. In a program for
-    devices that only compile, which no process runs, an operation with a result of the same size takes its place.
+    for the function. This one sees NumPy arrays alone. It runs every time: no compiler merges equal calls. In programs
+    for compile-only devices, an operation with a result of the same size takes its place.
 
     Args:
       fn: `fn(x, shape, dtype)`, which returns a NumPy array of these and never raises. A function of a module, since
         compiled programs keep it.
-      x: What it gets.
+      x: Its argument.
       shape: The shape of the result.
       dtype: Its dtype.
     """

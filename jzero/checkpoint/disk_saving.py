@@ -1,4 +1,4 @@
-"""What is on disk of a state, on its way to a checkpoint: one generation of records, their checksums and their chunks.
+"""Writes what a state has on disk to a checkpoint: one generation of records, its checksums and its chunks.
 
 [Note: Saving records]
 A save pins a generation: one later step may run, the next waits until the save is done. Two passes read it. The

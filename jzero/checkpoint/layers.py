@@ -41,7 +41,7 @@ class StateLayers:
         self._near: dict[str, jax.Array] = {}
 
     def keep(self, paths: Collection[str]) -> None:
-        """Has these in device memory, and no others that belong elsewhere."""
+        """Keeps these in device memory, and no others that are stored elsewhere."""
         self._near = {
             path: self._near[path] if path in self._near else on_device(self._arrays[path][0]) for path in paths
         }

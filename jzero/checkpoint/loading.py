@@ -157,7 +157,7 @@ def _over_whole_paths(paths: str, names: Mapping[str, TargetLeaf]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What of a file belongs to a state.
+    """The tensors of a file that belong to a state.
 
     Attributes:
       sources: The tensors of each parameter, by its keys; several of a tied one must be equal.

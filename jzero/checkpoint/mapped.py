@@ -1,4 +1,4 @@
-"""Parameters that tensors under other names make: `From`s put together before a byte is read."""
+"""Parameters made of tensors with other names; all `From`s are resolved before a byte is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_LINES = 20
 
 @dataclasses.dataclass
 class Problems:
-    """What of a file and of a state do not fit together, by name; with what more is to be said.
+    """Mismatches between a file and a state, by name, with an explanation.
 
     Attributes:
       shapes: Parameters whose tensors have other shapes.

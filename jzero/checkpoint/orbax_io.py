@@ -1,7 +1,7 @@
 """Orbax's handlers for a checkpoint, and the writers of padded arrays and of those on disk.
 
 Orbax reads and writes everything, with two exceptions. Arrays whose parts differ in size are written here, since no
-`jax.Array` has such parts; and what is on disk never is an array. Orbax reads both like any other array.
+`jax.Array` has such parts; and records on disk never are arrays. Orbax reads both like any other array.
 """
 
 from __future__ import annotations

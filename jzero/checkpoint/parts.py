@@ -1,7 +1,7 @@
 """The arrays of a checkpoint part by part: in order, while the next parts are on their way.
 
 TensorStore reads and decodes in threads of its own, so a reader that asks for several parts before it needs them waits
-for none. What is asked for counts against a limit of bytes until it was used.
+for none. Requested parts count against a limit of bytes until they are used.
 """
 
 from __future__ import annotations

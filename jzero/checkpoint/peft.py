@@ -1,4 +1,4 @@
-"""Adapters as a folder of PEFT."""
+"""Writes adapters as a folder for PEFT."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def export_peft(
       path: A new folder.
       like: The folder of the published model, which the adapters are compared with before anything is written.
       rank: The rank of the adapters: the columns of `lora_a`.
-      alpha: As the model has it.
+      alpha: That of the model's adapters.
       mapping: Of the kernels, as for `export_params`.
 
     Returns:
@@ -95,7 +95,7 @@ def export_peft(
 
 
 def _write_config(folder: epath.Path, config: dict[str, object]) -> None:
-    """Writes the file that makes a folder one of PEFT; without it, the adapters go, too."""
+    """Writes the configuration that PEFT needs; if that fails, removes the adapters, too."""
     try:
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:

@@ -182,7 +182,7 @@ def _mover(contents: Contents, data_iterator: object) -> Callable[[], None]:
 
 
 class Target:
-    """A state to restore into: its leaves in a checkpoint, and their way to the stored arrays.
+    """A state to restore into: its leaves in a checkpoint, and how they become stored arrays.
 
     Attributes:
       leaves: Its leaves in a checkpoint.

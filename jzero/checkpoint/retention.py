@@ -70,7 +70,7 @@ class Retention:
 
 @dataclasses.dataclass(frozen=True)
 class _Best:
-    """Ranks by one metric of several: `BestN` of Orbax drops checkpoints that have only others, and here they stay."""
+    """Ranks by one metric of several: Orbax's `BestN` drops checkpoints without it, this keeps them."""
 
     retention: Retention
     num: int

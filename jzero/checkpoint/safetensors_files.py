@@ -282,7 +282,7 @@ def find_tensors(path: epath.PathLike) -> tuple[dict[str, TensorFile], Mapping[s
 
 
 def _check_is_no_pointer(path: epath.Path) -> None:
-    """Raises if a file stands for one that Git did not fetch."""
+    """Raises if a file is a pointer of Git LFS."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise CheckpointError(

@@ -75,7 +75,7 @@ def save_checkpoint(
       data_iterator: An iterator whose position to save: anything with `get_state` (Grain) or `state_dict` (PyTorch).
       extra: Other values to save: nested dicts of arrays, PRNG keys, numbers and text.
       check_processes: How many seconds to wait for processes that have not called it, from when the state is computed;
-        `True` for 40. With `False` it waits for ever.
+        `True` for 40. With `False` it waits forever.
 
     Raises:
       ValueError: `path` exists, the state has leaves that cannot be written (empty ones, or of a dtype such as uint4),
@@ -159,7 +159,7 @@ def meet(where: str, state: State, wait_s: float | None) -> None:
     """Returns once all processes are at this place, with states of one plan; raises in all if one does not come.
 
     What follows are collectives, which would hang. A process may be behind as long as it computes the state, which the
-    others wait for, too; after that nothing is left to do for it but to come here.
+    others wait for, too; after that it only has to get here.
 
     Args:
       where: The public function.

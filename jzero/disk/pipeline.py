@@ -2,8 +2,8 @@
 
 [Note: Records in flight]
 Readers run ahead, the calling thread visits records in their order, writers follow. A fixed number of buffers goes
-round between the three, and is all the memory that this takes: they gather before whoever is slowest, and the others
-wait. A reader takes record and buffer together, so the next record to be visited always has one, and nothing hangs.
+round between the three, and is all the memory that this takes: they queue before the slowest, and the others wait. A
+reader takes record and buffer together, so the next record to be visited always has one, and nothing hangs.
 
 Ctrl-C interrupts the calling thread at any line. All that this thread does to the others is to put something into a
 queue or to get something out, which happens or does not. A pass that ends early is thrown away with its threads and
@@ -45,7 +45,7 @@ class RunStats(NamedTuple):
 
 
 class Pipeline:
-    """Moves the records of a store past a visitor, see [Note: Records in flight].
+    """Shows the records of a store to a visitor, see [Note: Records in flight].
 
     One thread may use it at a time. A pipeline that is no longer referred to ends its threads.
 
@@ -144,7 +144,7 @@ class _Visited(NamedTuple):
 
 
 class _Pass:
-    """One way of records through the buffers, with threads of its own.
+    """One pass of records through the buffers, with threads of its own.
 
     Args:
       store: The records.

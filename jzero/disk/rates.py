@@ -1,4 +1,4 @@
-"""What a disk gives by itself: in goes a folder, out come rates of reads, of writes, and of both at once.
+"""Measures a disk alone: in goes a folder, out come rates of reads, of writes, and of both at once.
 
 Nothing is computed and nothing waits for anything else, so no `Pipeline` can be faster for long. Rates for both
 directions at once are what counts: an update reads and writes as many bytes.

@@ -2,6 +2,6 @@
 
 Read `mesh` (axes, memories), `platform` (what compilers do differently), `cut` (over devices, with padding), `blocks`
 (as integers), `parts` (beside other mesh axes), `comm` and `sums` (how shards travel), `on_disk`, `padded` and
-`records` (what is not an array of its natural shape, or none), `placement` (arrays in memories), `leaves` (all of that
-for one leaf, and the way there and back), `casts` and `misfits` (dtypes).
+`records` (leaves that are not arrays of their natural shape), `placement` (arrays in memories), `leaves` (all of that
+for one leaf, and conversions between its forms), `casts` and `misfits` (dtypes).
 """

@@ -1,4 +1,4 @@
-"""How a parameter travels: a value that gathers its shards, reduces its gradient, and tells the bytes of both.
+"""How a parameter travels: gathers of its shards, reductions of its gradient, and the bytes of both.
 
 In: a shard, [..., P/N] on each of N devices, and its `Cut`. Out: the stored array, [..., P]; and back, summed. A `Comm`
 is hashable, so it is a parameter of the equations `zero_gather` and `zero_reduce`. Each one is a few lines:
@@ -8,7 +8,7 @@ is hashable, so it is a parameter of the equations `zero_gather` and `zero_reduc
     TwoHop(Direct("data"), Direct("node"), 2)   between nodes first, then within a node; sums the other way
     Replicated(Direct("data"), "copy", 2)       the same in each of two groups of devices, whose sums are added
 
-In which dtype sums are made, and divided by what, is a `Sums`, and the same for every `Comm`.
+A `Sums`, the same for every `Comm`, says in which dtype values are summed, and what divides them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2
 
 
 class Hop(NamedTuple):
-    """One collective on the way of a parameter or gradient.
+    """One collective that carries a parameter or gradient.
 
     Attributes:
       kind: Its name in HLO.
@@ -53,7 +53,7 @@ class Hop(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the same array."""
+        """Bytes of that array."""
         return array_bytes(self.num_elements, self.dtype)
 
     @property
@@ -80,7 +80,7 @@ class Comm(Protocol):
         """Returns this device's shard of the sum over all devices with a part of the batch. [..., P] -> [..., P/N]."""
 
     def split(self) -> Levels | None:
-        """Returns the parts of the way within and between nodes; `None` if there is one level."""
+        """Returns the stages within and between nodes; `None` if there is one level."""
 
     def gather_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """Returns the collectives of a gather of shards of a dtype."""
@@ -90,11 +90,11 @@ class Comm(Protocol):
 
 
 class Levels(NamedTuple):
-    """The two parts of a way over several nodes. What lies between them is a part of 1/D on each of D devices.
+    """The two stages of communication over several nodes. Between them, each of a node's D devices has 1/D of the leaf.
 
     Attributes:
-      within: From that to the whole leaf, and back.
-      between: From shards to that, and back, replicas included.
+      within: From 1/D to the whole leaf, and back.
+      between: From shards to 1/D, and back, replicas included.
       num_nodes: The number of nodes.
     """
 
@@ -184,7 +184,7 @@ class Rounded:
     Each summand is rounded once, by the device that has it. Parameters are gathered as they are.
 
     Attributes:
-      inner: The way of parameters.
+      inner: How parameters travel.
       kind: `int8` or `int4`.
     """
 
@@ -245,8 +245,8 @@ class TwoHop:
     So only the first hop crosses nodes, and each is a plain collective.
 
     Attributes:
-      within: The way within a node.
-      between: The way between nodes.
+      within: Communication within a node.
+      between: Communication between nodes.
       num_nodes: The number of nodes.
     """
 

@@ -1,4 +1,4 @@
-"""How one leaf is cut over devices, padded or packed: arithmetic on shapes, and the way there and back."""
+"""How one leaf is cut over devices, padded or packed: arithmetic on shapes, and conversions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Cut:
 
     @property
     def unit(self) -> int:
-        """Elements along the cut dimension that no two shards divide: the bytes of one row of blocks, else one."""
+        """Elements along the cut dimension that shards do not split: the bytes of one row of blocks, else one."""
         if self.blocks is None:
             return 1
         return self.blocks.parts * packed_size(self.size_beside // self.blocks.parts, self.blocks.kind)

@@ -1,4 +1,4 @@
-"""One leaf of a state: its layout, and the way from its natural array to the stored one and back."""
+"""One leaf of a state: its layout, and conversions between its natural and its stored array."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ T = TypeVar("T")
 class StateLeaf:
     """One leaf as it is stored: an optimizer leaf, a leaf of another field, a parameter or its gradient.
 
-    `place` brings an array of the natural shape to its place. Inside `jit`, `load` makes the natural array of a stored
-    one, and `store` goes back. `convert` changes the layout.
+    `place` puts a natural array where the leaf is stored, and `convert` changes its layout. Inside `jit`, `load`
+    returns the natural array of a stored one, `store` the stored one, and `relayout` changes the layout.
 
     Attributes:
       path: Its key path, such as `"decoder/layer_0/kernel"`.
@@ -42,7 +42,7 @@ class StateLeaf:
       dtype: Its dtype.
       mesh: The mesh; may be abstract.
       axes: ZeRO's axes of the mesh, along which devices hold different shards.
-      base: The spec of mesh axes other than ZeRO's that it already had.
+      base: Its spec over mesh axes other than ZeRO's.
       cut: Where the ZeRO axis cuts it, or `None` if it stays whole.
       reason: Why it stays whole; empty if it is cut.
       owner: Index of the parameter that an optimizer leaf follows.
@@ -72,7 +72,7 @@ class StateLeaf:
 
     @property
     def in_records(self) -> bool:
-        """Whether programs do not see it."""
+        """Whether it is in records, which programs do not see."""
         return self.memory in ("ram", "disk")
 
     @property

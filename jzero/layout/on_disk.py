@@ -1,4 +1,4 @@
-"""The place of a leaf of a state whose values are in files: an empty node, which programs and `tree.map` pass over.
+"""Stands for a leaf whose values are in files: an empty node, which programs and `tree.map` skip.
 
 `flatten_up_to` of a plan's structure hands the node out as a leaf. It knows the files, but two nodes of one leaf and
 layout have equal structure only if their files are the same; programs see nodes without files (`detached`), so that
@@ -19,7 +19,7 @@ from jzero._types import DType
 
 
 class DiskFiles(Protocol):
-    """What reads the leaves of one state from its files."""
+    """Reads the leaves of one state from its files."""
 
     def read_leaf(self, path: str) -> jax.Array:
         """Returns a leaf as stored, in the devices' memory."""
@@ -87,7 +87,7 @@ _flax.register_refusal(
 
 @dataclasses.dataclass(frozen=True)
 class ChangedFiles:
-    """Files whose leaves are read and then changed.
+    """Files whose leaves are changed after they are read.
 
     Attributes:
       files: The files.

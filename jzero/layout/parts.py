@@ -1,4 +1,4 @@
-"""Functions of the part of an array that one device has where other mesh axes cut it, too.
+"""Functions of one device's part of an array that other mesh axes cut, too.
 
 [Note: Collectives beside other mesh axes]
 If other mesh axes cut a parameter (tensor parallelism), the compiler handles that in the loss. But it does not split an

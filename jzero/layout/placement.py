@@ -82,7 +82,7 @@ def place_array(
       x: With several processes, each must pass the same whole value, or `x` must be a global array.
       dtype: The dtype of the result.
       sharding: Its sharding.
-      cut: If the result is to be stored, how.
+      cut: How the result is stored; `None` if in its natural shape.
       look: Gets the whole value if this process supplies its own to a mesh of several processes.
     """
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
@@ -118,7 +118,7 @@ def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def relayout(x: jax.Array, cut: Cut | None, new: Cut | None, dtype: DType, sharding: NamedSharding) -> jax.Array:
-    """Returns an array that is stored as `cut` says as `new` says, in a dtype; `None` for its natural shape."""
+    """Returns an array stored by `cut` as `new` stores it, cast to a dtype; `None` stands for the natural shape."""
     x = round_to(x, dtype)
     if cut != new:
         x = x if cut is None else cut.to_natural(x)

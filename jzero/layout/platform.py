@@ -21,10 +21,10 @@ class PlatformFacts(NamedTuple):
         ("light"), or a select by one element, since it merges gathers across barriers ("data").
       postpones: Whether it postpones the products that make gradients of weights, and keeps their operands, so that
         the backward pass must wait for them; see [Note: Waiting for gradients].
-      prefetches: Whether loops gather one turn ahead by default; see [Note: Gathering one turn ahead].
-      hops_late: Whether loops finish the reductions of one turn beside the products of the next, over several nodes.
-      copies_results: Whether gathered arrays lie beside those that they replace until the end, unless these are an
-        operand; see [Note: Gathering new parameters].
+      prefetches: Whether loops gather one iteration ahead by default; see [Note: Gathering one turn ahead].
+      hops_late: Whether loops over several nodes finish reductions beside the products of the next iteration.
+      copies_results: Whether gathered arrays stay beside those that they replace until the end, unless these are
+        operands; see [Note: Gathering new parameters].
       transposes_gathers: Whether a gather along another dimension than the first makes it transpose what computes the
         shards, see `jzero.arrays.collectives.gather_leaf`.
       is_tiled: Whether it lays out arrays in tiles.

@@ -1,7 +1,7 @@
 """How the state of a parameter is split into records on disk.
 
 A *record* holds one rectangle of one device's part of a parameter: all its fields on disk (master, moments), one after
-the other, each filled up to whole pages, so that one request reads or writes it. A rectangle is contiguous in the part.
+the other, each padded to whole pages, so that one request reads or writes it. A rectangle is contiguous in the part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rectangle(NamedTuple):
 def rectangles(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int) -> list[Rectangle]:
     """Splits a part of a leaf into rectangles of about equal size, of at most `chunk_bytes` or one element.
 
-    The first dimension whose slices are small enough is cut into ranges; those before it are taken index by index.
+    Cuts the first dimension whose slices are small enough into ranges, and takes those before it index by index.
     """
     shape = tuple(shape)
     most = max(1, chunk_bytes // bytes_per_element)

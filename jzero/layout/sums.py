@@ -1,4 +1,4 @@
-"""How values are summed over devices: in which dtype, divided by what."""
+"""How values are summed over devices: the dtype, and the divisor."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Sums:
         return jnp.float32 if self._widens(dtype) else dtype
 
     def prepare(self, x: jax.Array) -> jax.Array:
-        """Returns a gradient as it is summed."""
+        """Returns a gradient in the form in which it is summed."""
         x = self.widen(x.astype(cast_dtype(x.dtype, self.dtype)))
         return x if self.predivide == 1 else x / self.predivide
 
     def widen(self, x: jax.Array) -> jax.Array:
-        """Returns `x` in a dtype that the backend can sum over devices; 8 bits have no room for a sum."""
+        """Returns `x` in a dtype that the backend can sum over devices; 8 bits are too few for sums."""
         return x.astype(jnp.float32) if self._widens(x.dtype) else x
 
     def _widens(self, dtype: DType) -> bool:

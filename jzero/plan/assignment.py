@@ -1,4 +1,4 @@
-"""Assigns the matrices of an update to devices, and says in text and as data what each device computes.
+"""Assigns the matrices of an update to devices, and reports what each device computes.
 
 In: how many units of each kind there are, and what one costs. Out: who computes which, as evenly as units allow:
 
@@ -48,7 +48,7 @@ def assign(
 
 
 def _largest_first(counts: Sequence[int], costs: Sequence[float], num_devices: int, rounds: Sequence[int]) -> Schedule:
-    """Distributes the rest after some rounds; units that every device then has make further rounds."""
+    """Distributes what is left after some rounds; kinds of which every device then has units make further rounds."""
     first = sum(r * cost for r, cost in zip(rounds, costs, strict=True))
     loads = [(first, device) for device in range(num_devices)]
     order = sorted(range(len(counts)), key=lambda kind: -costs[kind])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Kept(NamedTuple):
-    """Values that stay on a device from the forward to the backward pass, though stage 3 could make them again.
+    """Values that stay on a device from the forward to the backward pass, though stage 3 could make them anew.
 
     Attributes:
       params: The paths of the parameters that stay whole, of those that are partitioned.

@@ -41,7 +41,7 @@ class Port:
     """How an operand or a result travels between the devices that hold its shards and those that compute its units.
 
     Attributes:
-      leaf: The layout of the whole array outside.
+      leaf: The layout of the whole array outside the exchange.
       dims: Its dimensions that number the units.
       cut: Where the array is cut while it travels.
       unit: How one unit, whose size is 1 in `dims`, is cut then; `None` if each unit lies where it is computed.
@@ -144,7 +144,7 @@ _HOW_TO_TELL = (
 
 
 class _WholeError(Exception):
-    """The matrix work of a parameter is left to every device."""
+    """Every device must do the matrix work of a parameter."""
 
 
 class _Units(NamedTuple):
@@ -235,7 +235,7 @@ def schedule_of(works: Sequence[Work], num_shards: int) -> tuple[list[list[Work]
 
 
 def with_matrices(plan: ZeroPlan, update: ClosedJaxpr | None) -> ZeroPlan:
-    """Returns a plan that tells of the matrix work in an update.
+    """Returns a plan with the matrix work of an update.
 
     Args:
       plan: The plan.

@@ -2,7 +2,7 @@
 
 Moments follow the gradient of their parameter. The structure tells which parameter a leaf belongs to: optax maps a
 function over the leaves that are shaped like parameters. Of other leaves, such as the bases of SOAP and the statistics
-of Shampoo, the jaxpr of the update tells it: they belong to the only parameter that they are computed from.
+of Shampoo, the jaxpr of the update decides: they belong to the only parameter that they are computed from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The optimizer state that jzero adds to the optimizer's own: masters, loss scale, its files."""
+"""The state that jzero adds to the optimizer's own: masters, loss scale, records."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class LossScaleState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DiskState:
-    """What a state in records must know of them, see `Offload.optimizer` and `Offload.delay`.
+    """What a state knows about its records, see `Offload.optimizer` and `Offload.delay`.
 
     Attributes:
-      generation: Number of times that a step wrote the records, int32: a state with another number than they have is
-        not the newest.
+      generation: Number of times that a step wrote the records, int32: if the records have another number, the
+        state is not the newest.
       waiting: With `Offload(delay=1)` or `zenflow`, whether gradients wait for a later step, a 0-d boolean;
         else `None`.
     """
@@ -66,8 +66,7 @@ class ZeroOptState:
         `None` if the stored parameter is its own master (stage 3) or is not trained.
       loss_scale: State of a dynamic loss scale, else `None`.
       num_updates: Number of optimizer steps, int32; seeds stochastic rounding. `None` if nothing is rounded that way.
-      disk: What belongs to the records of a state on disk, or of one with `Offload(delay=1)` or
-        `zenflow`; else `None`.
+      disk: State of the records, on disk or with `Offload(delay=1)` or `zenflow`; else `None`.
 
     Example:
       >>> config = jzero.ZeroConfig(stage=2, precision="bf16")
@@ -134,7 +133,7 @@ def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: 
 
 
 def with_next_loss_scale(old: ZeroOptState, new: ZeroOptState, rules: object, overflowed: jax.Array) -> ZeroOptState:
-    """Returns the optimizer state `new`, with the loss scale that follows that of `old` by `rules` if it is dynamic."""
+    """Returns the optimizer state `new`; a dynamic loss scale follows that of `old` by `rules`."""
     if not isinstance(rules, DynamicLossScale) or old.loss_scale is None:
         return new
     return dataclasses.replace(new, loss_scale=next_loss_scale(old.loss_scale, rules, overflowed))

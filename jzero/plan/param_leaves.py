@@ -106,7 +106,7 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: 
 
 
 def far_memory(config: ZeroConfig) -> Memory:
-    """Returns where the optimizer state of a chosen parameter goes."""
+    """Returns the memory of offloaded optimizer state."""
     where = config.offload.optimizer
     return "device" if where == "none" else "ram" if where == "host" and config.offload.is_late else where
 

@@ -177,7 +177,7 @@ class ZeroPlan(Report):
         return names_host_memory(self.mesh)
 
     def check_host_memory(self) -> None:
-        """Raises if arrays belong in host memory, and devices report no memories: they would keep them themselves."""
+        """Raises if arrays belong in host memory, but devices report no memories and would keep them."""
         if not self.names_host_memory and any(self.host_bytes_per_device):
             raise ValueError(
                 f"The plan keeps {self.host_bytes_per_device.total} bytes per device in host memory, but these devices "
@@ -263,7 +263,7 @@ class ZeroPlan(Report):
 
     @functools.cached_property
     def disk_fields(self) -> dict[int, tuple[StateLeaf, ...]]:
-        """By parameter, its leaves in records: itself, its master, its state. All are laid out like its gradient.
+        """The leaves in records of each parameter: itself, its master, its state. All are laid out like its gradient.
 
         The parameter comes first, so that its row can be read without the rest.
         """

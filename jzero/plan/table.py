@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Row = Sequence[str]
 WHERE = {"device": "device", "host": "host", "ram": "host", "disk": "disk"}
-"""What a reader wants to know of a leaf's memory."""
+"""A leaf's memory as the table names it."""
 
 
 ALONE = (
@@ -69,7 +69,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
 
 
 def _memory_rows(plan: ZeroPlan) -> list[Row]:
-    """Returns bytes by term, here and elsewhere."""
+    """Returns bytes by term: on devices, on the host, on disk, and if nothing were partitioned."""
     ours, host, replicated = plan.bytes_per_device, plan.host_bytes_per_device, plan.replicated_bytes
     taken = plan.disk_bytes_per_device
     rows = {"this plan": (*ours, ours.total)}
@@ -92,7 +92,7 @@ def _kept_lines(plan: ZeroPlan) -> list[str]:
 
 
 def _stage_3_line(plan: ZeroPlan) -> list[str]:
-    """Returns a hint, for stages 1 and 2, at stage 3 with kept parameters if that takes less memory."""
+    """Suggests stage 3 with kept parameters, at stages 1 and 2, if that takes less memory."""
     config, saved = plan.config, 0
     for leaf in plan.leaves:
         rule = config.rule_for(leaf.path).persistent

@@ -1,4 +1,4 @@
-"""What devices exchange in one step for parameters and gradients, as a plan tells it."""
+"""What devices exchange in one step for parameters and gradients, according to a plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class UnquantizedLeaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The way of each parameter to the loss, of each gradient back, and the bytes of both.
+    """How each parameter reaches the loss and each gradient returns, and the bytes of both.
 
     Attributes:
       plan: The plan.
@@ -64,7 +64,7 @@ class Traffic:
         return self.plan.comm if is_exact else self.rounding_comm
 
     def is_reduced_once(self, micro_batches: int) -> bool:
-        """Whether gradients cross nodes once per step, whatever the uses of their parameters."""
+        """Whether gradients cross nodes once per step, however often their parameters are used."""
         return self.plan.config.secondary_grads and micro_batches > 1
 
     @functools.cached_property

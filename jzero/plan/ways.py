@@ -1,4 +1,4 @@
-"""How one stored parameter reaches the loss: by which hops, at once or at each use, and as which bits."""
+"""How one stored parameter reaches the loss: by which hops, once or at each use, and in which dtype or blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jzero.layout.leaves import StateLeaf
 
 
 class Way(NamedTuple):
-    """The way of a partitioned parameter.
+    """How a partitioned parameter travels.
 
     Attributes:
       leaf: The parameter as stored.
