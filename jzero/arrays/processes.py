@@ -33,15 +33,14 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from jzero import _compat
 from jzero._compat import DistributedClient
 from jzero.arrays import key_value
+from jzero.layout.mesh import AnyMesh
 
 T = TypeVar("T")
-
-AnyMesh = Mesh | AbstractMesh
 
 Parts = Mapping[str, str]
 """The facts that processes must agree on, in lines of text, by topic."""
