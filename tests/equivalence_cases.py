@@ -46,13 +46,18 @@ def norm_of(grads):
 
 def plain_run(loss_fn, state, batches, clip_norm=None):
     """The loop that anyone would write on one device."""
+
+    @jax.jit
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        norm = optax.tree.norm(grads)
+        if clip_norm is not None:
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1, clip_norm / (norm + 1e-6)), grads)
+        return state.apply_gradients(grads=grads), loss, norm
+
     losses, norms = [], []
     for batch in batches:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-        norm = norm_of(grads)
-        if clip_norm is not None:
-            grads = jax.tree.map(lambda g, norm=norm: g * jnp.minimum(1, clip_norm / (norm + 1e-6)), grads)
-        state = state.apply_gradients(grads=grads)
+        state, loss, norm = step(state, batch)
         losses.append(float(loss))
         norms.append(float(norm))
     return state, losses, norms

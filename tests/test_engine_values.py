@@ -31,7 +31,7 @@ def test_devices_may_take_different_branches():
         return engine_losses.out(p, jnp.where(flag, jnp.tanh(batch["x"] @ p["w"]), batch["x"] * p["b"][None]), batch)
 
     batch = {**engine_losses.batch(), "flag": np.repeat(np.arange(8) % 2, 3).astype(np.float32)}
-    want_loss, want = jax.value_and_grad(reference)(engine_losses.params(), batch)
+    want_loss, want = jax.jit(jax.value_and_grad(reference))(engine_losses.params(), batch)
     loss, grads = engine_losses.gradients(engine_losses.sharded(3, 8), loss_fn, batch, check_rows=False)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), grads, want)
@@ -60,7 +60,7 @@ def test_integer_boolean_and_complex_leaves(stage):
     batch = engine_losses.batch()
     new, metrics = jzero.make_train_step(loss_fn)(state, batch)
     inexact = {k: params[k] for k in ("w", "z")}
-    want_loss, want = jax.value_and_grad(lambda q: loss_fn({**params, **q}, batch))(inexact)
+    want_loss, want = jax.jit(jax.value_and_grad(lambda q: loss_fn({**params, **q}, batch)))(inexact)
     np.testing.assert_allclose(metrics["loss"], want_loss, rtol=2e-6)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(want), rtol=2e-6)
     got = jzero.gather_params(new)
@@ -128,7 +128,7 @@ def test_batch_norm_over_the_zero_axis_equals_the_whole_batch(stage):
         return loss_fn
 
     step = jzero.make_train_step(loss_of(model), has_aux=True, mutable=("batch_stats",))
-    grad = jax.value_and_grad(loss_of(plain_model), has_aux=True)
+    grad = jax.jit(jax.value_and_grad(loss_of(plain_model), has_aux=True))
     for _ in range(3):
         (loss, aux), grads = grad(state.params, batch, batch_stats=state.batch_stats)
         state = state.apply_gradients(grads=grads, batch_stats=aux["batch_stats"])
@@ -154,7 +154,7 @@ def test_weighted_loss_is_the_mean_over_tokens_not_over_devices():
         result = weighted(p, batch)
         return result.sum / result.weight
 
-    want_loss, want = jax.value_and_grad(reference)(engine_losses.params(), batch)
+    want_loss, want = jax.jit(jax.value_and_grad(reference))(engine_losses.params(), batch)
     for stage in (1, 3):
         loss, grads = engine_losses.gradients(engine_losses.sharded(stage, 8), weighted, batch)
         np.testing.assert_allclose(loss, want_loss, rtol=2e-6)

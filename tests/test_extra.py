@@ -46,6 +46,9 @@ def averaged(state):
     return state.replace(extra=state.extra | {"averages": averages})
 
 
+grad = jax.jit(jax.grad(loss_fn, has_aux=True))
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(("num_devices", "stage"), [(8, 3), (3, 1), (8, 0)])
 def test_losses_and_loops_change_it(num_devices, stage):
@@ -57,7 +60,7 @@ def test_losses_and_loops_change_it(num_devices, stage):
     mean = lambda m, p: DECAY * m + (1 - DECAY) * p
     for _ in range(3):
         state = averaged(step(state, batch)[0])
-        grads = jax.grad(loss_fn, has_aux=True)(params, batch, {"weight": weight})[0]
+        grads = grad(params, batch, {"weight": weight})[0]
         params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
         fast, slow, weight = jax.tree.map(mean, fast, params), jax.tree.map(mean, slow, params), weight / 2
     part = lambda x: x.addressable_shards[0].data.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 import jzero
 from tests.compiled import analyze
+from tests.tiers import singles
 
 D, V, R, B = 36, 61, 4, 24
 """On 8 devices `odd` is padded, `even` is not."""
@@ -53,9 +56,28 @@ def whole(state):
     return {path: np.asarray(x) for path, x in jzero.gather_params(state, masters=True).items()}
 
 
+@functools.cache
+def losses_on_one_device(dtype):
+    params, batch, tx = make_params(dtype), batch_of("fp32"), optax.adam(LR)
+
+    @jax.jit
+    def step(adapters, opt_state):
+        value, grads = jax.value_and_grad(lambda adapters: loss_fn(params | adapters, batch))(adapters)
+        updates, opt_state = tx.update(grads, opt_state)
+        return optax.apply_updates(adapters, updates), opt_state, value
+
+    adapters = {name: params[name] for name in ("lora_a", "lora_b")}
+    opt_state, losses = tx.init(adapters), []
+    for _ in range(4):
+        adapters, opt_state, value = step(adapters, opt_state)
+        losses.append(float(value))
+    return losses
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
-@pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (1, "bf16")])
+@pytest.mark.parametrize(
+    ("dtype", "stage", "precision"), [("int4", 3, "fp32"), ("uint4", 3, "bf16"), ("int4", 1, "bf16")]
+)
 def test_adapters_train_and_the_base_keeps_its_bits(dtype, stage, precision):
     """As one device trains them, in fp32; in bf16 the loss falls alike."""
     params, batch = make_params(dtype), batch_of(precision)
@@ -65,16 +87,7 @@ def test_adapters_train_and_the_base_keeps_its_bits(dtype, stage, precision):
     for _ in range(4):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-
-    adapters, tx = {name: params[name] for name in ("lora_a", "lora_b")}, optax.adam(LR)
-    opt_state, want = tx.init(adapters), []
-    for _ in range(4):
-        loss = lambda adapters: loss_fn(params | adapters, batch_of("fp32"))
-        value, grads = jax.value_and_grad(loss)(adapters)
-        updates, opt_state = tx.update(grads, opt_state)
-        adapters = optax.apply_updates(adapters, updates)
-        want.append(float(value))
-    np.testing.assert_allclose(losses, want, rtol=1e-5 if precision == "fp32" else 0.03)
+    np.testing.assert_allclose(losses, losses_on_one_device(dtype), rtol=1e-5 if precision == "fp32" else 0.03)
     assert losses[-1] < losses[0]
     found = whole(state)
     for name in ("odd", "even"):
@@ -82,8 +95,7 @@ def test_adapters_train_and_the_base_keeps_its_bits(dtype, stage, precision):
         np.testing.assert_array_equal(found[name], np.asarray(params[name]))
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
-@pytest.mark.parametrize("stage", [0, 3])
+@singles(dtype=["int4", "uint4"], stage=[0, 3])
 def test_two_numbers_take_a_byte(dtype, stage):
     """By hand, and by the compiler: what it reuses of the state is all of it."""
     state = sharded(make_params(dtype), stage=stage)
@@ -94,8 +106,7 @@ def test_two_numbers_take_a_byte(dtype, stage):
     report.verify()
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@singles(dtype=["int4", "uint4"], precision=["fp32", "bf16"])
 def test_checkpoints_keep_every_bit(dtype, precision, tmp_path):
     """From 8 devices at stage 3 to 3 at stage 1; plain Orbax reads the same numbers."""
     params = make_params(dtype)
