@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import operator
 import re
 
@@ -116,19 +117,21 @@ def assert_close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
 
 
-SOME_INSIDE = ("literals", "gather", "permute", "scatter", "scan", "while_loop", "cond", "remat_with_policy")
+TOGETHER = ["literals gather permute scatter scan while_loop cond remat_with_policy"]
+"""What is in one program by default; to find a fault, the slow tier has each by itself."""
 
 
 @pytest.mark.parametrize("check_vma", [True, slow(False)])
-@pytest.mark.parametrize("name", default_for(SOME_INSIDE, INSIDE))
-def test_what_is_computed_inside(name, check_vma):
+@pytest.mark.parametrize("names", default_for(TOGETHER, [*TOGETHER, *INSIDE]))
+def test_what_is_computed_inside(names, check_vma):
     """The reference is plain jax: the mean of the loss of each device's rows, by the same `shard_map`."""
     mesh = jzero.make_mesh(data=4, model=2)
     params, batch = parameters()
-    layer = split(lambda x, up, down: INSIDE[name](x @ up) @ down, mesh, check_vma)
+    inside = lambda fn: split(lambda x, up, down: fn(x @ up) @ down, mesh, check_vma)
+    layers = [inside(INSIDE[name]) for name in names.split()]
 
     def loss_fn(p, batch):
-        return jnp.square(layer(batch, p["up"], p["down"])).mean()
+        return sum(jnp.square(layer(batch, p["up"], p["down"])).mean() for layer in layers)
 
     def loss_of_parts(p):
         return jnp.mean(jnp.stack([loss_fn(p, rows) for rows in jnp.split(batch, 4)]))
@@ -154,12 +157,19 @@ CONFIGS = [
 ]
 
 
-@singles(
-    config=CONFIGS, cell=[(True, False), (True, True), (False, False), (False, True)], remat=["auto", "as_written"]
+@pytest.mark.parametrize(
+    ("config", "scan", "recompute", "remat"),
+    default_for(
+        [
+            (CONFIGS[0], False, True, "as_written"),
+            (CONFIGS[1], True, True, "auto"),
+            (CONFIGS[2], True, False, "auto"),
+        ],
+        itertools.product(CONFIGS, [True, False], [True, False], ["auto", "as_written"]),
+    ),
 )
-def test_layers_that_cut_their_hidden_units_themselves(cell, remat, config):
+def test_layers_that_cut_their_hidden_units_themselves(config, scan, recompute, remat):
     """As on one device, without `shard_map`; each device exchanges its own part of a kernel, and keeps none."""
-    scan, recompute = cell
     mesh = jzero.make_mesh(data=4, model=2)
     layers = 32 if scan else 3  # loops of few gather nothing ahead
     params, batch = parameters(layers=(layers,))
@@ -174,7 +184,7 @@ def test_layers_that_cut_their_hidden_units_themselves(cell, remat, config):
         rows = [jax.tree.map(operator.itemgetter(i), p) for i in range(layers)]
         return jnp.square(functools.reduce(lambda x, kernels: layer(x, kernels)[0], rows, batch)).mean()
 
-    want, grads = jax.value_and_grad(lambda p: loss_of(mlp, p, batch))(params)
+    want, grads = jax.jit(jax.value_and_grad(lambda p: loss_of(mlp, p, batch)))(params)
     state = state_of(params, mesh, **config)
     loss_fn = functools.partial(loss_of, split(mlp, mesh, check_vma=True))
     step = jzero.make_train_step(loss_fn, remat=None if remat == "auto" else remat)
@@ -241,7 +251,9 @@ def experts_together(tokens, weights, up, down):
     return jnp.einsum("neh,ehd,ne->nd", hidden, down, weights)
 
 
-@singles(stage=[3, 1, 0], remat=[None, True, "as_written"])
+@pytest.mark.parametrize(
+    ("stage", "remat"), default_for([(3, None), (1, True)], itertools.product([3, 1, 0], [None, True, "as_written"]))
+)
 def test_experts_and_parts_of_a_sequence(stage, remat):
     """ZeRO, ring attention and expert parallelism in one loss, against the same on one device."""
     mesh = jzero.make_mesh(data=2, expert=2, seq=2)
@@ -256,7 +268,8 @@ def test_experts_and_parts_of_a_sequence(stage, remat):
         tokens = x.reshape(-1, WIDTH)
         return jnp.square(experts(tokens, jax.nn.softmax(tokens @ p["gate"]), p["up"], p["down"])).mean()
 
-    want, grads = jax.value_and_grad(functools.partial(loss_of, attention, experts_together))(params, batch)
+    plain_loss = functools.partial(loss_of, attention, experts_together)
+    want, grads = jax.jit(jax.value_and_grad(plain_loss))(params, batch)
     over = functools.partial(jax.shard_map, mesh=mesh)
     parts, experts = P(None, "seq"), P("expert")
     loss_fn = functools.partial(

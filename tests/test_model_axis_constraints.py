@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 
@@ -16,9 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from tests.compiled import analyze
 from tests.model_axis_models import batched_on_its_own, constrained
-from tests.tiers import default_for, singles, slow, stages
+from tests.tiers import default_for, slow, stages
 
 
 @jax.custom_vjp
@@ -80,23 +80,25 @@ OWN = {
 }
 
 
+TOGETHER = ["relu logsumexp set custom_vmap vjp jvp_in_scan vjp_in_remat"]
+"""What is in one program by default; to find a fault, the slow tier has each by itself."""
+
+
 @pytest.mark.parametrize("stage", [slow(1), 3])
-@pytest.mark.parametrize(
-    "name", default_for(["relu", "logsumexp", "set", "custom_vmap", "vjp", "jvp_in_scan", "vjp_in_remat"], OWN)
-)
-def test_functions_of_what_is_constrained(name, stage):
+@pytest.mark.parametrize("names", default_for(TOGETHER, [*TOGETHER, *OWN]))
+def test_functions_of_what_is_constrained(names, stage):
     """They hold jaxprs, and so the mesh that they were traced in; some bring their own derivative."""
-    assert_as_on_one_device(OWN[name], stage, jzero.make_mesh(data=4, model=2))
+    assert_as_on_one_device(names.split(), stage, jzero.make_mesh(data=4, model=2))
 
 
 @pytest.mark.parametrize(
-    "name", ["relu", "custom_vmap", "jvp_in_scan", *map(slow, ("sort", "solve", "reduce", "jvp_of_remat_in_cond"))]
+    "names", ["relu custom_vmap jvp_in_scan", *map(slow, ("sort", "solve", "reduce", "jvp_of_remat_in_cond"))]
 )
-def test_functions_of_what_is_computed_under_a_mesh(name):
+def test_functions_of_what_is_computed_under_a_mesh(names):
     """All types carry the mesh where one is set."""
     mesh = jzero.make_mesh(data=4, model=2)
     with jax.set_mesh(mesh):
-        assert_as_on_one_device(OWN[name], 3, mesh)
+        assert_as_on_one_device(names.split(), 3, mesh)
 
 
 def weighted(x, w):
@@ -126,38 +128,47 @@ WEIGHTED = {
 }
 
 
-@singles(name=list(WEIGHTED), stage=[1, 3])
-def test_places_along_an_axis_beside_another(name, stage):
+HALVES = ["scan while vmap_of_while cond", "platforms composite jit remat"]
+
+
+@pytest.mark.parametrize(
+    ("names", "stage"),
+    default_for([(HALVES[0], 1), (HALVES[1], 3)], itertools.product([*HALVES, *WEIGHTED], [1, 3])),
+)
+def test_places_along_an_axis_beside_another(names, stage):
     """`lax.axis_index` in what holds jaxprs."""
     mesh = jzero.make_mesh(data=4, model=2)
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(16, 32)).astype(np.float32)}
     batch = rng.normal(size=(12, 16)).astype(np.float32)
     weights = 1 + np.repeat(np.arange(4), 3)[:, None]
-    want, grads = jax.value_and_grad(lambda p: jnp.square(batch @ p["w"] * weights).mean())(params)
+    num = len(names.split())
+    want, grads = jax.value_and_grad(lambda p: num * jnp.square(batch @ p["w"] * weights).mean())(params)
     plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
-    loss, got = jzero.value_and_grad(lambda p, x: jnp.square(WEIGHTED[name](x, p["w"])).mean())(state, batch)
+    loss_fn = lambda p, x: sum(jnp.square(WEIGHTED[name](x, p["w"])).mean() for name in names.split())
+    loss, got = jzero.value_and_grad(loss_fn)(state, batch)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     np.testing.assert_allclose(got["w"], grads["w"], rtol=1e-5, atol=1e-6 * np.abs(grads["w"]).max())
 
 
-def assert_as_on_one_device(fn, stage, mesh):
+def assert_as_on_one_device(names, stage, mesh):
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(16, 32)).astype(np.float32) / 4, "d": rng.normal(size=(16,)).astype(np.float32)}
     batch = {"x": rng.normal(size=(16, 16)).astype(np.float32), "rows": np.full((16,), 1)}
 
     def loss_fn(p, batch, mesh=mesh):
         hidden = constrained(batch["x"] @ p["w"], mesh, "data", "model")
-        return jnp.square(fn(hidden, batch["rows"])).mean() + jnp.square(p["d"]).sum()
+        losses = [jnp.square(OWN[name](hidden, batch["rows"])).mean() for name in names]
+        return sum(losses) + jnp.square(p["d"]).sum()
 
     def loss_of_parts(p, batch):
         """The mean of what the devices compute, each of its four rows."""
         parts = [jax.tree.map(operator.itemgetter(slice(4 * i, 4 * i + 4)), batch) for i in range(4)]
         return sum(loss_fn(p, part, None) for part in parts) / 4
 
-    want, want_grads = jax.value_and_grad(loss_of_parts)(params, batch)
+    want, want_grads = jax.jit(jax.value_and_grad(loss_of_parts))(params, batch)
     plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
@@ -185,12 +196,12 @@ def test_parameters_that_the_loss_constrains(stage):
         hidden = hidden @ constrained(2 * out.T.astype(jnp.float32), mesh, None, "model")
         return jnp.square(hidden * p["scale"][None]).mean() + constrained(p["flat"], mesh, None).sum()
 
-    want, grads = jax.value_and_grad(lambda p: loss_fn(p, batch, None))(params)
+    want, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, None)))(params)
     plain = jzero.TrainState.create(params=params, tx=optax.sgd(1.0))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
     step = jzero.make_train_step(loss_fn)
-    report = analyze(step, state, batch)
+    report = jzero.analyze(step, state, batch)
     new, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
     got = jzero.gather_params(new)
@@ -203,7 +214,12 @@ def test_parameters_that_the_loss_constrains(stage):
     assert gathered.count(2 * 5 * 32 * 32 // 2) == (stage == 3), "each layer twice, half of it"
 
 
-@singles(of_what=["in_shardings", "out_shardings"], stage=[3, 1, 0])
+@pytest.mark.parametrize(
+    ("of_what", "stage"),
+    default_for(
+        [("in_shardings", 3), ("out_shardings", 1)], itertools.product(["in_shardings", "out_shardings"], [3, 1, 0])
+    ),
+)
 def test_shardings_of_calls_are_constraints(of_what, stage):
     mesh = jzero.make_mesh(data=4, model=2)
     rng = np.random.default_rng(0)
@@ -260,11 +276,20 @@ def test_parts_survive_what_is_done_to_shards(use, width, gathered):
     loss_fn = lambda p, batch: jnp.square(use(p["w"], batch)).mean()
     fn = jax.jit(jzero.value_and_grad(loss_fn, remat="as_written"))
     np.testing.assert_allclose(fn(state, batch)[1]["w"], jax.grad(loss_fn)({"w": w}, batch)["w"], rtol=1e-4, atol=1e-5)
-    rows = [row for row in analyze(fn, state, batch).collectives if row.kind == "all-gather"]
+    rows = [row for row in jzero.analyze(fn, state, batch).collectives if row.kind == "all-gather"]
     assert {row.elements // row.count for row in rows if row.axis == "data"} == {gathered}
 
 
-@singles(names=[(), ("data",), ("data", None), ("model", None), (P.UNCONSTRAINED, P.UNCONSTRAINED)], stage=[1, 3])
+FREE = (P.UNCONSTRAINED, P.UNCONSTRAINED)
+
+
+@pytest.mark.parametrize(
+    ("names", "stage"),
+    default_for(
+        [((), 3), (("model", None), 1), (FREE, 3)],
+        itertools.product([(), ("data",), ("data", None), ("model", None), FREE], [1, 3]),
+    ),
+)
 def test_constraints_that_cut_nothing_more_leave_a_parameter_as_it_is(names, stage):
     mesh = jzero.make_mesh(data=4, model=2)
     params = {
@@ -279,7 +304,7 @@ def test_constraints_that_cut_nothing_more_leave_a_parameter_as_it_is(names, sta
         # So parts of "v" have the sizes of "w", which is not exchanged whole for that.
         return jnp.square(hidden @ constrained(p["v"], mesh, None, "model")).mean()
 
-    report = analyze(jzero.make_train_step(loss_fn), state, jnp.ones((8, 64)))
+    report = jzero.analyze(jzero.make_train_step(loss_fn), state, jnp.ones((8, 64)))
     report.verify()
     reduced = sum(row.elements for row in report.collectives if (row.kind, row.axis) == ("reduce-scatter", "data"))
     assert reduced == 64 * 128 // 2 + 128 * 128 // 2
@@ -298,6 +323,6 @@ def test_a_constraint_that_names_no_other_axis_makes_whole_along_it():
     kinds = []
     for names in ("model",), (None,):
         fn = jzero.value_and_grad(lambda p, batch, names=names: loss_fn(p, batch, *names))
-        rows = analyze(jax.jit(fn), state, jnp.ones((8, 64))).collectives
+        rows = jzero.analyze(jax.jit(fn), state, jnp.ones((8, 64))).collectives
         kinds.append({row.kind for row in rows if row.axis == "model" and row.elements > 100})
     assert "all-gather" in kinds[1] - kinds[0]

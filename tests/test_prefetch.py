@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import jax
@@ -22,23 +23,31 @@ from tests.prefetch_models import (
     stack_state,
     two_products,
 )
-from tests.tiers import default_for, singles, slow
+from tests.tiers import default_for, slow
+
+
+def together(p, batch):
+    """What is in one program by default; to find a fault, the slow tier has each by itself."""
+    losses = (
+        engine_losses.plain,
+        engine_losses.scan_with_constant_weights,
+        engine_losses.scan_carrying_weights,
+        engine_losses.python_loop_over_the_stack,
+        engine_losses.nested_jit,
+        engine_losses.tied,
+    )
+    return sum(loss(p, batch) for loss in losses) / len(losses)
+
 
 OFTEN = {
-    engine_losses.plain,
+    together,
     engine_losses.scan_reversed_with_outputs,
-    engine_losses.scan_with_constant_weights,
-    engine_losses.scan_carrying_weights,
-    engine_losses.python_loop_over_the_stack,
-    engine_losses.nested_jit,
-    engine_losses.tied,
     engine_losses.loop_after_layers_that_count,
     engine_losses.loops_after_whole_numbers,
-    branches,
 }
 
 
-@pytest.mark.parametrize("loss_fn", default_for(OFTEN, LOSSES), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", default_for(OFTEN, [together, *LOSSES]), ids=lambda f: f.__name__)
 def test_gradients_equal_plain_jax(loss_fn):
     batch = engine_losses.batch()
     if loss_fn is branches:
@@ -108,16 +117,26 @@ def scan_of_a_call(p, batch):
     return engine_losses.out(p, lax.scan(layer, batch["x"], p["stack"], reverse=True)[0], batch)
 
 
-@singles(
-    lambda x: getattr(x, "__name__", None),
-    limit=[AMPLE, D * D * 4, 0],
-    loss_fn=[
-        scan_with_everything,
-        scan_of_remat_with_policy,
-        scan_of_remat_with_keys,
-        scan_within_remat,
-        scan_of_a_call,
-    ],
+SCANS = [
+    scan_with_everything,
+    scan_of_remat_with_policy,
+    scan_of_remat_with_keys,
+    scan_within_remat,
+    scan_of_a_call,
+]
+
+
+def all_scans(p, batch):
+    return sum(loss(p, batch) for loss in SCANS) / len(SCANS)
+
+
+@pytest.mark.parametrize(
+    ("limit", "loss_fn"),
+    default_for(
+        [(AMPLE, all_scans), (D * D * 4, scan_with_everything)],
+        itertools.product([AMPLE, D * D * 4, 0], [all_scans, *SCANS]),
+    ),
+    ids=lambda x: getattr(x, "__name__", None),
 )
 def test_scans_of_all_kinds_equal_plain_jax(loss_fn, limit):
     engine_losses.assert_equal(engine_losses.sharded(3, 8, prefetch_bytes=limit), loss_fn, engine_losses.batch())
@@ -213,7 +232,7 @@ def test_training_with_micro_batches_and_16_bits_is_the_same(precision):
 def test_beside_other_axes(axes):
     mesh, batch = jzero.make_mesh(**axes), jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32)
     params = jzero.gather_params(stack_state(None))
-    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(two_products)(params, batch))
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.jit(jax.grad(two_products))(params, batch))
     specs = {"up": PartitionSpec(None, None, "model"), "down": PartitionSpec(None, "model", None)}
     if "model" in axes:
         params = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
