@@ -27,22 +27,26 @@ def make_config(stage, precision="fp32", **options):
     return jzero.ZeroConfig(stage=stage, precision=precision, **{"persistence_threshold": 0, **options})
 
 
-def sharded(config, tx=None, cls=TrainState, **options):
-    plain = cls.create(apply_fn=None, params=models.mlp_params(), tx=tx or optax.adam(1e-3, eps=1e-6))
+ADAM = optax.adam(1e-3, eps=1e-6)
+STEP = jzero.make_train_step(models.mlp_loss)
+"""One step for all tests: of states with equal plans and one optimizer it compiles one program."""
+
+
+def sharded(config, tx=ADAM, cls=TrainState, **options):
+    plain = cls.create(apply_fn=None, params=models.mlp_params(), tx=tx)
     return jzero.shard_train_state(plain, config=config, **options)
 
 
 def train(state, num_steps=2):
-    step = jzero.make_train_step(models.mlp_loss)
     for seed in range(num_steps):
-        state, _ = step(state, models.mlp_batch(ROWS, seed))
+        state, _ = STEP(state, models.mlp_batch(ROWS, seed))
     return state
 
 
 @functools.cache
 def plain_adam(compute_dtype, num_steps=2):
     """Returns parameters and Adam's state after training on one device, with fp32 masters."""
-    tx = optax.adam(1e-3, eps=1e-6)
+    tx = ADAM
 
     @jax.jit
     def step(params, opt_state, batch):
@@ -160,7 +164,7 @@ def test_a_parameter_that_was_set_is_trained_on(stage, precision):
     params["layer_0"]["kernel"] = jnp.asarray(kept)
     seen = jax.tree.map(lambda x: x.astype(jnp.float32 if precision == "fp32" else BF16), params)
     loss, grads = jax.jit(jax.value_and_grad(models.mlp_loss))(seen, models.mlp_batch(ROWS))
-    new, metrics = jzero.make_train_step(models.mlp_loss)(edited, models.mlp_batch(ROWS))
+    new, metrics = STEP(edited, models.mlp_batch(ROWS))
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5 if precision == "fp32" else 1e-2)
     moved = jzero.get_full_param(new, KERNEL).astype(jnp.float32) - kept.astype(np.float32)
     if precision != MASTERS:  # where the steps are lost in rounding

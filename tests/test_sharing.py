@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ import pytest
 import jzero
 from jzero import _compat
 from jzero.jaxpr.structure import CanonicalJaxpr, Structures
-from tests.tiers import singles
+from tests import models
+from tests.tiers import slow
 
 LAYERS, WIDTH = 4, 32
 
@@ -26,7 +28,7 @@ def layer(w, x):
 
 def make_params(layers=LAYERS):
     rng = np.random.default_rng(0)
-    return {f"layer_{i}": (rng.normal(size=(WIDTH, WIDTH)) / 6).astype(np.float32) for i in range(layers)}
+    return {f"layer_{i:02}": (rng.normal(size=(WIDTH, WIDTH)) / 6).astype(np.float32) for i in range(layers)}
 
 
 def make_batch():
@@ -86,7 +88,8 @@ def num_functions(loss, params, way=BY_DEFAULT):
 def check(loss, params, way=BY_DEFAULT):
     """Asserts that loss and gradients are those of plain jax, of each device's part of the batch by itself."""
     batch = make_batch()
-    mean = lambda params, batch: jnp.mean(jnp.stack([loss(params, x) for x in jnp.split(batch, jax.device_count())]))
+    parts = lambda batch: batch.reshape(jax.device_count(), -1, WIDTH)
+    mean = lambda params, batch: jax.lax.map(lambda x: loss(params, x), parts(batch)).mean()
     want_loss, want = jax.jit(jax.value_and_grad(mean))(params, batch)
     new, metrics = jzero.make_train_step(loss, remat=way.remat)(sharded(params, way), batch)
     np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-6)
@@ -213,9 +216,16 @@ DIFFERENT = {
 }
 
 
-@singles(layers=list(DIFFERENT.values()), way=list(WAYS.values()))
-def test_layers_that_differ_stay_different(layers, way):
-    check(unrolled([way.wrap(fn) for fn in layers]), make_params(), way)
+TOGETHER = {way: list(DIFFERENT)[number :: len(WAYS)] for number, way in enumerate(WAYS)}
+"""Layers of several kinds in one model, for each way another; to find a fault, the slow tier has each by itself."""
+
+
+@pytest.mark.parametrize(
+    ("way", "kinds"), [*TOGETHER.items(), *itertools.starmap(slow, itertools.product(WAYS, [[x] for x in DIFFERENT]))]
+)
+def test_layers_that_differ_stay_different(way, kinds):
+    layers = [WAYS[way].wrap(fn) for kind in kinds for fn in DIFFERENT[kind]]
+    check(unrolled(layers), make_params(len(layers)), WAYS[way])
 
 
 def test_what_is_kept_for_the_backward_pass_may_differ():
@@ -271,7 +281,7 @@ def test_layers_that_drop_are_shared_and_draw_for_themselves(way):
 
     def case(layers):
         model, key = Dropping(layers, remat=way.stage == 3), lambda: jax.random.key(5)
-        params = model.init({"params": key(), "dropout": key()}, make_batch())["params"]
+        params = models.draw_params(model, make_batch())
         loss = lambda params, batch: jnp.square(model.apply({"params": params}, batch, rngs={"dropout": key()})).mean()
         return loss, params
 
