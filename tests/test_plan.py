@@ -16,6 +16,7 @@ import jzero
 from jzero.plan.plan import ZeroPlan
 from jzero.state import inspect
 from tests.plan_states import STAGES, abstract_mesh, abstract_state, gpt_shapes, plan_for
+from tests.tiers import singles
 
 SIZES = (1, 2, 5, 7, 8, 64, 511, 512)
 
@@ -29,8 +30,7 @@ def rows(tree):
 # What is cut.
 
 
-@pytest.mark.parametrize("num_shards", SIZES)
-@pytest.mark.parametrize("stage", STAGES)
+@singles(num_shards=SIZES, stage=STAGES)
 def test_specs_are_trees_like_the_state(stage, num_shards):
     tx = optax.adamw(1e-3)
     plan = plan_for(gpt_shapes(scanned=True), num_shards=num_shards, tx=tx, stage=stage, persistence_threshold=0)

@@ -30,7 +30,7 @@ def test_bytes_per_device_are_those_of_the_live_buffers(name):
     if name in ("masked", "multi_transform"):  # their masks name the parameters
         del params["half"]
     state = jzero.TrainState.create(params=params, tx=tx)
-    for stage in STAGES:
+    for stage in (1, 3):
         config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, rules=RULES)
         plan = jzero.plan_train_state(state, config=config)
         sharded = jzero.shard_train_state(state, config=config)

@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.plan_states import OPTIMIZERS, PARAMS, RULES, momentum_that_looks_into_the_parameters, plan_for
+from tests.tiers import singles
 
 
 def owner_by_name(path):
@@ -14,8 +15,7 @@ def owner_by_name(path):
     return names[0] if names else None
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@singles(name=list(OPTIMIZERS), stage=[1, 3])
 def test_optimizer_leaf_is_cut_like_its_parameter(name, stage):
     tx = OPTIMIZERS[name]()
     plan = plan_for(PARAMS, num_shards=8, tx=tx, stage=stage, persistence_threshold=0, rules=RULES)
