@@ -17,7 +17,6 @@ import jzero
 from jzero.analysis.sent import sent
 from tests import engine_losses
 from tests.block_models import num_activations
-from tests.compiled import analyze
 from tests.tiers import singles
 
 LAYERS, WIDTH, ROWS = 5, 35, 48  # 8 devices cut no dimension evenly
@@ -161,7 +160,7 @@ def test_a_cast_weight_travels_narrow_to_a_call():
 
 def test_what_stays_is_in_the_compiled_program():
     state, batch = make_state(), make_batch()
-    report = analyze(jzero.make_train_step(loss_fn, remat=ALL), state, batch)
+    report = jzero.analyze(jzero.make_train_step(loss_fn, remat=ALL), state, batch)
     report.verify()
     assert sum(c.count for c in report.collectives if c.kind == "all-gather") == len(PATHS)
 

@@ -13,7 +13,6 @@ import pytest
 import jzero
 import jzero.hf
 from tests import hf_models
-from tests.compiled import DEFAULT_FUSIONS
 from tests.example_runs import EXAMPLES
 from tests.tiers import default_for
 
@@ -99,7 +98,7 @@ def test_untrained_adapters_change_nothing(config):
 @pytest.mark.smoke
 def test_only_adapters_change_and_the_base_travels_as_it_is_stored(precision, frozen, config, tmp_path):
     state, model = born(config, precision=precision, frozen=frozen)
-    step = jzero.make_train_step(training.next_token_loss(model), compiler_options=DEFAULT_FUSIONS)
+    step = jzero.make_train_step(training.next_token_loss(model))
     report = jzero.analyze(step, state, BATCH)
     report.verify()
     shapes = paths_of(jax.eval_shape(model.init, jax.random.key(0), TOKENS))

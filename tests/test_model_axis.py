@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from tests import models
-from tests.compiled import analyze
 from tests.model_axis_models import constrained
 from tests.tiers import default_for, slow
 
@@ -123,7 +122,7 @@ def test_a_llama_trains_as_on_one_device(scan, remat, stage):
     hlo = step.lower(state, batches()[0]).compile().as_text()
     products = {p for p in re.findall(r"f32\[([\d,]+)\]\S* dot\(", hlo) if str(HIDDEN) in p.split(",")}
     assert not products, "hidden units lie over two devices"
-    assert_each_part_travels_alone(analyze(step, state, batches()[0]))
+    assert_each_part_travels_alone(jzero.analyze(step, state, batches()[0]))
 
 
 @pytest.mark.parametrize("options", [{}, slow({"reduce": "last"})], ids=str)
@@ -135,7 +134,7 @@ def test_sums_over_micro_batches_travel_in_parts(options):
     state = jzero.shard_train_state(state, config=config, mesh=mesh)
     loss_fn = functools.partial(next_token_loss, Llama(mesh))
     step = jzero.make_train_step(loss_fn, accumulate_steps=2, **options)
-    assert_each_part_travels_alone(analyze(step, state, batches()[0]))
+    assert_each_part_travels_alone(jzero.analyze(step, state, batches()[0]))
 
 
 def assert_each_part_travels_alone(report):
@@ -168,7 +167,7 @@ def test_exchanging_a_parameter_whole_is_a_violation(monkeypatch):
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(persistence_threshold=0), mesh=mesh)
     step = jzero.make_train_step(lambda p, batch: jnp.tanh(jnp.tanh(batch @ p["w"]) @ p["v"]).mean())
     with pytest.raises(jzero.PlanViolation) as error:
-        analyze(step, state, jnp.ones((8, 64))).verify()
+        jzero.analyze(step, state, jnp.ones((8, 64))).verify()
     moved = [
         re.search(r"moves ([\d,]+) elements by (\S+), the traced one ([\d,]+): ", x) for x in error.value.violations
     ]
