@@ -140,7 +140,7 @@ class RecordRun:
         for device in dict.fromkeys(first_holders(self.plan, leaf.grad).values()):
             at = self.cpu or device
             sums = [
-                jax.device_put(np.asarray(REDUCTIONS[x.how][2], x.dtype), at)
+                jax.device_put(np.asarray(REDUCTIONS[x.how].neutral, x.dtype), at)
                 for x in visit.targets
                 if isinstance(x, SumTarget)
             ]
@@ -166,7 +166,7 @@ class RecordRun:
         ]
         begin = np.array(record.stored.start, np.int32)
         new, results, sums = self.compute[record.param](fields, slices, call.numbers, begin, shape=place.shape)
-        joins = [REDUCTIONS[x.how][1] for x in visit.targets if isinstance(x, SumTarget)]
+        joins = [REDUCTIONS[x.how].join for x in visit.targets if isinstance(x, SumTarget)]
         call.sums[:] = [join(x, y) for join, x, y in zip(joins, call.sums, sums, strict=True)]
         waits = [isinstance(part, np.ndarray) for part in call.parts]
         for k, x in enumerate(results):
@@ -279,7 +279,7 @@ def _over_devices(plan: ZeroPlan, leaf: StateLeaf, values: dict[jax.Device, jax.
       values: The numbers of the first devices of this process that have a part.
       how: A primitive of `REDUCTIONS`.
     """
-    neutral = REDUCTIONS[how][2]
+    neutral = REDUCTIONS[how].neutral
     shards = []
     for device, first in first_holders(plan, leaf, everywhere=True).items():  # each part counts once
         x = values[device] if device == first else np.asarray(neutral, next(iter(values.values())).dtype)
@@ -291,4 +291,4 @@ def _over_devices(plan: ZeroPlan, leaf: StateLeaf, values: dict[jax.Device, jax.
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _reduced(x: jax.Array, how: str, sharding: NamedSharding) -> jax.Array:
-    return lax.with_sharding_constraint(REDUCTIONS[how][0](x).astype(x.dtype), sharding)
+    return lax.with_sharding_constraint(REDUCTIONS[how].reduce(x).astype(x.dtype), sharding)

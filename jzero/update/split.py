@@ -31,15 +31,31 @@ MOVES = frozenset("copy copy_p expand_dims reshape sharding_constraint squeeze".
 """Operations that return the elements of their operand in the same order."""
 
 ELEMENTWISE = primitives_with(Trait.ELEMENTWISE) | {"bitcast_convert_type", "optimization_barrier", "threefry2x32"}
-REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array], float]] = {
-    "dot_general": (jnp.sum, lax.add, 0),  # of the product of the factors
-    "reduce_and": (jnp.all, lax.bitwise_and, True),
-    "reduce_max": (jnp.max, lax.max, -jnp.inf),
-    "reduce_min": (jnp.min, lax.min, jnp.inf),
-    "reduce_or": (jnp.any, lax.bitwise_or, False),
-    "reduce_sum": (jnp.sum, lax.add, 0),
+
+
+class Reducer(NamedTuple):
+    """How an array becomes a number, part by part.
+
+    Attributes:
+      reduce: Reduces an array to a number.
+      join: Joins the numbers of two parts.
+      neutral: The number of an empty part.
+    """
+
+    reduce: Callable[..., jax.Array]
+    join: Callable[..., jax.Array]
+    neutral: float
+
+
+REDUCTIONS = {
+    "dot_general": Reducer(jnp.sum, lax.add, 0),  # of the product of the factors
+    "reduce_and": Reducer(jnp.all, lax.bitwise_and, True),
+    "reduce_max": Reducer(jnp.max, lax.max, -jnp.inf),
+    "reduce_min": Reducer(jnp.min, lax.min, jnp.inf),
+    "reduce_or": Reducer(jnp.any, lax.bitwise_or, False),
+    "reduce_sum": Reducer(jnp.sum, lax.add, 0),
 }
-"""By primitive: reduces an array to a number; joins two numbers; the neutral number."""
+"""By primitive."""
 
 
 class Kind(enum.Enum):
