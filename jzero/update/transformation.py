@@ -160,8 +160,8 @@ class ZeroTransformation:
         """Returns the update of a step, and its inputs."""
         plan, own = self.plan, _to_own_state(self.plan, state)
         trained = frozenset(i for i, leaf in enumerate(plan.leaves) if leaf.trained)
-        before = _before(plan, own, grads, plan.flat_params(params), applied, value)
-        return WholeUpdate(plan, self.inner, trained), before
+        before = _before(plan, own, grads, plan.flat_params(params))
+        return WholeUpdate(plan, self.inner, trained), before._replace(applied=applied, value=value)
 
     def with_late_results(
         self, params: PyTree, results: Mapping[int, jax.Array], chosen: Mapping[int, jax.Array]
@@ -240,7 +240,8 @@ def _update(
         rounded = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.dtype != x.update_dtype}
         new_params = frozenset[int]() if params is None else frozenset(rounded)
         extra = {name: _natural(plan, x) for name, x in arrays.items()}
-        before = _before(plan, own, [Grad(x) for x in grads], stored, applied, tx.value, extra)
+        before = _before(plan, own, [Grad(x) for x in grads], stored)
+        before = before._replace(applied=applied, value=tx.value, extra=extra)
         after = run_update(WholeUpdate(plan, tx.inner, new_params, functions), before)
         results, new = _results(plan, own, after, applied)
         if overflowed is not None:
@@ -254,18 +255,14 @@ _update_jit = jax.jit(_update, static_argnums=(0, 5))
 
 
 def _before(
-    plan: ZeroPlan,
-    own: ZeroOptState,
-    grads: Sequence[Grad[Stored]],
-    params: list[jax.Array | None],
-    *of_step: PyTree,
+    plan: ZeroPlan, own: ZeroOptState, grads: Sequence[Grad[Stored]], params: list[jax.Array | None]
 ) -> Before[Stored]:
-    """Returns the inputs of an update; `of_step` are `applied`, `value` and `extra` of a `Before`."""
+    """Returns the inputs of an update that have an entry per parameter or leaf of the optimizer's state."""
     nothing = [None] * len(plan.leaves)
     trained = [g if leaf.trained else None for g, leaf in zip(grads, plan.leaves, strict=True)]
     masters = nothing if own.masters is None else plan.flat_params(own.masters)
     inner = plan.inner_treedef.flatten_up_to(own.inner)
-    return Before(trained, params, masters, inner, nothing, own.num_updates, *of_step)
+    return Before(trained, params, masters, inner, nothing, own.num_updates)
 
 
 def _results(
