@@ -160,6 +160,7 @@ def trace_loss(
 
 def _make_jaxpr(fn: Callable[..., PyTree], plan: ZeroPlan, shapes: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
     """Returns a function's jaxpr, and the shapes of its results."""
+    axes = batch_axes(plan.config)
     try:
         jaxpr, out_shape = jax.make_jaxpr(fn, axis_env=axis_env(plan), return_shape=True)(*shapes)
     except NameError as error:
@@ -168,24 +169,23 @@ def _make_jaxpr(fn: Callable[..., PyTree], plan: ZeroPlan, shapes: tuple[PyTree,
         if unbound is None:
             raise
         raise ValueError(
-            f"The loss names an axis {unbound[1]!r}, which is not there: ZeRO's are {batch_axes(plan.config)}. Name "
-            f"one of these there, or call ZeRO's axis so: `ZeroConfig(axis={unbound[1]!r})` on a mesh that has it, "
-            f"`jzero.make_mesh({unbound[1]}=-1)`."
+            f"The loss names an axis {unbound[1]!r}, but ZeRO's are {axes}. Name one of these, or rename ZeRO's axis: "
+            f"`ZeroConfig(axis={unbound[1]!r})` on a mesh that has it, `jzero.make_mesh({unbound[1]}=-1)`."
         ) from error
     except (AssertionError, ValueError) as error:
         text = str(error)
-        if "shard_map" in text and any(repr(name) in text for name in batch_axes(plan.config)):
-            raise ValueError(
-                "The loss calls `jax.shard_map` over one of ZeRO's axes, which jax refuses (its error is above): "
-                f"the loss already runs once per device along {batch_axes(plan.config)}, on the local part of the "
-                "batch. Name other axes in `axis_names`, or drop the `shard_map` and use collectives over the axis."
-            ) from error
         is_cast = "ManualAxisType" in text or "manual_axis_type" in text
-        if not is_cast or not any(repr(name) in text for name in batch_axes(plan.config)):
+        if not any(repr(name) in text for name in axes) or not (is_cast or "shard_map" in text):
             raise
+        if "shard_map" in text:
+            raise ValueError(
+                "The loss calls `jax.shard_map` over one of ZeRO's axes, which jax refuses (its error is above): the "
+                f"loss already runs once per device along {axes}, on the local part of the batch. Name other axes in "
+                "`axis_names`, or drop the `shard_map` and use collectives over the axis."
+            ) from error
         raise ValueError(
-            f"The loss casts a value to vary along one of ZeRO's axes, {batch_axes(plan.config)}, with `lax.pcast`: "
-            "leave that out. There all values may vary, and the step does not check it."
+            f"The loss casts a value to vary along one of ZeRO's axes, {axes}, with `lax.pcast`: leave that out, since "
+            "all values may vary there and the step does not check it."
         ) from error
     return jaxpr, out_shape
 
