@@ -150,25 +150,18 @@ class _Loop:
             # [D/N, F] -> [D, F]
             return {j: dataclasses.replace(x, unsharded=None, wire_dtype=ahead[j]).gather() for j, x in rows.items()}
 
-        def prefetching_body(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
-            carry, late, prefetched, at = state  # prefetched: rows of this turn, [D, F]
+        def body(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
+            carry, late, prefetched, at = state  # prefetched: rows of this turn, number `at`, [D, F]
             following = gather({j: _slice_row(self.params[j], at + step) for j in ahead})  # unused after the last turn
             carry, late, (arrays, staying) = self.turn(carry, self._rows(stacks, prefetched), late)
-            return (carry, late, following, at + step), (arrays, self._after(staying, [*carry, *following.values()]))
+            outputs = arrays, self._after(staying, [*carry, *following.values()])
+            return (carry, late, following, at + step if ahead else None), outputs
 
-        def body(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
-            carry, late, (arrays, staying) = self.turn(state[0], self._rows(stacks, {}), state[1])
-            return (carry, late), (arrays, self._after(staying, carry))
-
-        late = self._none_late()
-        if not ahead:
-            (end, late, *_), results = lax.scan(body, (init, late), self.stacks, **options)
-        else:
+        state: PyTree = init, self._none_late(), {}, None
+        if ahead:
             rows = {j: _slice_row(self.params[j], start) for j in ahead}  # of the first turn, [D/N, F]
-            rows = self.walk.order.order_first_rows(self.stacks, rows, init)
-            state: PyTree = init, late, gather(rows), start
-            (end, late, *_), results = lax.scan(prefetching_body, state, self.stacks, **options)
-        ys, staying = results
+            state = *state[:2], gather(self.walk.order.order_first_rows(self.stacks, rows, init)), start
+        (end, late, *_), (ys, staying) = lax.scan(body, state, self.stacks, **options)
         for i, row in self.finish(late).items():  # the last turn's; the others are one turn late
             (stack,) = ys[i]
             parts = [row[None], stack[:-1]] if step < 0 else [stack[1:], row[None]]
