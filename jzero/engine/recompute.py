@@ -274,10 +274,10 @@ class _Rewrite:
         return self.remat in ("offload", False) or (self.remat is True and not recomputes(scan))
 
     def _call(self, eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
-        jaxpr, either = called_jaxpr(eqn), (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars))
-        in_shardings, out_shardings = (  # other calls than those of `jit` say nothing about shardings
+        jaxpr = called_jaxpr(eqn)
+        in_shardings, out_shardings = (  # only calls of `jit` have shardings
             tuple(s if isinstance(s, NamedSharding) else None for s in eqn.params.get(name, variables))
-            for name, variables in either
+            for name, variables in (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars))
         )
         inside = self
         if self.before_kept is not None:

@@ -193,9 +193,8 @@ class Walk:
         leaves = [self.held.fill(x) if isinstance(x, ShardedParam) else x for x in bundle.leaves]
         self.gathered_rows += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
         params = [x for x in leaves if isinstance(x, ShardedParam)]
-        gathered: dict[
-            tuple[ParamKey, DType], jax.Array
-        ] = {}  # shared by parameters that differ only in their final dtype
+        # Parameters that differ only in their final dtype share an array.
+        gathered: dict[tuple[ParamKey, DType], jax.Array] = {}
         arrays: list[Value] = []
         for before, x in zip(leaves, self.order.order_use(leaves), strict=True):
             if not isinstance(x, ShardedParam) or not isinstance(before, ShardedParam):

@@ -100,7 +100,7 @@ class _Slices:
         return [_Sliced(x, dim) for x in _compat.bind(eqn, [x.x for x in inputs], **params)]
 
     def cut(self, value: _Sliced, dim: int | None, shape: Sequence[int]) -> _Sliced:
-        """Returns the slice on `dim` of a value of all slices, which have a shape; a value that is a slice stays."""
+        """Returns the slice on `dim` of a value, given the shape of all slices; a value that is sliced so stays."""
         if value.dim == dim or dim is None:
             return value
         _require(value.dim is None and shape[dim] % self.size == 0, "slices are on different dimensions")

@@ -76,7 +76,7 @@ def params_of_call(eqn: JaxprEqn, jaxpr: AnyJaxpr, is_changed: Sequence[bool] = 
     Args:
       eqn: The equation.
       jaxpr: What it runs.
-      is_changed: If results have another shape, for which a call's sharding does not hold: for each, whether it does.
+      is_changed: For each result, whether its shape changes, so that a call's sharding no longer holds; default: none.
     """
     name = next(name for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
     params = {**eqn.params, name: jaxpr}

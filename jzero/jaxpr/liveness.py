@@ -38,7 +38,7 @@ def find_needed(
       jaxpr: An open jaxpr.
       outputs: Variables or literals of the jaxpr.
       side_effects: Whether equations with side effects, such as printing, are needed even if their outputs are unread.
-      available: Variables whose values are known, so that no equation need make them.
+      available: Variables whose values exist, so that no equation has to make them.
     """
     variables = {v for v in outputs if not _compat.is_literal(v)}
     equations = []

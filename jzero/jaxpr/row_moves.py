@@ -137,7 +137,7 @@ def _stack(eqn: JaxprEqn, ins: list[Value]) -> Value:
 
 
 def _listed(values: list[Value], eqn: JaxprEqn, layout: Layout, dim: int) -> Value:
-    """Returns the value of arrays one after another along a dimension without rows; of `[x[0], x[1]]`, it has rows."""
+    """Returns the value of arrays joined along a dimension without rows, which gets rows in `[x[0], x[1]]`."""
     value = collected(values, eqn, layout, keeps_order=True)
     is_list = value.kind is Kind.ROW and not value.origin.is_exact and all(x.origin.is_exact for x in values if x.kind)
     return value.at(scattered(layout, _compat.type_of(eqn.outvars[0]).shape, (dim,))) if is_list else value
