@@ -34,7 +34,7 @@ from tests.tiers import slow
 
 def test_two_axes_and_a_mesh_of_some_devices():
     mesh = jzero.make_mesh(devices=jax.devices()[:6], replica=2, data=3)
-    variables = Normed().init(jax.random.key(0), BATCHES[0]["x"])
+    variables = jax.jit(Normed().init)(jax.random.key(0), BATCHES[0]["x"])
     state = BatchNormState.create(apply_fn=None, tx=optax.sgd(0.1), **variables)
     report = compare(
         normed_loss(Normed(axis_name=("replica", "data"))),
