@@ -13,6 +13,7 @@ import jzero.data
 from tests import hf_models
 from tests.byte_tokenizer import ASSISTANT, END, USER, ByteTokenizer, tokenizer_of_transformers
 from tests.example_runs import EXAMPLES
+from tests.tiers import slow
 
 sys.path.insert(0, str(EXAMPLES / "llm"))
 import chat_data
@@ -121,7 +122,7 @@ def test_packing_loses_no_token():
     assert packing.PackedRows(examples[1:], 31).fingerprint != rows.fingerprint
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma3_text"])
+@pytest.mark.parametrize("family", [slow("llama3"), "gemma3_text"])
 def test_the_loss_of_packed_rows_is_that_of_each_example_alone(family, tmp_path):
     model = decoder.Decoder(hf_models.write_folder(tmp_path, family))
     params = jax.tree.map(lambda x: 3 * x, model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"])

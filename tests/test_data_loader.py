@@ -67,11 +67,11 @@ def test_training_on_a_padded_remainder_equals_optax_on_the_examples(stage):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
 
-    tx = optax.adam(0.1)
+    tx, grad = optax.adam(0.1), jax.jit(jax.value_and_grad(lambda params, batch: losses_of(params, batch).mean()))
     opt_state, expected = tx.init(params), []
     for rows in [source[:16], source[16:]] * 2:
         batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-        loss, grads = jax.value_and_grad(lambda params, batch: losses_of(params, batch).mean())(params, batch)
+        loss, grads = grad(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         expected.append(float(loss))

@@ -113,6 +113,7 @@ def wait_for(processes, *, seconds):
             process.wait()
 
 
+@pytest.mark.slow  # as the other pages
 def test_page_about_several_hosts_runs_in_two_processes(tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(text for language, _, text in blocks(IN_TWO_PROCESSES) if language == "python"))

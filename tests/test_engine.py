@@ -63,7 +63,7 @@ def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
 
     state = engine_losses.sharded(3, 8, prefetch_bytes=prefetch_bytes)
     got = jax.jit(jax.grad(lambda batch: jzero.value_and_grad(loss_fn)(state, batch)[0]))(engine_losses.batch())
-    want = jax.grad(loss_fn, argnums=1)(engine_losses.params(), engine_losses.batch())
+    want = jax.jit(jax.grad(loss_fn, argnums=1))(engine_losses.params(), engine_losses.batch())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
 
 
@@ -116,7 +116,7 @@ def test_parameters_sharded_over_a_model_axis_keep_it(stage):
     assert plan.opt_state[0].mu["w"] == jax.sharding.PartitionSpec("data", "model")
     assert state.opt_state[0].mu["w"].addressable_shards[0].data.shape == (D // 4, D // 2)
     reference = jzero.TrainState.create(params=engine_losses.params(), tx=optax.adam(1e-2))
-    grads = jax.grad(scan_and_plain)(reference.params, engine_losses.batch())
+    grads = jax.jit(jax.grad(scan_and_plain))(reference.params, engine_losses.batch())
     reference = reference.apply_gradients(grads=grads)
     state, _ = jzero.make_train_step(scan_and_plain)(state, engine_losses.batch())
     got = jzero.gather_params(state)

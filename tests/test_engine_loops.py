@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 import jzero
 from tests import engine_losses, models
 from tests.engine_losses import D, scan_and_plain
-from tests.tiers import slow, stages
+from tests.tiers import stages
 
 
 @stages(2)
@@ -89,7 +89,8 @@ def test_two_updates_of_parameters_held_whole_keep_their_layout(stage):
     assert two_steps(state, engine_losses.batch()["x"]).params["w"].sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize(("stage", "jitted"), [(3, True), slow(1, True), slow(1, False), slow(3, False)])
+@pytest.mark.slow  # by default, line searches in `tests/test_extra_args.py` compute on padded shards
+@pytest.mark.parametrize(("stage", "jitted"), [(3, True), (1, True), (1, False), (3, False)])
 def test_line_search_gets_natural_gradients_and_its_function(stage, jitted):
     """`lbfgs` takes `grad=` (as `value_and_grad` returns it, padded) and a callable over whole parameters."""
     batch, params, tx = models.mlp_batch(8), models.mlp_params(), optax.lbfgs()

@@ -1,66 +1,67 @@
 """The files of an export: of one program, whole or not there, whoever else writes and whatever fails."""
 
 import pathlib
-import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from etils import epath
 
 import jzero
 from jzero.checkpoint import safetensors_files
+from jzero.checkpoint.safetensors_files import TensorSpec, write_tensors
 from tests.checkpoint_states import linen_state, sharded
+from tests.tiers import slow
 
 ROOT = pathlib.Path(jzero.__file__).parents[1]
-EXPORT_IN_PARTS = """
+EXPORT_SLOWLY = """
 import sys
-import numpy as np
 from etils import epath
-from jzero.checkpoint.safetensors_files import TensorSpec, write_tensors
+from tests.test_export_writers import export
 
-path, value, size, max_bytes = epath.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+def wait(tensor):
+    if tensor == 2:
+        print("writing", flush=True)
+        sys.stdin.readline()
 
-def arrays():
-    for i in range(4):
-        if i == 2:
-            print("writing", flush=True)
-            sys.stdin.readline()
-        yield [np.full(size, value, np.float32)]
-
-try:
-    specs = [TensorSpec(str(i), (size,), np.float32) for i in range(4)]
-    write_tensors(path, specs, arrays(), max_bytes, {})
-    print("exported")
-except Exception as error:
-    print(type(error).__name__, error)
+export(epath.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), wait)
+print("exported")
 """
 
 
-@pytest.mark.parametrize("max_bytes", [[10_000, 10_000], [100, 10_000]], ids=str)
+def export(path, value, max_bytes, before=lambda tensor: None):
+    """Writes four tensors, in one file or in several; calls `before` with the number of each."""
+    specs = [TensorSpec(str(i), (25,), np.float32) for i in range(4)]
+    arrays = ([np.full(25, value, np.float32)] for i in range(4) if before(i) is None)
+    write_tensors(path, specs, arrays, max_bytes, {})
+
+
+@pytest.mark.parametrize("max_bytes", [slow([10_000, 10_000]), [100, 10_000]], ids=str)
 def test_of_two_programs_that_export_to_one_path_one_is_told(max_bytes, tmp_path):
     """The files hold the tensors of the program that says so, and a killed one is in nobody's way."""
-    path = tmp_path / "out"
-    start = lambda value, limit: subprocess.Popen(
-        [sys.executable, "-c", EXPORT_IN_PARTS, path, str(value), "25", str(limit)],
+    path = epath.Path(tmp_path / "out")
+    start = lambda value: subprocess.Popen(
+        [sys.executable, "-c", EXPORT_SLOWLY, path, str(value), str(max_bytes[0])],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    killed = start(9, max_bytes[0])
+    killed = start(9)
     assert killed.stdout.readline() == "writing\n"
     killed.kill()
     killed.communicate()
-    first = start(1, max_bytes[0])
+    first = start(1)
     assert first.stdout.readline() == "writing\n"
-    second, _ = start(2, max_bytes[1]).communicate(timeout=300)
-    assert re.match(rf"CheckpointError {path}/model.safetensors is not written: .* \(process {first.pid} on", second)
+    with pytest.raises(jzero.CheckpointError, match=rf"model\.safetensors is .*process {first.pid} on"):
+        export(path, 2, max_bytes[1])
     assert first.communicate("\n", timeout=300)[0] == "exported\n"
     tensors, _ = safetensors_files.find_tensors(path)
     assert {float(x) for tensor in tensors.values() for x in tensor.read((slice(None),))} == {1.0}
     assert all(file.name.endswith((".safetensors", ".json")) for file in path.iterdir())
-    assert start(2, max_bytes[1]).communicate(timeout=300)[0].startswith("ValueError An export never replaces files")
+    with pytest.raises(ValueError, match="never replaces files"):
+        export(path, 2, max_bytes[1])
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
