@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jzero
-from tests.tiers import stages
+from tests.tiers import slow, stages
 
 D = 23
 
@@ -48,16 +50,19 @@ def _pair(**kwargs):
     return model, nnx.Optimizer(model, optax.adam(1e-2, eps=1e-6), wrt=nnx.Param)
 
 
+@functools.cache
 def _reference(steps, **kwargs):
     model, optimizer = _pair(**kwargs)
     if model.norm:
         model.norm.axis_name = None  # one device sees the whole batch
-    losses = []
-    for seed in range(steps):
-        loss, grads = nnx.value_and_grad(loss_fn)(model, _batch(seed))
-        optimizer.update(model, grads)
-        losses.append(float(loss))
-    return model, losses
+    return model, [float(_plain_step(model, optimizer, _batch(seed))) for seed in range(steps)]
+
+
+@nnx.jit
+def _plain_step(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)
+    return loss
 
 
 def _params(model):
@@ -209,7 +214,7 @@ def _normalized():
 
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")  # of `nnx.SpectralNorm` in bf16
 @pytest.mark.parametrize(
-    ("stage", "own_update", "precision"), [(1, False, "bf16"), (2, True, "fp32"), (3, False, "fp32")]
+    ("stage", "own_update", "precision"), [(1, False, "bf16"), (2, True, "fp32"), slow(3, False, "fp32")]
 )
 def test_what_a_model_writes_into_its_parameters_is_kept(stage, own_update, precision):
     loss_fn = lambda model, x: jnp.square(model(x, update_stats=True)).mean()

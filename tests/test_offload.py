@@ -17,8 +17,11 @@ from tests.tiers import default_for, slow
 CELLS = default_for([(0, "fp32"), (3, "bf16")], itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16")))
 
 
+ADAMW = optax.adamw(1e-2)
+
+
 def make_state(stage, precision="fp32"):
-    state = jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2))
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=ADAMW)
     config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=50)
     return jzero.shard_train_state(state, config=config)
 

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from jzero.layout.platform import PLATFORMS
 from tests import test_two_hops
-from tests.compiled import analyze
 from tests.tiers import singles
 
 LAYERS, WIDTH = 6, 128
@@ -31,9 +30,9 @@ def as_on_gpus(monkeypatch):
 
 def by_hand(loss_fn, tx, params, batches, is_trained=lambda _: True):
     """Returns parameters after steps of optax."""
-    opt_state = tx.init(params)
+    opt_state, gradient = tx.init(params), jax.jit(jax.grad(loss_fn))
     for batch in batches:
-        updates, opt_state = tx.update(jax.grad(loss_fn)(params, batch), opt_state, params)
+        updates, opt_state = tx.update(gradient(params, batch), opt_state, params)
         new = optax.apply_updates(params, updates)
         params = {name: new[name] if is_trained(name) else params[name] for name in params}
     return params
@@ -84,7 +83,7 @@ def test_steps_beside_tensor_parallelism_equal_plain_optax():
     place = lambda spec, x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
     placed = jax.tree.map(place, specs, params, is_leaf=lambda x: isinstance(x, tuple))
     state, step = stacked_state(placed, 2, precision="fp32", mesh=mesh), jzero.make_train_step(stack_loss)
-    report = analyze(step, state, batch)
+    report = jzero.analyze(step, state, batch)
     gathered = {row.axis: row.elements for row in report.collectives if row.kind == "all-gather"}
     assert gathered == {"data": sum(x.size for x in jax.tree.leaves(params)) // 2}
     for _ in range(2):
@@ -108,6 +107,6 @@ def test_stacks_are_gathered_row_by_row(stage):
     found = gathered_shapes(step, state, batch)
     assert sorted(map(math.prod, found)) == sorted([head, *[row] * (2 * LAYERS)])
     assert (8, WIDTH, 2 * WIDTH // 8) in found, "the head is cut on its second dimension"
-    report = analyze(step, state, batch)
+    report = jzero.analyze(step, state, batch)
     report.verify()
     assert sum(row.elements for row in report.collectives if row.kind == "all-gather") == head + 2 * LAYERS * row
