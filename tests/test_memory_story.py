@@ -20,6 +20,7 @@ from jzero.cli.decoder import make_loss, make_state
 from jzero.cli.sizes import count, model_sizes, parse_count
 from jzero.plan.state_bytes import BytesPerDevice
 from tests import cli_models
+from tests.tiers import slow
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "llm"))
 import decoder
@@ -72,11 +73,11 @@ def test_a_small_ledger_has_small_units():
 
 # The commands.
 
-TINY = "--vocab 61 --d-model 36 --layers 3 --heads 6 --kv-heads 2 --d-hidden 56 --persistence-threshold 0"
-TINY_SIZES = {"vocab_size": 61, "d_model": 36, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "d_hidden": 56}
+TINY = "--vocab 61 --d-model 36 --layers 2 --heads 6 --kv-heads 2 --d-hidden 56 --persistence-threshold 0"
+TINY_SIZES = {"vocab_size": 61, "d_model": 36, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "d_hidden": 56}
 LAYER = 36 * (36 + 2 * 12 + 36) + 3 * 36 * 56 + 2 * 36
-TINY_PARAMS = 2 * 61 * 36 + 3 * LAYER + 36
-ADAPTER_WIDTHS = 3 * (36 + 36 + 2 * (36 + 12) + 36 + 36 + 3 * (36 + 56))
+TINY_PARAMS = 2 * 61 * 36 + 2 * LAYER + 36
+ADAPTER_WIDTHS = 2 * (36 + 36 + 2 * (36 + 12) + 36 + 36 + 3 * (36 + 56))
 """Of all kernels that have adapters: the sum of their input and output sizes."""
 
 
@@ -180,7 +181,7 @@ def test_known_names_have_the_published_parameters(ask, name, parameters):
     assert ask(f"estimate --params {name} --devices 8")["num_params"] == parameters
 
 
-@pytest.mark.parametrize("text", ["20M", "124M", "350m", "1.5B", "2851e6", "30B", "1T"])
+@pytest.mark.parametrize("text", ["20M", "2851e6", "1T", *map(slow, ("124M", "350m", "1.5B", "30B"))])
 def test_other_numbers_come_near(text):
     sizes = model_sizes(text, {})
     assert count(sizes) == pytest.approx(parse_count(text), rel=0.04)
@@ -201,7 +202,7 @@ def test_what_is_made_has_the_parameters_that_are_counted():
 def test_the_decoder_learns():
     """Its loss is a loss: it starts at ln V, and gradient steps lower it; adapters start as nothing."""
     sizes = model_sizes(str(TINY_PARAMS), TINY_SIZES)
-    loss_fn, tokens = make_loss(sizes), jax.random.randint(jax.random.key(1), (2, 17), 0, 61)
+    loss_fn, tokens = jax.jit(make_loss(sizes)), jax.random.randint(jax.random.key(1), (2, 17), 0, 61)
     plain, adapted = (make_state(sizes, rank=rank, base_dtype="float32")(jax.random.key(0)) for rank in (0, 3))
     first = float(loss_fn(plain.params, tokens))
     assert first == pytest.approx(np.log(61), rel=0.02)
