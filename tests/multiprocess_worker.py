@@ -200,7 +200,7 @@ def alone(directory: pathlib.Path) -> dict[str, str]:
 def disk_checkpoints(directory: pathlib.Path) -> dict[str, Any]:
     """Goes on from what one process wrote with its optimizer state on disk, saves beside training, and finds damage."""
     scratch = directory / "scratch"
-    away = jzero.Offload(optimizer="disk", path=scratch, chunk_bytes=2048)
+    away = jzero.Offload(optimizer="disk", path=scratch, chunk_bytes=8192)
     far = dataclasses.replace(config(3), offload=away, precision="bf16")
     like = jzero.abstract_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=far)
     state = jzero.restore_checkpoint(directory / "from_one", like)
