@@ -54,7 +54,7 @@ def test_of_two_programs_that_export_to_one_path_one_is_told(max_bytes, tmp_path
     killed.communicate()
     first = start(1)
     assert first.stdout.readline() == "writing\n"
-    with pytest.raises(jzero.CheckpointError, match=rf"model\.safetensors is .*process {first.pid} on"):
+    with pytest.raises(jzero.CheckpointError, match=f"process {first.pid} on"):
         export(path, 2, max_bytes[1])
     assert first.communicate("\n", timeout=300)[0] == "exported\n"
     tensors, _ = safetensors_files.find_tensors(path)
