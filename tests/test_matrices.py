@@ -23,9 +23,8 @@ from tests.tiers import default_for, slow, stages
 
 STEPS = 3
 CLOSE = 1e-13
-"""Of the largest element of a leaf, in float64. Sums in another order differ by some 1e-16; Adam, as it divides
-small numbers, and five iterations of Newton-Schulz make that up to 4e-15. In float32 it is 3e-6, and no less if all
-devices compute all matrices."""
+"""Of the largest element of a leaf, in float64. Sums in another order differ by some 1e-16; Adam, as it divides small
+numbers, and five iterations of Newton-Schulz make that up to 4e-15. In float32 it is 3e-6, wherever matrices are."""
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +114,7 @@ def test_galore_updates_like_on_one_device(stage):
     [
         ("unrolled", {"persistence_threshold": 3000}, {}),
         slow("stack11", {"persistence_threshold": 3000}, {}),
-        ("stack8", {"replica_axis": "replica"}, {"replica": 2, "data": 4}),
+        slow("stack8", {"replica_axis": "replica"}, {"replica": 2, "data": 4}),
         slow("unrolled", {"node_axis": "node"}, {"node": 2, "data": 4}),
         ("stack8", {"node_axis": "node", "secondary_params": True}, {"node": 4, "data": 2}),
         slow("stack8", {"node_axis": "node", "replica_axis": "replica"}, {"replica": 2, "node": 2, "data": 2}),
@@ -136,17 +135,16 @@ def test_other_layouts_train_like_one_device(kind, config, sizes):
 def test_odd_numbers_of_devices_update_like_one(kind, sizes):
     """Gradients are given: their mean over three devices is a product with 1/3, which float32 rounds."""
     mesh = jzero.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
-    node_axis = "node" if "node" in sizes else None
-    params = models.params(kind, 16, 32, 0.3)
-    state = models.update(params, models.muon(), STEPS, mesh=mesh, stage=3, node_axis=node_axis)
+    config = {"stage": 3, "node_axis": "node" if "node" in sizes else None}
+    state = models.update(models.params(kind, 16, 32, 0.3), models.muon(), STEPS, mesh=mesh, **config)
     check(state, updated_alone(kind, "muon"))
 
 
 @pytest.mark.filterwarnings("ignore:The optimizer needs more than single elements")
-@pytest.mark.parametrize("optimizer", [slow("host")])
-@stages(2, of=[2, 3])
-def test_state_on_the_host_is_updated_like_on_one_device(stage, optimizer):
-    offload = jzero.Offload(optimizer=optimizer)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_on_the_host_is_updated_like_on_one_device(stage):
+    offload = jzero.Offload(optimizer="host")
     state = models.train(models.params("unrolled"), models.muon(), STEPS, stage=stage, offload=offload)
     check(state, trained_alone("unrolled"))
 
@@ -341,8 +339,7 @@ def test_stacks_of_vectors_that_are_multiplied_cause_a_warning():
     stack = models.params("stack8")["stack"]
     with pytest.warns(UserWarning, match=r"multiplies \['stack/s'\]"):
         sharded({"stack": stack}, models.soap())
-    rules = {"stack/s": jzero.LeafRule(scan_dim=-1)}
-    sharded({"stack": stack}, models.soap(), rules=rules)
+    sharded({"stack": stack}, models.soap(), rules={"stack/s": jzero.LeafRule(scan_dim=-1)})
 
 
 def test_stacks_of_matrices_that_muon_leaves_to_adam_cause_a_warning():
