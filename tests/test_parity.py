@@ -29,8 +29,9 @@ def precision(dtype):
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
-# By default the smaller model takes every optimizer in float64, and the larger one AdamW alone, further below.
-FLOAT64 = [("mlp", optimizer, 3, 8) for optimizer in OPTIMIZERS if optimizer not in ("ema", "schedule", "masked")]
+# By default the smaller model takes one optimizer of each kind in float64; elementwise ones follow in fp32.
+KINDS = ("adafactor", "lamb", "muon", "clip_adamw", "inject_hyperparams", "multi_transform", "multi_steps")
+FLOAT64 = [("mlp", optimizer, 3, 8) for optimizer in KINDS]
 ALL = [(model, o, *cell) for model in ("mlp", "gpt") for o in OPTIMIZERS for cell in ((3, 8), (1, 3))]
 
 
@@ -58,7 +59,7 @@ def test_every_optimizer_in_fp32(model, optimizer, stage, num_devices):
     assert params < (1e-5 if optimizer in TIGHT else max(3 * control[1], 2e-6))
 
 
-CELLS = [("mlp", *cell) for cell in ((0, 5), (1, 8), (2, 3), (2, 2), (3, 1), (3, 5))] + [("gpt", 3, 3)]
+CELLS = [("mlp", *cell) for cell in ((0, 5), (1, 8), (2, 2), (3, 1))] + [("gpt", 3, 3)]
 EVERY = itertools.product(("mlp", "gpt"), (0, 1, 2, 3), (1, 2, 3, 5, 8))
 
 
