@@ -15,6 +15,7 @@ from optax import contrib
 
 import jzero
 from jzero.layout.padded import is_padded
+from tests.tiers import stages
 
 CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0)
 TOKENS = np.arange(32) % 61
@@ -101,7 +102,7 @@ def assert_close(found, want, **tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **(tolerance or {"atol": 1e-5})), found, want)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@stages(3, of=[2, 3])
 def test_functions_of_parameters_gradients_and_optimizer_state_see_one_shape(stage):
     plain, _ = sharded(contrib.schedule_free_adamw(1e-2))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
@@ -141,8 +142,18 @@ def test_the_gradient_that_a_line_search_keeps_is_that_of_the_stored_parameters(
 create_flax = functools.partial(TrainState.create, apply_fn=None)
 
 
-@pytest.mark.parametrize("create", [jzero.TrainState.create, create_flax], ids=["jzero", "flax"])
-@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=2)])
+ADAM, ADAFACTOR = optax.adam(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=2)
+
+
+@pytest.mark.parametrize(
+    ("create", "tx"),
+    [
+        pytest.param(jzero.TrainState.create, ADAFACTOR, id="jzero-adafactor"),
+        pytest.param(create_flax, ADAFACTOR, id="flax-adafactor"),
+        pytest.param(jzero.TrainState.create, ADAM, id="jzero-adam", marks=pytest.mark.slow),
+        pytest.param(create_flax, ADAM, id="flax-adam", marks=pytest.mark.slow),
+    ],
+)
 def test_a_second_optimizer_over_padded_parameters(create, tx, tmp_path):
     plain, first = sharded(optax.sgd(0.1))
 
