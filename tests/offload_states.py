@@ -1,5 +1,7 @@
 """States whose optimizer state is on the host, trained and compared to the last bits."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -22,17 +24,25 @@ def config(stage, precision="fp32", offload=HOST, **options):
     return jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=50, offload=offload, **options)
 
 
-def mlp_state(stage, precision="fp32", offload=HOST, tx=None, **options):
-    state = jzero.TrainState.create(params=models.mlp_params(), tx=tx or optax.adamw(1e-2))
+ADAMW = optax.adamw(1e-2)
+
+
+@functools.cache
+def step_of(**options):
+    """Returns one step for all tests: of states with equal plans and one optimizer it compiles one program."""
+    # Results are compared to the last bits, of which fusions decide.
+    return jzero.make_train_step(models.mlp_loss, compiler_options=DEFAULT_FUSIONS, **options)
+
+
+def mlp_state(stage, precision="fp32", offload=HOST, tx=ADAMW, **options):
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=tx)
     return jzero.shard_train_state(state, config=config(stage, precision, offload, **options))
 
 
 def train(state, steps=3, **options):
-    # Results are compared to the last bits, of which fusions decide.
-    step = jzero.make_train_step(models.mlp_loss, compiler_options=DEFAULT_FUSIONS, **options)
     losses = []
     for i in range(steps):
-        state, metrics = step(state, models.mlp_batch(48, seed=i))
+        state, metrics = step_of(**options)(state, models.mlp_batch(48, seed=i))
         losses.append(float(metrics["loss"]))
     return state, losses
 

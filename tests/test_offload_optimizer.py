@@ -16,6 +16,7 @@ from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits, nnx_state
 from tests.compiled import DEFAULT_FUSIONS
 from tests.offload_states import (
+    ADAMW,
     HOST,
     SMALL,
     STEPS_AND_ULPS,
@@ -24,6 +25,7 @@ from tests.offload_states import (
     deviation_from_optax,
     kinds,
     mlp_state,
+    step_of,
     train,
     whole,
 )
@@ -47,7 +49,7 @@ def test_every_optimizer_equals_optax_on_one_device(optimizer):
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    default_for([(1, "fp32"), (2, "fp16"), (3, "bf16")], itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"))),
+    default_for([(3, "bf16")], itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"))),
 )
 def test_the_numbers_are_those_without_offload(stage, precision):
     """Up to the last bit: compilers contract multiplications and additions in a loop's body otherwise than outside."""
@@ -62,20 +64,20 @@ def test_the_numbers_are_those_without_offload(stage, precision):
     assert kinds(state.params) == {"device"}
 
 
-def test_padding_stays_zero():
+@pytest.mark.parametrize(("stage", "offload"), [slow(2, SMALL), (3, dataclasses.replace(SMALL, params="host"))])
+def test_padding_stays_zero(stage, offload):
     """Whatever the optimizer makes of zeros."""
     tx = optax.chain(optax.stateless(lambda updates, params: jax.tree.map(lambda x: x + 1, updates)), optax.trace(0.9))
-    for stage, offload in ((2, SMALL), (3, dataclasses.replace(SMALL, params="host"))):
-        state, _ = train(mlp_state(stage, "bf16", offload, tx=tx))
-        plan = jzero.plan_of(state)
-        padded = 0
-        leaves = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves]
-        for x, leaf in zip(jax.tree.leaves((state.params, state.opt_state)), leaves, strict=True):
-            if leaf.cut is not None and leaf.cut.is_padded:
-                beyond = range(leaf.cut.natural_size, leaf.cut.stored_size)
-                assert not np.take(np.asarray(x, np.float32), beyond, leaf.cut.dim).any(), leaf.path
-                padded += 1
-        assert padded >= 8
+    state, _ = train(mlp_state(stage, "bf16", offload, tx=tx), steps=2)
+    plan = jzero.plan_of(state)
+    padded = 0
+    leaves = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves]
+    for x, leaf in zip(jax.tree.leaves((state.params, state.opt_state)), leaves, strict=True):
+        if leaf.cut is not None and leaf.cut.is_padded:
+            beyond = range(leaf.cut.natural_size, leaf.cut.stored_size)
+            assert not np.take(np.asarray(x, np.float32), beyond, leaf.cut.dim).any(), leaf.path
+            padded += 1
+    assert padded >= 8
 
 
 def of_all_elements(m, g):
@@ -118,11 +120,11 @@ def test_numbers_over_state_on_the_host_equal_one_device(compute):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), found.opt_state, opt_state)
 
 
-def test_chunks_of_any_size_give_the_same():
+@pytest.mark.parametrize("chunk_bytes", [slow(1), 700])
+def test_chunks_of_any_size_give_the_same(chunk_bytes):
     reference, _ = train(mlp_state(2, "bf16"))
-    for chunk_bytes in (1, 700):
-        state, _ = train(mlp_state(2, "bf16", dataclasses.replace(HOST, chunk_bytes=chunk_bytes)))
-        assert_close(whole(state), whole(reference), ulps=1)
+    state, _ = train(mlp_state(2, "bf16", dataclasses.replace(HOST, chunk_bytes=chunk_bytes)))
+    assert_close(whole(state), whole(reference), ulps=1)
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
@@ -154,9 +156,8 @@ class Cleans(TrainState):
 @pytest.mark.parametrize("cls", [TrainState, Cleans])
 def test_a_skipped_step_changes_nothing_on_the_host(cls):
     """Nor where a class of the user's hands finite gradients to the optimizer."""
-    state = cls.create(apply_fn=None, params=models.mlp_params(), tx=optax.adamw(1e-2))
-    state = jzero.shard_train_state(state, config=config(3, "fp16", SMALL))
-    step = jzero.make_train_step(models.mlp_loss)
+    state = cls.create(apply_fn=None, params=models.mlp_params(), tx=ADAMW)
+    state, step = jzero.shard_train_state(state, config=config(3, "fp16", SMALL)), step_of()
     state, _ = step(state, models.mlp_batch(48))
     before = arrays((state.params, state.opt_state.masters, state.opt_state.inner))
     bad = models.mlp_batch(48)

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 import jzero
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits, linen_state
-from tests.offload_states import HOST, SMALL, assert_close, config, kinds, mlp_state, train, whole
+from tests.offload_states import HOST, SMALL, assert_close, config, kinds, mlp_state, step_of, train, whole
 
 
 def test_born_there_laid_out_anew_and_back():
@@ -42,15 +42,14 @@ def test_born_there_laid_out_anew_and_back():
 
 @pytest.mark.parametrize("writer", [HOST, pytest.param(jzero.Offload(), marks=pytest.mark.slow)])
 def test_checkpoints(writer, tmp_path):
-    options = {"tx": optax.adamw(1e-2)}
-    state, _ = train(mlp_state(3, "bf16", writer, **options))
+    state, _ = train(mlp_state(3, "bf16", writer))
     jzero.save_checkpoint(tmp_path / "x", state)
     for stage, reader in ((3, HOST), (1, SMALL), (2, jzero.Offload())):
-        like = mlp_state(stage, "bf16", reader, **options)
+        like = mlp_state(stage, "bf16", reader)
         back = jzero.restore_checkpoint(tmp_path / "x", like)
         assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(like)]
         assert_same_bits(whole(back), whole(state))
-        jzero.make_train_step(models.mlp_loss)(back, models.mlp_batch(48))
+        jzero.make_train_step(models.mlp_loss).eval_shape(back, models.mlp_batch(48))
 
 
 def test_a_checkpoint_is_read_to_the_host_directly(tmp_path):
@@ -166,13 +165,13 @@ def test_a_budget_moves_no_more_than_it_must():
 def test_what_needs_more_than_elements_says_so():
     state = mlp_state(3, tx=optax.contrib.muon(1e-3))
     with pytest.warns(UserWarning, match=r"as a whole: \['layer_0/kernel'"):
-        train(state, steps=1)
+        step_of().eval_shape(state, models.mlp_batch(48))
     away = dataclasses.replace(SMALL, params="host")
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for tx in (clipped, optax.lamb(1e-3)):  # norms are summed chunk by chunk
-            train(mlp_state(3, tx=tx, offload=away), steps=1)
+            step_of().eval_shape(mlp_state(3, tx=tx, offload=away), models.mlp_batch(48))
 
 
 def test_plan_and_analysis_tell_host_bytes_apart():

@@ -15,15 +15,15 @@ from jzero.disk.files import DiskError, UnnamedFile
 from jzero.state.disk import files_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
-from tests.compiled import DEFAULT_FUSIONS
+from tests.offload_states import ADAMW, step_of, whole
 from tests.tiers import default_for, singles
 
 
-def sharded(offload, *, stage=3, precision="fp32", tx=None, dtype=None, mesh=None):
+def sharded(offload, *, stage=3, precision="fp32", tx=ADAMW, dtype=None):
     params = models.mlp_params() if dtype is None else models.mlp_params(dtype)
-    state = jzero.TrainState.create(params=params, tx=tx or optax.adamw(1e-2))
+    state = jzero.TrainState.create(params=params, tx=tx)
     config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0, offload=offload)
-    return jzero.shard_train_state(state, config=config, mesh=mesh)
+    return jzero.shard_train_state(state, config=config)
 
 
 def on_host(**options):
@@ -34,18 +34,12 @@ def flow(**options):
     return on_host(zenflow=jzero.ZenFlow(**options))
 
 
-def train(state, steps=5, start=0, dtype=np.float32, **options):
-    step = jzero.make_train_step(models.mlp_loss, compiler_options=DEFAULT_FUSIONS, **options)
+def train(state, steps=5, start=0, **options):
     losses = []
     for i in range(start, start + steps):
-        state, metrics = step(state, models.mlp_batch(48, seed=i, dtype=dtype))
+        state, metrics = step_of(**options)(state, models.mlp_batch(48, seed=i))
         losses.append(float(metrics["loss"]))
     return state, losses
-
-
-def whole(state):
-    plain = jzero.unshard_train_state(state)
-    return {**arrays(plain.params), **arrays(plain.opt_state)}
 
 
 EQUAL = {
@@ -74,6 +68,8 @@ def test_waiting_for_each_step_is_training_at_once():
 
 
 TX = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 20), weight_decay=0.1)
+update = jax.jit(TX.update)
+loss_and_grads = jax.jit(jax.value_and_grad(models.mlp_loss))
 
 
 def chosen_columns(plan, grads, ratio):
@@ -104,7 +100,7 @@ class Loop:
     def apply(self, grads, number, masks):
         """Takes the update of chosen elements, with the numbers of a step."""
         state = jax.tree.map(lambda x: x if x.ndim else jnp.full_like(x, number), self.state)
-        updates, new = TX.update(grads, state, self.params)
+        updates, new = update(grads, state, self.params)
         params = optax.apply_updates(self.params, updates)
         pick = lambda new, old: jax.tree.map(jnp.where, masks, new, old)
         self.params = pick(params, self.params)
@@ -118,7 +114,7 @@ class Loop:
 
     def run(self, batch):
         settings, t = self.settings, self.step
-        loss, grads = jax.value_and_grad(models.mlp_loss)(self.params, batch)
+        loss, grads = loss_and_grads(self.params, batch)
         scale = jnp.minimum(1, self.clip_norm / (optax.tree.norm(grads) + 1e-6))
         scaled = jax.tree.map(lambda g: g * scale, grads)
         self.step += 1
@@ -262,7 +258,7 @@ def test_a_skipped_step_adds_nothing():
     number, count = files.generation, files.waiting.count
     batch = models.mlp_batch(48, seed=1)
     batch["x"][5] = np.inf
-    state, metrics = jzero.make_train_step(models.mlp_loss)(state, batch)
+    state, metrics = step_of()(state, batch)
     assert not bool(metrics["step_applied"])
     assert int(state.step) == 1
     assert (files.generation, files.waiting.count) == (number, count)
@@ -274,7 +270,7 @@ def test_a_failed_update_raises_before_a_step_changes_anything(tmp_path, monkeyp
     offload = jzero.Offload(optimizer="disk", path=tmp_path, compute="host", chunk_bytes=2048, zenflow=settings)
     other, losses = train(sharded(offload, precision="bf16"), steps=7)
     expected = whole(other)  # its last writes are over, so that only those of `state` count
-    state, step = sharded(offload, precision="bf16"), jzero.make_train_step(models.mlp_loss)
+    state, step = sharded(offload, precision="bf16"), step_of()
     # The first choice writes all records. Several threads count.
     fatal, calls, raised, real = len(files_of(state).records) + 20, itertools.count(1), [], UnnamedFile.write
 
@@ -300,7 +296,7 @@ def test_a_failed_update_raises_before_a_step_changes_anything(tmp_path, monkeyp
 def test_an_update_that_fails_after_its_step_is_tried_again(tmp_path, monkeypatch):
     settings = jzero.ZenFlow(topk_ratio=0, update_interval=2, select_interval=2, overlap=False)
     offload = jzero.Offload(optimizer="disk", path=tmp_path, compute="host", chunk_bytes=2048, zenflow=settings)
-    state, step = sharded(offload, precision="bf16"), jzero.make_train_step(models.mlp_loss)
+    state, step = sharded(offload, precision="bf16"), step_of()
     state, _ = step(state, models.mlp_batch(48, seed=0))
     before = arrays(jzero.gather_params(state))
 
