@@ -134,9 +134,9 @@ def make_lazy(stored: jax.Array, way: Way, dtype: DType) -> Leaf:
     gathered between nodes here, so that all uses gather within the node: [..., P/D].
     """
     leaf, cut, comm, shard = way.leaf, way.leaf.cut_for_collectives, way.comm, stored
-    dtype = jnp.dtype(dtype)
     if cut is None:  # already in the compute dtype, unless the parameter is not trained
         return round_without_derivative(stored, dtype)
+    dtype = jnp.dtype(dtype)  # never that of random keys: they are not cut
     if leaf.in_records:  # a handle of each row, [L, 2]
         return ShardedParam(stored, None, cut, comm, dtype, dtype, path=leaf.path, on_disk=jnp.dtype(leaf.dtype))
     if way.kind != "none" and cut.blocks is None:
