@@ -373,11 +373,11 @@ def moved(eqn: JaxprEqn, inputs: Sequence[Atom], outputs: Sequence[Var], near: J
 def with_equations(like: J, inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[JaxprEqn]) -> J:
     """Returns a jaxpr of other equations, inputs and outputs, closed if `like` is."""
     opened, _ = open_jaxpr(like)
-    found = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    all_effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
     # Effects on inputs go by their position, which may be another one.
-    kept = frozenset(effect for effect in found if not isinstance(effect, effects.JaxprInputEffect))
+    without_inputs = frozenset(effect for effect in all_effects if not isinstance(effect, effects.JaxprInputEffect))
     debug = opened.debug_info._replace(arg_names=None, result_paths=None)
-    new = core.Jaxpr(list(opened.constvars), list(inputs), list(outputs), list(eqns), kept, debug)
+    new = core.Jaxpr(list(opened.constvars), list(inputs), list(outputs), list(eqns), without_inputs, debug)
     # In jax 0.12 each jaxpr has constants.
     return cast("J", like.replace(jaxpr=new) if hasattr(like, "consts") else new)
 

@@ -185,16 +185,16 @@ def lower_init(
 
 def _trace_factory(make_state: Callable[[jax.Array], State], key: jax.Array) -> tuple[StateAdapter, ClosedJaxpr]:
     """Returns what `make_state` returns, as shapes, and its jaxpr."""
-    made: list[StateAdapter] = []
+    adapters: list[StateAdapter] = []
 
     def call(key: jax.Array) -> TrainStateLike:
-        made.append(adapt(make_state(key)))
-        check_arrays(made[-1].state)
-        return made[-1].state
+        adapters.append(adapt(make_state(key)))
+        check_arrays(adapters[-1].state)
+        return adapters[-1].state
 
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
-    made[-1].state = shapes
-    return made[-1], jaxpr
+    adapters[-1].state = shapes
+    return adapters[-1], jaxpr
 
 
 def _find_zeroed(pattern: str, plan: ZeroPlan, numbers: TrainStateLike, outvars: Sequence[Atom]) -> set[int]:
@@ -229,10 +229,10 @@ def _collected(
     files = open_files(plan) if plan.has_files else None
     arrays: dict[int, jax.Array | OnDisk] = {}
     for group, outputs in zip(groups, results, strict=True):
-        made = dict(zip(group, outputs, strict=True))
-        arrays.update(made)
+        group_arrays = dict(zip(group, outputs, strict=True))
+        arrays.update(group_arrays)
         if files is not None:
-            arrays.update(_to_disk(files, {k: leaves[k] for k in group}, made))
+            arrays.update(_to_disk(files, {k: leaves[k] for k in group}, group_arrays))
     if files is not None:
         files.pipeline.store.commit()
     return arrays
