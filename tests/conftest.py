@@ -33,7 +33,7 @@ MOST_BYTES = 2 * 2**30
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps what XLA compiles in pytest's cache: a run after another one takes about 40 % less time.
+    """Keeps what XLA compiles in pytest's cache: another run of most files takes 40 % less time.
 
     Each process has a folder of its own, of links: jax would read files that another one is still writing.
     """
