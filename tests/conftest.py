@@ -2,7 +2,6 @@
 
 import gc
 import os
-import pathlib
 import shutil
 import tempfile
 import zlib
@@ -28,38 +27,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 assert jax.device_count() == 8, jax.devices()
 
 
-PROGRAMS = pytest.StashKey[pathlib.Path]()
-MOST_BYTES = 2 * 2**30
+CACHE = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps what XLA compiles in pytest's cache: another run of most files takes 40 % less time.
+    """Keeps what XLA compiles, since tests make the same steps again and again: about an eighth of the time.
 
-    Each process has a folder of its own, of links: jax would read files that another one is still writing.
+    Each process has a folder of its own: jax would read files that another is still writing.
     """
-    if not config.pluginmanager.hasplugin("cacheprovider"):
-        return
-    kept = config.cache.mkdir("programs")
-    if sum(x.stat().st_size for x in kept.iterdir()) > MOST_BYTES:  # of many versions of the code
-        shutil.rmtree(kept, ignore_errors=True)
-        kept.mkdir(exist_ok=True)
-    config.stash[PROGRAMS] = folder = pathlib.Path(tempfile.mkdtemp(prefix="programs-", dir=kept.parent))
-    shutil.copytree(kept, folder, copy_function=os.link, dirs_exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # their path would be in each program's key
+    config.stash[CACHE] = tempfile.mkdtemp(prefix="jzero-tests-")
+    jax.config.update("jax_compilation_cache_dir", config.stash[CACHE])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.01)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Adds complete files to what is kept; a process that dies adds nothing."""
-    folder = config.stash.get(PROGRAMS, None)
-    if folder is None:
-        return
-    kept = config.cache.mkdir("programs")
-    for x in folder.iterdir():
-        if not (kept / x.name).exists():
-            x.replace(kept / x.name)
-    shutil.rmtree(folder)
+    shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

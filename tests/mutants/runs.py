@@ -51,7 +51,7 @@ def run_tests(mutants: Sequence[Mutant], root: Path, timeout: float) -> tuple[in
     tests = [f"tests/{test}" for test in dict.fromkeys(x.test for x in mutants)]
     named = [(x.test.split("::")[1], x.cases) for x in mutants]
     cases = " or ".join(dict.fromkeys(f"({name} and {cases})" if cases else name for name, cases in named))
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-n", "0"]
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0"]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     try:
         done = subprocess.run(
