@@ -90,6 +90,7 @@ def test_two_processes_train_on_records_like_one(results, tmp_path):
 @pytest.mark.parametrize("kind", ["at once", "columns"])
 def test_two_processes_train_on_records_of_all_kinds_like_one(tmp_path, kind):
     expected = multiprocess_worker.records(tmp_path, kind)
+    (tmp_path / "records").mkdir()
     for status, output, errors in run_processes(f"records:{kind}", tmp_path):
         assert status == 0, errors
         assert results_in(output) == [pytest.approx(expected, rel=1e-5)]
@@ -105,6 +106,7 @@ def test_two_processes_read_rows_like_one(results, tmp_path):
 @pytest.mark.slow
 def test_two_processes_read_rows_for_long(tmp_path):
     expected = multiprocess_worker.rows(tmp_path, "200")
+    (tmp_path / "rows").mkdir()
     for status, output, errors in run_processes("rows:200", tmp_path):
         assert status == 0, errors
         # Differences in the order of sums grow.
