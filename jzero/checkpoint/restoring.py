@@ -37,7 +37,7 @@ from jzero.config.settings import FLAG, check_fields
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.misfits import describe_misfit
 from jzero.layout.on_disk import OnDisk
-from jzero.layout.placement import on_device
+from jzero.layout.placement import copy_array, on_device
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields
@@ -279,7 +279,7 @@ class Target:
                     jax.block_until_ready(values[-1])
                     del read[source.index]
             elif isinstance(source, Number) or (own is None and leaf.path not in fresh and _is_alive(x)):
-                values.append(x if choice.donate or isinstance(x, OnDisk) else x.copy())
+                values.append(x if choice.donate or isinstance(x, OnDisk) else copy_array(x))
             else:
                 values.append(leaf.place(source))
         state = with_leaves(tree, self.plan, values, tx=self.adapted.state.tx)
@@ -292,7 +292,7 @@ class Target:
         if leaf.in_records:
             return disk.files.node(leaf)
         if index not in disk.rounded:
-            return x if choice.donate else x.copy()
+            return x if choice.donate else copy_array(x)
         rounded = self.plan.leaves[index].grad.convert(disk.rounded.pop(index), leaf)
         return jax.block_until_ready(rounded)  # so that at most one leaf exists twice
 

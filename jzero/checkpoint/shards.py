@@ -13,6 +13,7 @@ from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import TargetLeaf
 from jzero.checkpoint.parts import Part, read_parts
 from jzero.layout.cut import Index
+from jzero.layout.placement import copy_array
 
 AHEAD_BYTES = 1 << 28
 """Most bytes of shards that are in host memory at once, beside those that stay there."""
@@ -43,9 +44,9 @@ def placed(shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Inde
         host = part(index)
         for device in devices:
             x = jax.device_put(host, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-            # On CPUs it may use the memory of `host`, which cannot be donated, whatever `may_alias` says. The copy is
-            # cheap while the numbers are in the cache, and the next part gets that memory.
-            arrays.append(jax.block_until_ready(x.copy()) if device.platform == "cpu" else x)
+            # On CPUs it may use the memory of `host`, which cannot be donated. The copy is cheap while the numbers are
+            # in the cache, and the next part gets that memory.
+            arrays.append(jax.block_until_ready(copy_array(x)) if device.platform == "cpu" else x)
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jzero._types import DType
 from jzero.layout.casts import apply_edits, round_to
-from jzero.layout.cut import Cut
+from jzero.layout.cut import Cut, Index
 from jzero.layout.mesh import HOST_MEMORY
 from jzero.layout.on_disk import OnDisk, Stored
 from jzero.layout.padded import Padded
@@ -55,6 +55,11 @@ def to_memory(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return x if x.sharding.memory_kind == sharding.memory_kind else jax.block_until_ready(jax.device_put(x, sharding))
 
 
+def copy_array(x: jax.Array) -> jax.Array:
+    """Returns a copy of an array, in its place, in buffers that can be donated; compiles nothing."""
+    return jax.device_put(x, x.sharding, may_alias=False)
+
+
 def device_sharding(sharding: NamedSharding) -> NamedSharding:
     """Returns the same sharding in device memory."""
     return NamedSharding(sharding.mesh, sharding.spec)
@@ -90,7 +95,8 @@ def place_array(
             return _put(x, sharding)
         data = place_array(jax.random.key_data(x), np.dtype(np.uint32), sharding, look=look)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if isinstance(x, jax.Array):
+    # What is in the host's memory is cut there: the devices would compile a program for each shape.
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_on_cpu(x)):
         x = make_strongly_typed(x, dtype)
         if not x.is_fully_addressable:
             on_devices = relayout(on_device(x), None, cut, dtype, device_sharding(sharding))
@@ -103,17 +109,23 @@ def place_array(
     shape = host.shape if cut is None else cut.stored_shape
     flat = host if cut is None else host.reshape(cut.unpadded_shape)
 
-    def part(index: Any) -> np.ndarray:
+    def part(index: Index) -> np.ndarray:
         # A copy, since the runtime may keep a reference to its input.
         return np.array(host[index]) if cut is None else cut.part(flat.__getitem__, host.dtype, index)
 
-    return jax.make_array_from_callback(shape, sharding, part)
+    placed = jax.make_array_from_callback(shape, sharding, part)
+    return copy_array(placed) if _is_on_cpu(placed) else placed  # it may use a part's memory, which cannot be donated
+
+
+def _is_on_cpu(x: jax.Array) -> bool:
+    devices: set[jax.Device] = x.sharding.device_set
+    return all(device.platform == "cpu" for device in devices)
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    # `device_put` reuses the buffer of a device that already has its part, whatever `may_alias` says.
+    # To another sharding, `device_put` reuses the buffer of a device that has its part, whatever `may_alias` says.
     same_parts = sharding.shard_shape(x.shape) == x.sharding.shard_shape(x.shape)
-    return jax.device_put(x.copy() if same_parts else x, sharding)
+    return jax.device_put(copy_array(x) if same_parts else x, sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
