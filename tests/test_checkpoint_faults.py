@@ -240,7 +240,9 @@ try:
     raise SystemExit("it was exported")
 except jzero.CheckpointError as error:
     assert "could not be written" in str(error), error
-print("still there:", sorted(p.name for p in manager.directory.iterdir()))
+names = {p.name for p in manager.directory.iterdir()}
+late = "3.orbax-checkpoint-tmp"  # a thread may write there once it is removed; the next save removes it again
+print("still there:", sorted(names - {late}))
 """
 
 
