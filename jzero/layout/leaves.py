@@ -215,7 +215,7 @@ class StateLeaf:
 
     def relayout(self, x: Stored, to: StateLeaf) -> jax.Array:
         """Returns a stored array as another layout of the same leaf stores it, in its own dtype. Inside `jit`."""
-        return to.store(self.load(x))
+        return to.store(on_device(x) if self.cut == to.cut else self.load(x))
 
     def _pack(self, x: jax.Array) -> jax.Array:
         """Returns the stored array of `as_numbers` in blocks; each device packs its own shard."""

@@ -90,7 +90,7 @@ def placed_fields(plan: ZeroPlan, stored: Before[Stored], far: frozenset[int]) -
         if memory_of(x) != "device" or (i in plan.disk_fields and name and tuple(x.shape) == grad.stored_shape):
             before_name = "" if isinstance(x, OnDisk) else name  # a record has it
             return Field(i, grad, x, before_name)  # a constraint would make a copy of what a program only passes on
-        return Field(i, grad, grad.store(x) if leaf.cut == grad.cut else leaf.relayout(x, grad))
+        return Field(i, grad, leaf.relayout(x, grad))
 
     def of_param(i: int, x: Stored | None, name: str = "") -> Input | None:
         leaf = plan.leaves[i]
