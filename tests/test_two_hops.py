@@ -18,7 +18,7 @@ from jzero.analysis.relocation import relaid
 from jzero.analysis.sent import sent
 from jzero.layout.mesh import num_along
 from jzero.layout.platform import PLATFORMS
-from tests import models
+from tests import light_decoder, models
 from tests.tiers import default_for, singles
 
 WIDTH, LAYERS, STEPS = 21, 3, 8
@@ -53,11 +53,14 @@ def unrolled_loss(params, batch):
     return jnp.square(out).mean() + jnp.square(params["flat"]).mean() + params["tiny"].sum()
 
 
-def sharded(params, config, **sizes):
+def sharded(params, config, *, place=jzero.shard_train_state, **sizes):
     plain = jzero.TrainState.create(params=params, tx=optax.adam(1e-2))
     num_devices = int(np.prod(list(sizes.values())))
     mesh = jzero.make_mesh(devices=jax.devices()[:num_devices], **sizes)
-    return jzero.shard_train_state(plain, config=config, mesh=mesh, trainable="(?!frozen).*")
+    return place(plain, config=config, mesh=mesh, trainable="(?!frozen).*")
+
+
+abstract = functools.partial(sharded, place=jzero.abstract_train_state)
 
 
 def config_of(stage=3, **options):
@@ -117,12 +120,11 @@ def test_two_hops_train_like_one_device(loss, stage, sizes, options, fields):
 @pytest.mark.parametrize("stage", default_for([1], [1, 2, 3]))
 def test_only_the_parts_of_devices_cross_nodes(stage):
     """Between nodes a gather moves 1/D of what one ring over all devices does; each hop is a collective of its own."""
-    model = models.GPT(d_model=40, heads=5, vocab=253, layers=LAYERS)
-    plain, tokens = models.gpt_state(model, optax.adam(1e-3)), models.tokens(16, vocab=253)
-    state = jzero.shard_train_state(
+    plain, tokens = light_decoder.make_state(optax.adam(1e-3), layers=LAYERS, width=41, vocab=253), models.tokens(16)
+    state = jzero.abstract_train_state(
         plain, config=config_of(stage, node_axis="node", precision="bf16"), mesh=jzero.make_mesh(node=2, data=4)
     )
-    step = jzero.make_train_step(models.gpt_loss(model))
+    step = jzero.make_train_step(light_decoder.loss_fn)
     report = jzero.analyze(step, state, tokens)
     report.verify()
     assert all(
@@ -206,19 +208,15 @@ def test_bytes_between_nodes_do_not_grow_with_micro_batches(steps):
 
 
 def test_a_checkpoint_goes_from_two_hops_to_one_and_to_fewer_devices(tmp_path):
-    state = sharded(make_params(np.float32), config_of(node_axis="node"), node=2, data=4)
-    state, _ = jzero.make_train_step(loss_fn)(state, BATCH.astype(np.float32))
-    jzero.save_checkpoint(tmp_path / "it", state)
+    params = make_params(np.float32)
+    jzero.save_checkpoint(tmp_path / "it", sharded(params, config_of(node_axis="node"), node=2, data=4))
     for config, sizes in (
         (config_of(), {"data": 8}),
         (config_of(2), {"data": 3}),
         (config_of(node_axis="node"), {"node": 3, "data": 2}),
     ):
-        back = jzero.restore_checkpoint(tmp_path / "it", sharded(make_params(np.float32), config, **sizes))
-        for a, b in zip(
-            jax.tree.leaves(jzero.gather_params(back)), jax.tree.leaves(jzero.gather_params(state)), strict=True
-        ):
-            np.testing.assert_array_equal(a, b)
+        back = jzero.restore_checkpoint(tmp_path / "it", abstract(params, config, **sizes))
+        jax.tree.map(np.testing.assert_array_equal, jzero.gather_params(back), params)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +280,7 @@ def test_late_hops_change_no_bit(monkeypatch, sizes, options, fields, kinds):
     at_once = train(loss_fn, config, sizes, **options)
     monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
     step = jzero.make_train_step(loss_fn, **options)
-    late = [x for x in sent(step.trace(sharded(make_params(), config, **sizes), BATCH).jaxpr) if not x.gathers]
+    late = [x for x in sent(step.trace(abstract(make_params(), config, **sizes), BATCH).jaxpr) if not x.gathers]
     between = plan_levels(config, sizes).between
     times = [x.times for x in late if x.path == "stack/w" and x.eqn.params["comm"] == between]
     assert max(times) == LAYERS * options.get("accumulate_steps", 1)
@@ -292,18 +290,17 @@ def test_late_hops_change_no_bit(monkeypatch, sizes, options, fields, kinds):
 
 
 def plan_levels(config, sizes):
-    plan = jzero.plan_of(sharded(make_params(), config, **sizes))
+    plan = jzero.plan_of(abstract(make_params(), config, **sizes))
     return next(plan.traffic.comm_of_gradient(leaf).split() for leaf in plan.leaves if leaf.path == "stack/w")
 
 
 def test_late_hops_are_as_planned(monkeypatch):
     """The loop's last turn is finished after it: one more hop, of zeros, at its start."""
     monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
-    model = models.GPT(d_model=40, heads=5, vocab=253, layers=LAYERS)
-    plain, tokens = models.gpt_state(model, optax.adam(1e-3)), models.tokens(16, vocab=253)
+    plain, tokens = light_decoder.make_state(optax.adam(1e-3), layers=LAYERS, width=41, vocab=253), models.tokens(16)
     config = config_of(node_axis="node", secondary_params=True)
-    state = jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(node=2, data=4))
-    report = jzero.analyze(jzero.make_train_step(models.gpt_loss(model)), state, tokens)
+    state = jzero.abstract_train_state(plain, config=config, mesh=jzero.make_mesh(node=2, data=4))
+    report = jzero.analyze(jzero.make_train_step(light_decoder.loss_fn), state, tokens)
     report.verify()
     rows = {(r.axis, r.in_loop): r.count for r in report.collectives if r.kind == "reduce-scatter"}
     assert rows["data", True] == rows["node", True]
@@ -316,7 +313,7 @@ def test_the_plan_tells_bytes_by_level(steps):
     plain = config_of(node_axis="node", precision="bf16", rules=rules)
     both = config_of(node_axis="node", precision="bf16", rules=rules, secondary_params=True, secondary_grads=True)
     sizes = {"node": 2, "data": 4}
-    plans = [jzero.plan_of(sharded(make_params(np.float32), config, **sizes)) for config in (plain, both)]
+    plans = [jzero.plan_of(abstract(make_params(np.float32), config, **sizes)) for config in (plain, both)]
     size = sum(int(np.prod(leaf.grad.stored_shape)) for leaf in plans[0].leaves if leaf.grad.cut)  # 2 bytes each
     within = 2 * size * 3 / 4
     crossing = 2 * size / 4 / 2
@@ -327,7 +324,7 @@ def test_the_plan_tells_bytes_by_level(steps):
     assert plans[1].traffic.secondary_bytes == 2 * size / 4
     assert "between them" in str(plans[1])
     assert "secondary parameters" in str(plans[1])
-    one = jzero.plan_of(sharded(make_params(np.float32), both, node=1, data=4))
+    one = jzero.plan_of(abstract(make_params(np.float32), both, node=1, data=4))
     assert "one node along 'node': there is nothing between nodes" in str(one)
     assert one.sent_bytes().between == one.traffic.secondary_bytes == 0
 
