@@ -5,6 +5,8 @@ What it returns is printed as JSON on the last line.
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import pathlib
 import sys
@@ -25,6 +27,7 @@ COUNTS = (11, 3, 8, 0, 9, 5, 6)
 
 BATCH_SIZE, LANES = 12, 6
 STEPS_BEFORE = 2
+TX = optax.sgd(0.1)  # one, so that steps are compiled once
 
 
 def write_files(directory: pathlib.Path) -> None:
@@ -101,7 +104,7 @@ def make_loader(directory: pathlib.Path, shuffled: bool, batch_size: int) -> jze
 
 def train(state: Any, batches: Any, num_steps: int) -> tuple[Any, list[list[int]]]:
     """Returns the state after some steps, and the examples of this process in each."""
-    step, seen = jzero.make_train_step(loss_fn), []
+    step, seen = make_step(), []
     for _, batch in zip(range(num_steps), batches, strict=False):
         state, metrics = step(state, batch)
         assert np.isfinite(metrics["loss"])
@@ -109,8 +112,13 @@ def train(state: Any, batches: Any, num_steps: int) -> tuple[Any, list[list[int]
     return state, seen
 
 
+@functools.cache
+def make_step() -> Any:
+    return jzero.make_train_step(loss_fn)
+
+
 def make_state() -> jzero.TrainState:
-    return jzero.TrainState.create(params={"w": jnp.zeros(4)}, tx=optax.sgd(0.1))
+    return jzero.TrainState.create(params={"w": jnp.zeros(4)}, tx=TX)
 
 
 def loss_fn(params: Any, batch: Any) -> jzero.Weighted:
@@ -137,6 +145,7 @@ def message(attempt: Any) -> str:
 
 def main() -> None:
     scenario, process, num_processes, port, directory = sys.argv[1:]
+    gc.set_threshold(20_000, 20, 50)  # as `conftest` does
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES_PER_PROCESS)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
