@@ -103,7 +103,7 @@ def message_of(line):
 @pytest.mark.smoke
 @pytest.mark.parametrize("options", ["", "--lora-rank 3 --precision bf16 --quantize int8"])
 def test_all_four_agree_on_the_states_to_the_byte(ask, options):
-    asked = f"--params {TINY_PARAMS} {TINY} --seq 16 --batch 16 --stage 3 {options}"
+    asked = f"--params {TINY_PARAMS} {TINY} --seq 16 --batch 8 --stage 3 {options}"
     sizes, leaves = ask(f"estimate {asked} --devices 8"), ask(f"plan {asked} --devices 8")
     chosen = ask(f"fit {asked} --topology h100:8 --no-confirm")
     compiled = ask(f"analyze {asked} --verify")
@@ -203,7 +203,8 @@ def test_the_decoder_learns():
     """Its loss is a loss: it starts at ln V, and gradient steps lower it; adapters start as nothing."""
     sizes = model_sizes(str(TINY_PARAMS), TINY_SIZES)
     loss_fn, tokens = jax.jit(make_loss(sizes)), jax.random.randint(jax.random.key(1), (2, 17), 0, 61)
-    plain, adapted = (make_state(sizes, rank=rank, base_dtype="float32")(jax.random.key(0)) for rank in (0, 3))
+    makers = [jax.jit(make_state(sizes, rank=rank, base_dtype="float32")) for rank in (0, 3)]
+    plain, adapted = (make(jax.random.key(0)) for make in makers)
     first = float(loss_fn(plain.params, tokens))
     assert first == pytest.approx(np.log(61), rel=0.02)
     state = plain.replace(tx=optax.adam(1e-2), opt_state=optax.adam(1e-2).init(plain.params))
