@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests import models
 
 NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 4
 NUM_STEPS, ROWS = 5, 24
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))  # one, so that steps are compiled once
 
 
 def message(attempt: Any) -> str:
@@ -39,14 +41,22 @@ def config(stage: int) -> jzero.ZeroConfig:
 
 
 def make_state(key: jax.Array) -> jzero.TrainState:
-    noise = jax.random.normal(key, (models.MLP_SIZES[0],)) / 10
-    params = {**models.mlp_params(), "shift": noise}  # sizes that eight does not divide
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    return jzero.TrainState.create(params=params, tx=tx)
+    """Makes two sharded kernels, one along each dimension, a sharded vector and one that is kept whole."""
+    size, hidden, last = models.MLP_SIZES[0], models.MLP_SIZES[1], models.MLP_SIZES[-1]  # eight divides none
+    rng = np.random.default_rng(0)
+    layer = {
+        "kernel": jnp.asarray(rng.normal(size=(size, hidden)) / np.sqrt(size), jnp.float32),
+        "bias": jnp.asarray(rng.normal(size=hidden) / 10, jnp.float32),
+    }
+    out = jnp.asarray(rng.normal(size=(hidden, last)) / np.sqrt(hidden), jnp.float32)
+    params = {"layer_0": layer, "layer_1": {"kernel": out}, "shift": jax.random.normal(key, (size,)) / 10}
+    return jzero.TrainState.create(params=params, tx=TX)
 
 
 def loss_of(params: Any, batch: Any) -> jax.Array:
-    return models.mlp_loss(params, {**batch, "x": batch["x"] + params["shift"][None]})
+    x = batch["x"] + params["shift"][None]
+    x = jnp.tanh(x @ params["layer_0"]["kernel"] + params["layer_0"]["bias"][None])
+    return jnp.square(x @ params["layer_1"]["kernel"] - batch["y"]).mean()
 
 
 def noisy_loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
@@ -54,11 +64,17 @@ def noisy_loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
     return loss_of(params, {**batch, "x": batch["x"] + noise})
 
 
+@functools.cache
+def step_of(loss_fn: Any, accumulate_steps: int = 1) -> Any:
+    """Returns a training step; what it has compiled serves several scenarios."""
+    return jzero.make_train_step(loss_fn, accumulate_steps=accumulate_steps)
+
+
 def train_from(
     state: Any, loss_fn: Any, *, accumulate_steps: int = 1, **rng: jax.Array
 ) -> tuple[Any, dict[str, float]]:
     """Returns the state after five steps, and the losses and gradient norms."""
-    step = jzero.make_train_step(loss_fn, accumulate_steps=accumulate_steps)
+    step = step_of(loss_fn, accumulate_steps)
     numbers = {}
     for i in range(NUM_STEPS):
         state, metrics = step(state, models.mlp_batch(ROWS, seed=i), **rng)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import pathlib
@@ -42,6 +43,7 @@ from tests.multiprocess_states import (
     make_state,
     message,
     noisy_loss,
+    step_of,
     train_from,
     whole,
     whole_values,
@@ -56,7 +58,7 @@ SLOW_LINKS = {
 
 
 def train(folder: pathlib.Path | None = None) -> dict[str, Any]:
-    """Trains at stages 1 and 3 from a state made whole, and at stage 3 from one that is born sharded."""
+    """Trains at stages 1 and 3 from a state made whole, and at stage 3 from those that are born sharded."""
     assert jax.device_count() == NUM_PROCESSES * DEVICES_PER_PROCESS
     results = {}
     for stage in (1, 3):
@@ -65,7 +67,7 @@ def train(folder: pathlib.Path | None = None) -> dict[str, Any]:
     results["fp16"] = overflows(3)
     results["end of stage 3"] = whole_values(state)
     born = jzero.init_train_state(make_state, jax.random.key(0), config=config(3))
-    _, results["born"] = train_from(born, noisy_loss, rng=jax.random.key(7))
+    _, results["born"] = train_from(born, loss_of)
     away = jzero.Offload(params="host", optimizer="host", chunk_bytes=2048)
     born = jzero.init_train_state(make_state, jax.random.key(0), config=dataclasses.replace(config(3), offload=away))
     state, results["on the host"] = train_from(born, noisy_loss, rng=jax.random.key(7))
@@ -98,7 +100,7 @@ def checkpoints(directory: pathlib.Path) -> dict[str, Any]:
     like = jzero.abstract_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=config(3))
     state = jzero.restore_checkpoint(directory / "from_one", like)
     results = {"restored": whole(state)}
-    step = jzero.make_train_step(loss_of)
+    step = step_of(loss_of)
     with jzero.CheckpointManager(directory / "run", max_to_keep=2) as manager:
         for i in range(3):
             state, _ = step(state, models.mlp_batch(ROWS, seed=i))
@@ -205,9 +207,9 @@ def disk_checkpoints(directory: pathlib.Path) -> dict[str, Any]:
     like = jzero.abstract_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=far)
     state = jzero.restore_checkpoint(directory / "from_one", like)
     results: dict[str, Any] = {"restored": whole(state)}
-    step = jzero.make_train_step(loss_of)
+    step = step_of(loss_of)
     with jzero.CheckpointManager(directory / "run") as manager:
-        for i in range(3):
+        for i in range(2):
             state, _ = step(state, models.mlp_batch(ROWS, seed=i))
             manager.save(state)
         results["trained"] = whole(state)
@@ -243,7 +245,7 @@ def records(folder: pathlib.Path, name: str) -> dict[str, Any]:
     state = make_state(jax.random.key(0))
     if name != "columns":  # with sums over records first
         state = jzero.TrainState.create(params=state.params, tx=optax.lamb(1e-2))
-    state, step = jzero.shard_train_state(state, config=far), jzero.make_train_step(loss_of)
+    state, step = jzero.shard_train_state(state, config=far), step_of(loss_of)
     numbers = {}
     for i in range(NUM_STEPS):
         batch = models.mlp_batch(ROWS, seed=i)
@@ -283,15 +285,22 @@ def one_dies(directory: pathlib.Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def preempted(directory: pathlib.Path) -> None:
-    """Saves every third step until one of the processes, which prints its number, is told to end."""
+def preempted(directory: pathlib.Path) -> Any:
+    """Saves again and again until one of the processes is told to end; returns the exit status that both then ask for.
+
+    Only the second checkpoint is due to the signal.
+    """
     state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(1))
     with jzero.CheckpointManager(directory, save_interval_steps=1000) as manager:
         for i in range(1, 10_000):
-            manager.save(state, step=i)
+            try:
+                manager.save(state, step=i)
+            except SystemExit as end:
+                return end.code
             time.sleep(0.02)
             if i == 20 and jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
+    return "never told"
 
 
 def overflows(stage: int) -> dict[str, float]:
@@ -317,7 +326,7 @@ def overflows(stage: int) -> dict[str, float]:
 def watched(directory: pathlib.Path) -> list[int]:
     """Logs two runs to files of each process; returns how many steps it wrote: as it is by default, and if asked."""
     state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(3))
-    step = jzero.make_train_step(loss_of)
+    step = step_of(loss_of)
     written = []
     for every_process in (False, True):
         directory.mkdir(exist_ok=True)
@@ -366,15 +375,16 @@ SCENARIOS = {
         records,
         rows,
         watched,
+        preempted,
         alone,
         one_dies,
-        preempted,
     )
 }
 
 
 def main() -> None:
     scenarios, process, port, directory = sys.argv[1:]
+    gc.set_threshold(20_000, 20, 50)  # as `conftest` does
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES_PER_PROCESS)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
