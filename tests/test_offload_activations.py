@@ -10,18 +10,17 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jzero
-from tests import models
+from tests import light_decoder, models
 from tests.test_offload_params import device_puts
 from tests.tiers import slow
 
-LAYERS, WIDTH = 3, 40
+LAYERS, WIDTH = 3, 41
 
 
-def train(model, remat, stage=3, **options):
-    state = jzero.shard_train_state(
-        models.gpt_state(model, optax.adamw(1e-3)), config=jzero.ZeroConfig(stage=stage, persistence_threshold=50)
-    )
-    step = jzero.make_train_step(models.gpt_loss(model), remat=remat, **options)
+def train(loss_fn, remat, **options):
+    plain = light_decoder.make_state(optax.adamw(1e-3), layers=LAYERS, width=WIDTH, vocab=128)
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=50))
+    step = jzero.make_train_step(loss_fn, remat=remat, **options)
     found = []
     for seed in range(2):
         state, metrics = step(state, models.tokens(16, seed, vocab=128))
@@ -38,11 +37,18 @@ def to_host(jaxpr):
             yield from to_host(getattr(inner, "jaxpr", inner))
 
 
-@pytest.mark.parametrize(("own", "options"), [(None, {}), slow({}, {"accumulate_steps": 2})])
-def test_what_goes_between_layers(own, options):
-    model = models.GPT(vocab=128, d_model=WIDTH, heads=5, layers=LAYERS, remat=own)
-    expected, _, _ = train(model, True, **options)
-    found, step, state = train(model, "offload", **options)
+@pytest.mark.parametrize(
+    ("layer", "options"),
+    [
+        (light_decoder.apply_layer, {}),
+        slow(jax.checkpoint(light_decoder.apply_layer), {"accumulate_steps": 2}),
+    ],
+    ids=["plain", "remat"],
+)
+def test_what_goes_between_layers(layer, options):
+    loss_fn = light_decoder.loss_with(layer)
+    expected, _, _ = train(loss_fn, True, **options)
+    found, step, state = train(loss_fn, "offload", **options)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     jaxpr = step.trace(state, models.tokens(16, vocab=128)).jaxpr.jaxpr
     rows = 16 // 8 // options.get("accumulate_steps", 1)
