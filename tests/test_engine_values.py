@@ -80,7 +80,7 @@ class Dropout(nn.Module):
 def test_dropout_key_is_folded_with_the_device(stage):
     model = Dropout()
     x = np.ones((8, D), np.float32)
-    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    variables = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
     state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.sgd(1.0))
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
 
@@ -92,7 +92,8 @@ def test_dropout_key_is_folded_with_the_device(stage):
     masks = np.asarray(out) != 0
     assert len({row.tobytes() for row in masks}) == 8
     keys = [jax.random.fold_in(jax.random.key(7), i) for i in range(8)]
-    want = [model.apply(variables, x[i : i + 1], rngs={"dropout": key})[0] for i, key in enumerate(keys)]
+    apply = jax.jit(lambda x, key: model.apply(variables, x, rngs={"dropout": key}))
+    want = [apply(x[i : i + 1], key)[0] for i, key in enumerate(keys)]
     np.testing.assert_allclose(out, np.stack(want), rtol=1e-5)
 
 
@@ -113,7 +114,7 @@ class Normed(nn.Module):
 def test_batch_norm_over_the_zero_axis_equals_the_whole_batch(stage):
     plain_model, model = Normed(), Normed(axis_name="data")
     batch = engine_losses.batch()
-    variables = plain_model.init(jax.random.key(0), batch["x"])
+    variables = jax.jit(plain_model.init)(jax.random.key(0), batch["x"])
     tx = optax.sgd(0.1)
     state = BatchNormState.create(apply_fn=None, tx=tx, **variables)
     sharded = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
@@ -128,10 +129,15 @@ def test_batch_norm_over_the_zero_axis_equals_the_whole_batch(stage):
         return loss_fn
 
     step = jzero.make_train_step(loss_of(model), has_aux=True, mutable=("batch_stats",))
-    grad = jax.jit(jax.value_and_grad(loss_of(plain_model), has_aux=True))
-    for _ in range(3):
+    grad = jax.value_and_grad(loss_of(plain_model), has_aux=True)
+
+    @jax.jit
+    def plain_step(state):
         (loss, aux), grads = grad(state.params, batch, batch_stats=state.batch_stats)
-        state = state.apply_gradients(grads=grads, batch_stats=aux["batch_stats"])
+        return state.apply_gradients(grads=grads, batch_stats=aux["batch_stats"]), loss, aux
+
+    for _ in range(3):
+        state, loss, aux = plain_step(state)
         sharded, metrics = step(sharded, batch)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
         np.testing.assert_allclose(metrics["aux"]["size"], aux["size"], rtol=1e-5)

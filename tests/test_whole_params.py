@@ -30,11 +30,16 @@ def as_on_gpus(monkeypatch):
 
 def by_hand(loss_fn, tx, params, batches, is_trained=lambda _: True):
     """Returns parameters after steps of optax."""
-    opt_state, gradient = tx.init(params), jax.jit(jax.grad(loss_fn))
-    for batch in batches:
-        updates, opt_state = tx.update(gradient(params, batch), opt_state, params)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, batch), opt_state, params)
         new = optax.apply_updates(params, updates)
-        params = {name: new[name] if is_trained(name) else params[name] for name in params}
+        return {name: new[name] if is_trained(name) else params[name] for name in params}, opt_state
+
+    opt_state = jax.jit(tx.init)(params)
+    for batch in batches:
+        params, opt_state = step(params, opt_state, batch)
     return params
 
 
