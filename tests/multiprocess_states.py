@@ -82,6 +82,26 @@ def train_from(
     return state, numbers
 
 
+def overflows(stage: int) -> dict[str, float]:
+    """Trains in fp16 with overflows in rows of the first process alone, then of the second."""
+    poisoned = {1: 0, 3: ROWS - 1}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return loss_of(params, batch) + 0 * params["shift"].sum() * batch["poison"].sum()
+
+    fp16 = jzero.ZeroConfig(stage=stage, persistence_threshold=50, precision="fp16")
+    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=fp16)
+    step = jzero.make_train_step(loss)
+    numbers = {}
+    for i in range(NUM_STEPS):
+        poison = np.zeros(ROWS, np.float32)
+        if i in poisoned:
+            poison[poisoned[i]] = np.inf
+        state, metrics = step(state, {**models.mlp_batch(ROWS, seed=i), "poison": poison})
+        numbers |= {f"scale {i}": float(metrics["loss_scale"]), f"applied {i}": float(metrics["step_applied"])}
+    return {**numbers, "steps": float(state.step)}
+
+
 def whole_values(state: Any) -> dict[str, float]:
     """Returns what evaluation says, and digests of all that gathers a state."""
     evaluate = jzero.make_eval_step(lambda params, batch: {"loss": loss_of(params, batch), "rows": count(batch)})
