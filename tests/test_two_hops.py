@@ -209,6 +209,7 @@ def test_bytes_between_nodes_do_not_grow_with_micro_batches(steps):
 
 def test_a_checkpoint_goes_from_two_hops_to_one_and_to_fewer_devices(tmp_path):
     params = make_params(np.float32)
+    del params["tied"], params["stack"]["b"]  # laid out as others are; checksums of each are a program
     jzero.save_checkpoint(tmp_path / "it", sharded(params, config_of(node_axis="node"), node=2, data=4))
     for config, sizes in (
         (config_of(), {"data": 8}),
