@@ -27,9 +27,9 @@ import numpy as np
 from tests.fault_run import save_for_ever
 
 ROOT = pathlib.Path(__file__).parents[1]
-NUM_DEVICES = 3
+NUM_DEVICES = 2
 RATE, DECAY = 2.0**-10, 0.5  # powers of two: with them a step rounds in no more than one place, however it is compiled
-SHAPES = {"odd": (257, 509), "flat": (10, 7), "small": (2,)}
+SHAPES = {"odd": (257, 509), "small": (3,)}
 KEEP = 2
 LITTLE = 1 << 20
 """Bytes that others may have taken on the disk meanwhile; a slot takes more."""
@@ -130,19 +130,27 @@ MEMORY_RECORD = 1 << 20
 def measure(directory: str) -> dict[str, int]:
     """Saves and restores; returns by how many bytes memory grew meanwhile."""
     jax = setup(2)
+    import jax.numpy as jnp  # noqa: PLC0415
     import optax  # noqa: PLC0415
 
     import jzero  # noqa: PLC0415
 
+    def mixed(seed: int) -> jax.Array:
+        """Numbers that do not compress, for a tenth of the work of random ones."""
+        row, column = (jax.lax.broadcasted_iota(jnp.uint32, MEMORY_SHAPE, dim) for dim in (0, 1))
+        bits = (row + np.uint32(seed << 16)) * np.uint32(0x9E3779B1) ^ column * np.uint32(0x85EBCA77)
+        bits = (bits ^ bits >> 15) * np.uint32(0xC2B2AE3D)
+        return jax.lax.bitcast_convert_type(bits >> 9 | np.uint32(0x3F800000), jnp.float32)  # between 1 and 2
+
     def make(key: Any, num_params: int) -> jzero.TrainState:
-        params = {f"{i}": jax.random.normal(jax.random.fold_in(key, i), MEMORY_SHAPE) for i in range(num_params)}
+        params = {f"{i}": mixed(i) for i in range(num_params)}
         return jzero.TrainState.create(params=params, tx=optax.adamw(1e-3))
 
     os.makedirs(f"{directory}/scratch", exist_ok=True)
     offload = jzero.Offload(optimizer="disk", path=f"{directory}/scratch", chunk_bytes=MEMORY_RECORD)
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0, precision="bf16", offload=offload)
     grew = {}
-    for num_params in (1, 7):  # the first one so that everything is compiled
+    for num_params in (1, 5):  # the first one so that everything is compiled
         state = jzero.init_train_state(functools.partial(make, num_params=num_params), jax.random.key(0), config=config)
         like, path = jzero.abstract_train_state(state, config=config), f"{directory}/{num_params}"
         grew["save"] = growth(functools.partial(jzero.save_checkpoint, path, state))
@@ -152,7 +160,7 @@ def measure(directory: str) -> dict[str, int]:
         "on_disk": plan.disk_bytes_per_device // 2 * plan.mesh.size,
         "save": grew["save"],
         "restore": grew["restore"] - 2 * sum(leaf.param.size for leaf in plan.leaves),  # the new parameters, in bf16
-        "allowed": 16 * MEMORY_RECORD + (64 << 20),
+        "allowed": 16 * MEMORY_RECORD + (44 << 20),
     }
 
 
