@@ -185,18 +185,19 @@ def test_fit_as_json(run):
 
 def test_fit_compares_host_memory_if_asked(run):
     """Adam's moments take 8 bytes per parameter; at stage 0 each of eight devices has them on its host, whole."""
-    command = "fit users:factory --topology h200:8 --hbm-bytes 1e9 --no-confirm --offload --host-bytes"
-    text = text_of(run(f"{command} 1e9".replace("factory", "nnx_pair")))
+    command = "fit users:nnx_pair --topology h200:8 --hbm-bytes 1e9 --no-confirm --offload --host-bytes"
+    text = text_of(run(f"{command} 1e9"))
     header = next(line for line in text.splitlines() if line.startswith("stage"))
     assert header.split()[-2:] == ["host", "verdict"]
     assert "s for the host" in text
-    found = data_of(run(f"{command} {32 * PSI} --json"))["tried"]
-    assert {x["stage"]: x["host_bytes"] for x in found if x["host_bytes"]}[0] == 8 * PSI
+    size = WIDTH * 4 * WIDTH
+    found = data_of(run(f"{command} {32 * size} --json"))["tried"]
+    assert {x["stage"]: x["host_bytes"] for x in found if x["host_bytes"]}[0] == 8 * size
     assert {x["stage"] for x in found if x["verdict"].endswith("too much for the host")} == {0}
 
 
 def test_fit_compiles_for_this_machine(run):
-    text = text_of(run("fit users:factory --hbm-bytes 1e9 --precision bf16"))
+    text = text_of(run("fit users:nnx_pair --hbm-bytes 1e9 --precision bf16"))
     assert "8 cpu devices: stage 0 fits" in text
     assert "(compiled)" in text
 
@@ -210,7 +211,7 @@ def test_fit_ends_with_1_if_nothing_fits(run):
 def test_fit_without_the_compiler_says_so(run, monkeypatch):
     monkeypatch.setattr(topologies, "missing_compiler", lambda kind: f"no {kind} compiler")
     topologies._devices.cache_clear()
-    found = data_of(run("fit users:factory --topology h200:8 --json"))
+    found = data_of(run("fit users:nnx_pair --topology h200:8 --json"))
     assert found["chosen"]["compiled_peak"] is None
     assert "Nothing was compiled" in found["notes"][0]
     assert "no gpu compiler" in found["notes"][0]
@@ -302,18 +303,24 @@ def test_the_script_is_declared():
 
 
 def test_commands_of_the_guide_run(run, checkpoint, tmp_path):
-    """Except that machines which are not there are left out where they compile."""
+    """Except that machines which are not there are left out where they compile, and what other files run as it is."""
     text = (ROOT / "docs/guides/command_line.md").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line.split("#")[0] for block in blocks for line in block.splitlines() if line.startswith("jzero ")]
     commands = {"estimate", "plan", "analyze", "fit", "deepspeed", "export", "inspect", "doctor"}
     assert {line.split()[1] for line in lines} == commands
-    for line in lines:
+    elsewhere = {  # `tests/test_cli_doctor.py` and `tests/test_memory_story.py`
+        "jzero doctor",
+        "jzero doctor --disk /local/scratch",
+        "jzero fit --params 7B --topology h100:8 --precision bf16 --batch 8 --no-confirm",
+    }
+    lines = {line.strip() for line in lines}
+    assert elsewhere < lines
+    for line in sorted(lines - elsewhere):
         here = line.replace("checkpoints/run1", str(checkpoint[0])).replace("model.safetensors", str(tmp_path / "m"))
         here = here.replace("ds_config.json", str(ROOT / "tests/data/ds_configs/zero2_fp16.json"))
         here = here.removeprefix("jzero ").replace("my_model:tiny", "users:nnx_pair")
         here = re.sub(r" --topology \S+", "", here) if here.startswith("analyze") else here
-        here = here.replace("/local/scratch", f"{tmp_path} --disk-bytes 1e6")
         assert run(here).exit_code == 0, line
 
 
