@@ -91,12 +91,12 @@ def test_untrained_adapters_change_nothing(config):
     np.testing.assert_array_equal(adapted, logits(decoder.Decoder(config), params))
 
 
-@pytest.mark.parametrize(
-    ("precision", "frozen"),
-    default_for([("bf16", "int8")], [(p, f) for p in ("fp32", "bf16") for f in ("none", "int8")]),
-)
+CASES = [(precision, frozen) for precision in ("fp32", "bf16") for frozen in ("none", "int8")]
+
+
+@pytest.mark.parametrize(("precision", "frozen"), default_for([("bf16", "int8")], CASES))
 @pytest.mark.smoke
-def test_only_adapters_change_and_the_base_travels_as_it_is_stored(precision, frozen, config, tmp_path):
+def test_only_adapters_change_and_the_base_travels_as_it_is_stored(precision, frozen, config):
     state, model = born(config, precision=precision, frozen=frozen)
     step = jzero.make_train_step(training.next_token_loss(model))
     report = jzero.analyze(step, state, BATCH)
@@ -120,8 +120,14 @@ def test_only_adapters_change_and_the_base_travels_as_it_is_stored(precision, fr
     changed = {name for name in before if (before[name] != after[name]).any()}
     assert changed == {name for name in before if re.fullmatch(ADAPTERS, name)}
 
+
+@pytest.mark.slow  # by default, `tests/test_quantized_base.py` restores a smaller base of integers
+@pytest.mark.parametrize(("precision", "frozen"), CASES)
+def test_a_checkpoint_keeps_base_and_adapters(precision, frozen, config, tmp_path):
+    state, _ = born(config, precision=precision, frozen=frozen)
+    before = paths_of(jax.device_get(jzero.gather_params(state)))
     jzero.save_checkpoint(tmp_path / "saved", state)
     fewer = jzero.make_mesh(devices=jax.devices()[:3])
     back = jzero.restore_checkpoint(tmp_path / "saved", jzero.abstract_train_state(state, mesh=fewer))
     for name, x in paths_of(jax.device_get(jzero.gather_params(back))).items():
-        np.testing.assert_array_equal(x, after[name], name)
+        np.testing.assert_array_equal(x, before[name], name)
