@@ -290,6 +290,7 @@ def losses(config, params, loss_fn, batches):
     return np.array(found), jzero.gather_params(state)
 
 
+@pytest.mark.smoke
 def test_a_file_trains_as_deepspeed_did():
     """Four steps of a recorded run: four ranks, two micro-batches. Tolerances are those of `test_deepspeed.py`."""
     run = json.loads((DATA / "deepspeed_runs.json").read_text())["ds_main_z3_fp32_g2"]
