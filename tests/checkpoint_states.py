@@ -10,6 +10,7 @@ from flax import nnx
 from flax.training import train_state as flax_train_state
 
 import jzero
+from tests.drawn import to_jax
 
 STAGES = (0, 1, 2, 3)
 
@@ -39,7 +40,7 @@ def linen_state(seed=0):
 
     rng = np.random.default_rng(seed)
     draw = lambda x: np.abs(rng.normal(size=x.shape)) if jnp.issubdtype(x.dtype, jnp.floating) else np.ones(x.shape)
-    return jax.tree.map(lambda x: jnp.asarray(draw(x), x.dtype), jax.eval_shape(make))
+    return jax.tree.map(lambda x: to_jax(draw(x), x.dtype), jax.eval_shape(make))
 
 
 class NnxNet(nnx.Module):

@@ -12,11 +12,12 @@ import pytest
 import jzero
 from jzero.disk import files as disk_files
 from tests.checkpoint_states import arrays, mesh
+from tests.drawn import to_jax
 
 
 def make_params():
     rng = np.random.default_rng(3)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    draw = lambda *shape: to_jax(rng.normal(size=shape), jnp.float32)
     return {
         "rows": draw(127, 23),  # with padding
         "flat": draw(10, 7),  # both dimensions would be mostly padding: flattened
@@ -34,9 +35,7 @@ def make_state():
     """A plain state after a step of optax alone, so that moments are numbers of their own."""
     state = jzero.TrainState.create(params=make_params(), tx=optax.adamw(1e-2))
     rng = np.random.default_rng(4)
-    return state.apply_gradients(
-        grads=jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), state.params)
-    )
+    return state.apply_gradients(grads=jax.tree.map(lambda x: to_jax(rng.normal(size=x.shape), x.dtype), state.params))
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,12 @@ import optax
 
 import jzero
 from tests import models
+from tests.drawn import to_jax
 
 
 def make_params():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 8, jnp.float32)
+    draw = lambda *shape: to_jax(rng.normal(size=shape) / 8, jnp.float32)
     return {
         "layer_0": {"kernel": draw(37, 61), "bias": draw(61)},
         "layer_1": {"kernel": draw(61, 11), "bias": draw(11)},

@@ -11,15 +11,14 @@ import optax
 from jax import lax
 
 import jzero
+from tests.drawn import to_jax
 
 D = 24
 
 
 def params():
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(
-        rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) > 1 else 1), jnp.float32
-    )
+    normal = lambda *shape: to_jax(rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) > 1 else 1), jnp.float32)
     return {
         "w": normal(D, D),
         "v": normal(D, 17),

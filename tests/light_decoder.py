@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import jzero
+from tests.drawn import to_jax
 
 
 def make_state(
@@ -25,7 +26,7 @@ def make_state(
     shapes = {"embed": (vocab, width), **({"layers": layer} if scan else {f"layer_{i}": layer for i in range(layers)})}
     shapes |= {} if tied else {"head": {"kernel": (width, vocab)}}
     rng = np.random.default_rng(0)
-    draw = lambda shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(width), jnp.float32)
+    draw = lambda shape: to_jax(rng.normal(size=shape) / np.sqrt(width), jnp.float32)
     params = jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
     return jzero.TrainState.create(params=params, tx=tx)
 

@@ -13,6 +13,8 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
+from tests.drawn import to_jax
+
 VOCAB, D_MODEL, HEADS, LAYERS, SEQ = 509, 120, 5, 2, 8
 
 
@@ -94,7 +96,7 @@ def draw_like(shapes: Any, seed: int = 0) -> Any:
             values /= 10
         else:
             values /= np.sqrt(x.shape[-2 if name == "kernel" else -1])
-        return jnp.asarray(values, x.dtype)
+        return to_jax(values, x.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
@@ -112,8 +114,8 @@ def mlp_params(dtype: Any = jnp.float32) -> dict[str, Any]:
     pairs = itertools.pairwise(MLP_SIZES)
     return {
         f"layer_{i}": {
-            "kernel": jnp.asarray(rng.normal(size=(m, n)) / np.sqrt(m), dtype),
-            "bias": jnp.asarray(rng.normal(size=n) / 10, dtype),
+            "kernel": to_jax(rng.normal(size=(m, n)) / np.sqrt(m), dtype),
+            "bias": to_jax(rng.normal(size=n) / 10, dtype),
         }
         for i, (m, n) in enumerate(pairs)
     }

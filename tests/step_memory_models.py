@@ -6,6 +6,7 @@ import numpy as np
 import optax
 
 import jzero
+from tests.drawn import to_jax
 
 WIDTH, HIDDEN, LAYERS, ROWS = 64, 256, 6, 32
 LOCAL = ROWS // 8
@@ -24,8 +25,8 @@ def mlp_loss(params, x):
 def stack_state(config, optimizer=None):
     rng = np.random.default_rng(0)
     params = {
-        "up": jnp.asarray(rng.normal(size=(LAYERS, WIDTH, HIDDEN)) / 8, jnp.float32),
-        "down": jnp.asarray(rng.normal(size=(LAYERS, HIDDEN, WIDTH)) / 16, jnp.float32),
+        "up": to_jax(rng.normal(size=(LAYERS, WIDTH, HIDDEN)) / 8, jnp.float32),
+        "down": to_jax(rng.normal(size=(LAYERS, HIDDEN, WIDTH)) / 16, jnp.float32),
     }
     plain = jzero.TrainState.create(params=params, tx=optimizer or optax.adam(1e-3))
     return jzero.shard_train_state(plain, config=config)

@@ -1,0 +1,15 @@
+"""Numbers that NumPy draws, as arrays of jax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def to_jax(x: Any, dtype: Any = None) -> jax.Array:
+    """Returns what `jnp.asarray` returns, which would compile a program for each shape."""
+    x = np.asarray(x)
+    x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+    return jax.device_put(x if dtype is None else x.astype(jax.dtypes.canonicalize_dtype(dtype)))
