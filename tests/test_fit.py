@@ -18,9 +18,15 @@ from flax.training.train_state import TrainState
 import jzero
 from jzero.analysis import compiled_step, machines, search
 from tests import light_decoder
-from tests.fit_models import BATCH, make_state
+from tests.fit_models import BATCH, make_state, reckoned_once
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
 from tests.tiers import slow
+
+
+@pytest.fixture(autouse=True)
+def _each_step_is_reckoned_once(monkeypatch):
+    monkeypatch.setattr(search, "memory_of_step", reckoned_once)
+
 
 STATE_BYTES = 12 * LAYERS * WIDTH * HIDDEN * 2  # fp32 parameters and adam's moments
 CONFIG = jzero.ZeroConfig(stage=0, persistence_threshold=1000)
@@ -221,7 +227,7 @@ def test_batch_statistics():
 
 
 def test_the_choice_trains():
-    choice = fitted(4, confirm=False)
+    choice = fitted(4, confirm=False, stages=(2, 3), remat=(True,))
     mesh = jzero.make_mesh(**choice.mesh_shape)
     state = jzero.shard_train_state(make_state(jax.random.key(0)), config=choice.config, mesh=mesh)
     step = jzero.make_train_step(stack_loss, accumulate_steps=choice.accumulate_steps, remat=choice.remat)
@@ -232,7 +238,7 @@ def test_the_choice_trains():
 
 def test_a_machine_that_is_not_there():
     """A decoder with 16 bytes of state per parameter in bf16: over 8 devices what arithmetic allows, not less."""
-    make_decoder = functools.partial(light_decoder.make_state, layers=4, width=512, vocab=4096)
+    make_decoder = functools.partial(light_decoder.make_state, layers=4, width=256, vocab=4096)
     plain = jax.eval_shape(lambda: make_decoder(optax.adamw(1e-3)))
     size = sum(x.size for x in jax.tree.leaves(plain.params))
     config = jzero.ZeroConfig(stage=0, precision="bf16", persistence_threshold=0)
@@ -293,7 +299,7 @@ def test_hops_between_nodes_are_searched_where_there_are_nodes():
     options = {"confirm": False, "stages": (3,), "remat": ("as_written",)}
     one = fitted(1000, topology="h200:8", max_accumulate_steps=1, **options)
     assert {x.config.node_axis for x in one.tried} == {None}
-    two = fitted(1.4, topology="rtx4090:16", **options)
+    two = fitted(1.4, topology="rtx4090:16", max_accumulate_steps=4, **options)
     ways = {(x.config.node_axis, x.config.secondary_params, x.config.secondary_grads) for x in two.tried}
     assert ways == {(None, False, False), ("node", False, False), ("node", True, False), ("node", True, True)}
     assert all(x.config.secondary_grads <= (x.accumulate_steps > 1) for x in two.tried), "of one it changes nothing"

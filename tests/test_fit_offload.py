@@ -11,9 +11,15 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis import machines
-from tests.fit_models import BATCH, make_state
+from jzero.analysis import machines, search
+from tests.fit_models import BATCH, make_state, reckoned_once
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
+
+
+@pytest.fixture(autouse=True)
+def _each_step_is_reckoned_once(monkeypatch):
+    monkeypatch.setattr(search, "memory_of_step", reckoned_once)
+
 
 DISK = {"disk_path": "/local/scratch", "disk_bytes": 1e12, "disk_bytes_per_s": 2e9}
 MASTERS = jzero.ZeroConfig(stage=0, persistence_threshold=1000, precision="bf16")
@@ -28,11 +34,11 @@ def on_h200(**options):
 def test_offload_is_tried_last():
     """In host memory first, then on a disk."""
     small = dataclasses.replace(MASTERS, offload=jzero.Offload(chunk_bytes=2**12))  # buffers for the disk are, too
-    search = functools.partial(on_h200, config=small, stages=(3,))
-    least = min(x.memory.peak for x in on_h200(stages=(3,)).tried if x.config.offload.optimizer == "none")
-    assert search(hbm_bytes=1.01 * least, **DISK).config.offload.optimizer == "none"
-    assert {x.config.offload.optimizer for x in search(hbm_bytes=1.01 * least).tried} == {"none"}
-    below = functools.partial(search, hbm_bytes=0.98 * least)
+    find = functools.partial(on_h200, config=small, stages=(3,))
+    least = min(x.memory.peak for x in find().tried if x.config.offload.optimizer == "none")
+    assert find(hbm_bytes=1.01 * least, **DISK).config.offload.optimizer == "none"
+    assert {x.config.offload.optimizer for x in find(hbm_bytes=1.01 * least).tried} == {"none"}
+    below = functools.partial(find, hbm_bytes=0.98 * least)
     host = below(**DISK)
     assert host.config.offload == dataclasses.replace(small.offload, optimizer="host")
     assert {x.config.offload.optimizer for x in host.tried} == {"none", "host", "disk"}
@@ -79,7 +85,7 @@ def test_where_the_link_to_the_host_is_unknown_offload_comes_last():
 
 def test_a_step_waits_for_as_long_as_the_state_moves():
     """A master and two moments of each parameter, 12 bytes, each way; all eight devices share the disk of a node."""
-    choice = on_h200(max_accumulate_steps=64, **DISK)
+    choice = on_h200(max_accumulate_steps=4, **DISK)
     size = 2 * LAYERS * WIDTH * HIDDEN
     for x in choice.tried:
         on_disk = x.config.offload.optimizer == "disk"
