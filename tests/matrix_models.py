@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -11,6 +12,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 import jzero
+from tests.drawn import to_jax
 
 WIDTH, HIDDEN, NUM_IN, NUM_OUT = 40, 56, 24, 3  # with 37 below: sizes that 8 does and does not divide
 ROWS = 32
@@ -18,8 +20,8 @@ ROWS = 32
 
 def params(kind, width=WIDTH, hidden=HIDDEN, scale=0.1):
     """Returns the parameters of a model: `unrolled`, a stack of so many layers (`stack11`), or `experts`."""
-    keys = iter(jax.random.split(jax.random.key(0), 40))
-    normal = lambda *shape: scale * jax.random.normal(next(keys), shape)
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: to_jax(scale * rng.normal(size=shape))
     found = {"in": normal(NUM_IN, width)}
     if kind == "unrolled":
         layer = lambda: {"a": normal(width, hidden), "b": normal(hidden, width), "s": jnp.ones(width)}
@@ -49,16 +51,15 @@ def loss(params, batch):
 
 
 def batch(seed):
-    key = jax.random.key(100 + seed)
-    return jax.random.normal(key, (ROWS, NUM_IN)), jax.random.normal(jax.random.fold_in(key, 1), (ROWS, NUM_OUT))
+    rng = np.random.default_rng(100 + seed)
+    return to_jax(rng.normal(size=(ROWS, NUM_IN))), to_jax(rng.normal(size=(ROWS, NUM_OUT)))
 
 
 def grads(params, seed, dtype=None):
     """Returns a gradient of full rank for each parameter, no two of them equal, rounded to a dtype."""
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    made = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    return treedef.unflatten([x if dtype is None else x.astype(dtype).astype(x.dtype) for x in made])
+    rng = np.random.default_rng(seed)
+    rounded = lambda x, like: (x if dtype is None else x.astype(dtype)).astype(like.dtype)
+    return jax.tree.map(lambda x: to_jax(rounded(rng.normal(size=x.shape), x)), params)
 
 
 def dimension_numbers(params):
@@ -82,7 +83,7 @@ def _over_stack(fn, ndim):
 
 
 def _eye(x, side):
-    return jnp.broadcast_to(jnp.eye(x.shape[side]), (*x.shape[:-2], x.shape[side], x.shape[side]))
+    return to_jax(np.broadcast_to(np.eye(x.shape[side]), (*x.shape[:-2], x.shape[side], x.shape[side])))
 
 
 def soap(learning_rate=1e-2, decay=0.9, every=2):
@@ -229,12 +230,16 @@ def train(params, tx, steps, mesh=None, **config):
     return state
 
 
+def _updated(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
 def update_alone(params, tx, steps, dtype=None):
     """Returns parameters and state after updates by given gradients, with plain optax on one device."""
-    state, update = tx.init(params), jax.jit(tx.update)
+    state, update = tx.init(params), jax.jit(functools.partial(_updated, tx))
     for seed in range(steps):
-        updates, state = update(grads(params, seed, dtype), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = update(grads(params, seed, dtype), state, params)
     return params, state
 
 
@@ -242,9 +247,10 @@ def update(params, tx, steps, dtype=None, mesh=None, **config):
     """Returns the sharded state after the same updates with jzero's transformation."""
     config = jzero.ZeroConfig(**{"persistence_threshold": 0, **config})
     state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=tx), config=config, mesh=mesh)
+    update = jax.jit(functools.partial(_updated, state.tx))
     for seed in range(steps):
-        updates, opt_state = state.tx.update(grads(params, seed, dtype), state.opt_state, state.params)
-        state = state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+        new, opt_state = update(grads(params, seed, dtype), state.opt_state, state.params)
+        state = state.replace(params=new, opt_state=opt_state)
     return state
 
 

@@ -82,7 +82,7 @@ def test_muon_trains_like_optax_on_one_device(kind, variant, stage):
 @pytest.mark.parametrize(
     ("kind", "name", "stage"),
     default_for(
-        [("unrolled", "muon", 0), ("stack5", "soap", 3), ("experts", "shampoo", 1)],
+        [("stack5", "soap", 3), ("experts", "shampoo", 0)],
         itertools.product(["unrolled", "stack5", "stack8", "experts"], ["muon", "soap", "shampoo"], [3, 0, 1]),
     ),
 )
