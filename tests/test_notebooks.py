@@ -34,12 +34,14 @@ for script in sys.argv[1:]:
 
 
 def run_python(*args: str, num_devices: int = 8, timeout: float = 300) -> str:
-    """Runs Python in the notebooks' folder, as a reader without accelerators would; returns what it prints."""
+    """Runs Python in the notebooks' folder, as a reader without accelerators would; returns what it prints.
+
+    It compiles with the flags of `tests/conftest.py`: most of the time goes into compiling.
+    """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(num_devices),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # most of the time goes into compiling
     }
     environment.pop("MPLBACKEND", None)  # in a kernel it would keep figures out of the outputs
     finished = subprocess.run(
