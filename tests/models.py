@@ -107,11 +107,12 @@ def gpt_state(model, tx, seed: int = 0) -> TrainState:
 
 
 MLP_SIZES = (37, 127, 61, 11)
+TWO_LAYERS = (37, 127, 11)
 
 
-def mlp_params(dtype: Any = jnp.float32) -> dict[str, Any]:
+def mlp_params(dtype: Any = jnp.float32, sizes: tuple[int, ...] = MLP_SIZES) -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    pairs = itertools.pairwise(MLP_SIZES)
+    pairs = itertools.pairwise(sizes)
     return {
         f"layer_{i}": {
             "kernel": to_jax(rng.normal(size=(m, n)) / np.sqrt(m), dtype),
@@ -122,11 +123,11 @@ def mlp_params(dtype: Any = jnp.float32) -> dict[str, Any]:
 
 
 def mlp_loss(params, batch):
-    x = batch["x"]
-    for i in range(len(MLP_SIZES) - 1):
+    x, num_layers = batch["x"], sum(name.startswith("layer_") for name in params)
+    for i in range(num_layers):
         layer = params[f"layer_{i}"]
         x = x @ layer["kernel"] + layer["bias"][None]
-        x = jnp.tanh(x) if i < len(MLP_SIZES) - 2 else x
+        x = jnp.tanh(x) if i < num_layers - 1 else x
     return jnp.square(x - batch["y"]).mean()
 
 

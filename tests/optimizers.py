@@ -54,9 +54,10 @@ def problem(model: str, dtype: str) -> tuple[Any, Any, list[Any]]:
     """Returns `(params, loss_fn, batches)` of a named model."""
     if model == "gpt":
         gpt = models.GPT(dtype=jnp.dtype(dtype))
-        params = jax.jit(gpt.init)(jax.random.key(0), jnp.zeros((1, models.SEQ), jnp.int32))["params"]
+        params = models.draw_params(gpt, jnp.zeros((1, models.SEQ), jnp.int32))
         return params, models.gpt_loss(gpt), [models.tokens(ROWS, seed) for seed in range(STEPS)]
-    params = models.mlp_params(jnp.dtype(dtype))
+    sizes = {"mlp": models.MLP_SIZES, "two layers": models.TWO_LAYERS}[model]
+    params = models.mlp_params(jnp.dtype(dtype), sizes)
     return params, models.mlp_loss, [models.mlp_batch(ROWS, seed, np.dtype(dtype)) for seed in range(STEPS)]
 
 
