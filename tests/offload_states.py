@@ -39,6 +39,12 @@ def mlp_state(stage, precision="fp32", offload=HOST, tx=ADAMW, **options):
     return jzero.shard_train_state(state, config=config(stage, precision, offload, **options))
 
 
+def small_state(stage, precision="fp32", offload=HOST, tx=ADAMW, **options):
+    """As `mlp_state`, with two layers; programs of leaves and of records are fewer by a third."""
+    state = jzero.TrainState.create(params=models.mlp_params(sizes=models.TWO_LAYERS), tx=tx)
+    return jzero.shard_train_state(state, config=config(stage, precision, offload, **options))
+
+
 def train(state, steps=3, **options):
     losses = []
     for i in range(steps):
@@ -65,7 +71,7 @@ STEPS_AND_ULPS = {"fp32": (3, 2), "bf16": (3, 2), "fp16": (2, 16)}
 
 def deviation_from_optax(optimizer, offload):
     """Trains 20 steps in float64 at stage 3; returns the largest deviation from optax on one device, and the state."""
-    params, loss_fn, batches = optimizers.problem("mlp", "float64")
+    params, loss_fn, batches = optimizers.problem("two layers", "float64")
     state = TrainState.create(apply_fn=None, params=params, tx=optimizers.OPTIMIZERS[optimizer]())
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, offload=offload))
     step, losses = jzero.make_train_step(loss_fn), []
@@ -73,4 +79,4 @@ def deviation_from_optax(optimizer, offload):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     run = optimizers.Run(np.array(losses), jax.tree.map(np.asarray, jzero.gather_params(state)))
-    return max(optimizers.deviation(run, optimizers.run_plain("mlp", optimizer, "float64"))), state
+    return max(optimizers.deviation(run, optimizers.run_plain("two layers", optimizer, "float64"))), state
