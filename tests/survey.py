@@ -14,7 +14,7 @@ from tests.optimizers import OPTIMIZERS
 
 __all__ = ["CLASSES", "SHAPES", "SURVEY"]
 
-SHAPES = {"b": (7,), "v": (8, 13), "w": (6, 8)}
+SHAPES = {"b": (24,), "v": (8, 9), "w": (6, 8)}
 """Parameters with which the survey is made: a vector, and matrices of both orientations."""
 
 
