@@ -295,11 +295,11 @@ def drawn(draws: int, seed: int, run: Any) -> None:
     hypothesis.seed(seed)(settings(hypothesis.given(cases())(run)))()
 
 
-@pytest.mark.parametrize("seed", default_for([0], range(8)))
-def test_draws_train_like_plain_optax(seed):
+@pytest.mark.parametrize(("seed", "draws"), default_for([(0, 2)], [(0, 2), *((seed, 4) for seed in range(8))]))
+def test_draws_train_like_plain_optax(seed, draws):
     refused = []
-    drawn(4, seed, lambda case: refused.extend([] if check(case) else [case]))
-    assert len(refused) < 3
+    drawn(draws, seed, lambda case: refused.extend([] if check(case) else [case]))
+    assert len(refused) <= draws // 2
 
 
 def main() -> None:
