@@ -38,9 +38,19 @@ def linen_state(seed=0):
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
         return StateWithStats.create(apply_fn=Net().apply, tx=tx, **variables)
 
+    return _drawn(jax.eval_shape(make), seed)
+
+
+def _drawn(shapes, seed):
     rng = np.random.default_rng(seed)
-    draw = lambda x: np.abs(rng.normal(size=x.shape)) if jnp.issubdtype(x.dtype, jnp.floating) else np.ones(x.shape)
-    return jax.tree.map(lambda x: to_jax(draw(x), x.dtype), jax.eval_shape(make))
+
+    def draw(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key(seed)
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return to_jax(abs(rng.normal(size=x.shape)) if is_float else np.ones(x.shape), x.dtype)
+
+    return jax.tree.map(draw, shapes)
 
 
 class NnxNet(nnx.Module):
@@ -58,11 +68,14 @@ class NnxNet(nnx.Module):
 
 
 def nnx_state(seed=0):
-    model = NnxNet(nnx.Rngs(seed))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
-    params = nnx.state(model, nnx.Param)
-    optimizer.update(model, jax.tree.map(lambda x: jax.random.normal(jax.random.key(seed + 1), x.shape), params))
-    return model, optimizer
+    """A plain pair whose every array holds numbers of its own, drawn by NumPy, which compiles nothing."""
+
+    def make():
+        model = NnxNet(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    graph, shapes = nnx.split(nnx.eval_shape(make))
+    return nnx.merge(graph, _drawn(shapes, seed))
 
 
 def mesh(num):

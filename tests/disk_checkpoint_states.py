@@ -32,10 +32,11 @@ def loss_fn(params, batch):
 
 
 def make_state():
-    """A plain state after a step of optax alone, so that moments are numbers of their own."""
-    state = jzero.TrainState.create(params=make_params(), tx=optax.adamw(1e-2))
-    rng = np.random.default_rng(4)
-    return state.apply_gradients(grads=jax.tree.map(lambda x: to_jax(rng.normal(size=x.shape), x.dtype), state.params))
+    """A plain state whose moments are numbers of their own, drawn by NumPy, which compiles nothing."""
+    params, tx, rng = make_params(), optax.adamw(1e-2), np.random.default_rng(4)
+    draw = lambda x: np.abs(rng.normal(size=x.shape)) if x.ndim else np.ones(())
+    opt_state = jax.tree.map(lambda x: to_jax(draw(x), x.dtype), jax.eval_shape(tx.init, params))
+    return jzero.TrainState(step=jnp.ones((), jnp.int32), apply_fn=None, params=params, tx=tx, opt_state=opt_state)
 
 
 @pytest.fixture(scope="module")
