@@ -168,9 +168,11 @@ def test_whole_parameters_are_made_anew_unless_somebody_looks_at_updates(cls, fa
     sums = re.findall(r"= (?:f32|bf16)\[127,61\]\S* add\(", program)
     assert bool(sums) == (cls is not TrainState)
     new, _ = step(state, batch)
-    seen = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if precision == "bf16" else x, plain)
-    grads = jax.grad(models.mlp_loss)(seen, batch)
-    moved = jax.tree.map(lambda x, g: x - factor * 0.1 * g.astype(jnp.float32), plain, grads)
+    seen = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16) if precision == "bf16" else x, plain)
+    grads = jax.jit(jax.grad(models.mlp_loss))(seen, batch)
+    moved = jax.tree.map(
+        lambda x, g: np.asarray(x) - np.float32(factor * 0.1) * np.asarray(g, np.float32), plain, grads
+    )
     for found, expected in zip(jax.tree.leaves(jzero.gather_params(new)), jax.tree.leaves(moved), strict=True):
         atol = 1e-6 if precision == "fp32" else 2**-8  # half a bf16 unit at 1, and what its gradients differ by
-        np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=atol, rtol=0)
+        np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=atol, rtol=0)
