@@ -209,7 +209,7 @@ def test_no_permission(state, tmp_path):
         jzero.export_params(state, directory / "c")
 
 
-FULL_DISK = """
+FULL_DISK_AND_ERROR = """
 import sys, resource, signal
 import jax
 jax.config.update("jax_platforms", "cpu")
@@ -217,7 +217,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 import jzero
 from tests.test_checkpoint_faults import assert_is_step, at, make_state, shapes
 
-directory, limit = sys.argv[1], int(sys.argv[2])
+directory, limit, roomy = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 state = make_state(517)
 manager = jzero.CheckpointManager(directory)
 manager.save(at(state, 1))
@@ -243,7 +243,17 @@ except jzero.CheckpointError as error:
 names = {p.name for p in manager.directory.iterdir()}
 late = "3.orbax-checkpoint-tmp"  # a thread may write there once it is removed; the next save removes it again
 print("still there:", sorted(names - {late}))
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+other = jzero.CheckpointManager(roomy)
+other.save(at(make_state(1500), 1))
+raise ValueError("mine")
 """
+
+
+def run_python(program, *arguments):
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 @contextlib.contextmanager
@@ -262,37 +272,15 @@ def small_disk(directory, size):
             subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
-def test_a_full_disk(tmp_path):
+def test_a_full_disk_and_a_program_that_ends_with_an_error(tmp_path):
+    """A full disk costs no earlier checkpoint; a manager that is not closed completes the last one."""
     with small_disk(tmp_path / "disk", 1_500_000) as limit:
-        run = subprocess.run(
-            [sys.executable, "-c", FULL_DISK, str(tmp_path / "disk" / "run"), str(limit)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
-        assert "still there: ['1', 'jzero.lock'" in run.stdout, "what was written of the others is gone"
-
-
-def test_a_program_that_does_not_close_its_manager_completes_its_last_checkpoint(tmp_path):
-    lines = [
-        "import jax",
-        "jax.config.update('jax_platforms', 'cpu')",
-        "jax.config.update('jax_num_cpu_devices', 8)",
-        "import jzero",
-        "from tests.test_checkpoint_faults import at, make_state",
-        f"manager = jzero.CheckpointManager({str(tmp_path)!r})",
-        "manager.save(at(make_state(1500), 1))",
-        "raise ValueError('mine')",
-    ]
-    run = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+        arguments = map(str, (tmp_path / "disk" / "run", limit, tmp_path / "roomy"))
+        run = run_python(FULL_DISK_AND_ERROR, *arguments)
+        assert "still there: ['1', 'jzero.lock'" in run.stdout, run.stderr  # else something is left of the others
     assert run.returncode == 1
     assert run.stderr.rstrip().endswith("ValueError: mine"), run.stderr
-    assert jzero.inspect_checkpoint(tmp_path, verify=True).damaged == {}
+    assert jzero.inspect_checkpoint(tmp_path / "roomy", verify=True).damaged == {}
 
 
 def test_notes_that_are_gone(state, two_steps):
@@ -301,27 +289,30 @@ def test_notes_that_are_gone(state, two_steps):
         jzero.restore_checkpoint(two_steps / "2", shapes(state))
 
 
-def run_python(*lines):
-    return subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
 def test_another_program_that_writes_and_one_that_is_gone(state, tmp_path):
-    claim = (
+    lines = [
         "import os, time",
         "from etils import epath",
         "from jzero.checkpoint.lock import DirectoryLock",
-        f"lock = DirectoryLock(epath.Path({str(tmp_path)!r}), lambda: None)",
-        "lock.take_over()",
-        "found = lock.acquire()",
-    )
-    with jzero.CheckpointManager(tmp_path) as manager:
-        manager.save(at(state, 1))
-        found = run_python(*claim, "print(found)").stdout
-        assert f"another program writes there (process {os.getpid()} on " in found
+        "def claim():",
+        f"    lock = DirectoryLock(epath.Path({str(tmp_path)!r}), lambda: None)",
+        "    lock.take_over()",
+        "    return lock, lock.acquire()",
+        "print(claim()[1], flush=True)",
+        "input()",
+        "lock, found = claim()",
+        "assert not found, found",
+        "os.fork() or (os.closerange(0, 3), time.sleep(30))",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        with jzero.CheckpointManager(tmp_path) as manager:
+            manager.save(at(state, 1))
+            found = process.stdout.readline()
+            assert f"another program writes there (process {os.getpid()} on " in found
+        process.communicate("\n", timeout=300)
+    assert process.returncode == 0
     # A process that the holder forked lives on after it.
-    assert run_python(*claim, "assert not found", "os.fork() or (os.closerange(0, 3), time.sleep(30))").returncode == 0
     with jzero.CheckpointManager(tmp_path) as manager:
         assert manager.save(at(state, 2))
 
