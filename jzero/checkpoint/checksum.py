@@ -95,9 +95,14 @@ def sum_of_part(part: jax.Array, start: Sequence[int | jax.Array] | jax.Array, n
       start: The index of its first element, per dimension.
       natural: The sizes of the stored array without padding.
     """
-    at_once = functools.partial(_sum_at_once, natural=tuple(natural))
-    by_rows = functools.partial(_sum_by_rows, natural=tuple(natural))
-    return lax.platform_dependent(part, jnp.asarray(start, jnp.int32), cpu=by_rows, default=at_once)
+    first, sizes = jnp.asarray(start, jnp.int32), tuple(natural)
+    at_once = functools.partial(_sum_at_once, natural=sizes)
+    # What has one index in the dimensions before the cut one lies in one piece, in the natural array too: a line.
+    dim = next((d for d, (size, n) in enumerate(zip(part.shape, sizes, strict=True)) if size != n), 0)
+    if part.shape[dim + 1 :] != sizes[dim + 1 :] or not ROW <= math.prod(part.shape[dim:]) < 1 << 31:
+        return at_once(part, first)
+    by_rows = functools.partial(_sum_by_rows, natural=sizes, dim=dim)
+    return lax.platform_dependent(part, first, cpu=by_rows, default=at_once)
 
 
 def _sum_at_once(part: jax.Array, start: jax.Array, natural: tuple[int, ...]) -> jax.Array:
@@ -111,13 +116,9 @@ def _sum_at_once(part: jax.Array, start: jax.Array, natural: tuple[int, ...]) ->
     return _mixed(part, places, inside).sum(dtype=jnp.uint32)
 
 
-def _sum_by_rows(part: jax.Array, start: jax.Array, natural: tuple[int, ...]) -> jax.Array:
+def _sum_by_rows(part: jax.Array, start: jax.Array, natural: tuple[int, ...], dim: int) -> jax.Array:
     """As `_sum_at_once`, by a loop: XLA's CPU compiler would write all mixed words to memory before it adds them."""
-    dim = next((d for d, (size, n) in enumerate(zip(part.shape, natural, strict=True)) if size != n), 0)
     line_size = math.prod(part.shape[dim:])
-    if part.shape[dim + 1 :] != natural[dim + 1 :] or not ROW <= line_size < 1 << 31:
-        return _sum_at_once(part, start, natural)
-    # What has one index in the dimensions before the cut one lies in one piece, in the natural array too: a line.
     lines = part.reshape(-1, line_size)
     stride = line_size // part.shape[dim]
     limit = jnp.clip(natural[dim] - start[dim], 0, part.shape[dim]) * stride
