@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jzero._types import DType
 from jzero.layout.casts import apply_edits, round_to
-from jzero.layout.cut import Cut, Index
+from jzero.layout.cut import Cut
 from jzero.layout.mesh import HOST_MEMORY
 from jzero.layout.on_disk import OnDisk, Stored
 from jzero.layout.padded import Padded
@@ -109,7 +109,7 @@ def place_array(
     shape = host.shape if cut is None else cut.stored_shape
     flat = host if cut is None else host.reshape(cut.unpadded_shape)
 
-    def part(index: Index) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         # A copy, since the runtime may keep a reference to its input.
         return np.array(host[index]) if cut is None else cut.part(flat.__getitem__, host.dtype, index)
 
