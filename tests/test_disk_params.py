@@ -1,5 +1,6 @@
 """Parameters on disk: the numbers of parameters in memory, rows read as counted, errors that change nothing."""
 
+import functools
 import gc
 import os
 import threading
@@ -26,6 +27,9 @@ N = 2  # devices; the programs of a record are compiled for each
 STACKS = ("h/v", "h/w")
 
 
+ADAMW = optax.adamw(1e-2)
+
+
 def params():
     random = np.random.default_rng(0)
     make = lambda *shape: jnp.asarray(random.normal(size=shape) / 8, jnp.float32)
@@ -40,6 +44,7 @@ def loss_fn(params, batch):
     return jnp.square((x @ params["out"]).astype(jnp.float32) - 1).mean()
 
 
+@functools.cache
 def batch(seed=0, rows=4 * N):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, D)), jnp.float32)
 
@@ -53,21 +58,35 @@ def on_disk(path, **options):
     return jzero.Offload(optimizer="disk", params="disk", path=path, **options)
 
 
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    """One folder for all, so that plans are equal and each program is compiled once."""
+    return tmp_path_factory.mktemp("scratch")
+
+
 def mesh():
     return jzero.make_mesh(devices=jax.devices()[:N])
 
 
 def made(offload, precision="bf16", tx=None, **options):
-    state = jzero.TrainState.create(params=params(), tx=tx or optax.adamw(1e-2))
+    state = jzero.TrainState.create(params=params(), tx=tx or ADAMW)
     return jzero.shard_train_state(state, config=config(offload, precision, **options), mesh=mesh())
 
 
+@functools.cache
+def step_of(**options):
+    return jzero.make_train_step(loss_fn, **options)
+
+
 def train(state, seeds=range(3), **options):
-    step, losses = jzero.make_train_step(loss_fn, **options), []
+    step, losses = step_of(**options), []
     for seed in seeds:
         state, metrics = step(state, batch(seed))
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+evaluate = jzero.make_eval_step(loss_fn)
 
 
 def bytes_read(state):
@@ -75,7 +94,7 @@ def bytes_read(state):
 
 
 OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-2),
+    "adamw": lambda: ADAMW,
     "lamb": lambda: optax.lamb(1e-2),  # sums over masters in records, then the update
     "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
     "sgd": lambda: optax.sgd(1e-2),  # in fp32, a record is the parameter alone
@@ -86,9 +105,9 @@ CASES = [(name, precision, steps) for name in OPTIMIZERS for precision in ("fp32
 @pytest.mark.parametrize(
     ("name", "precision", "accumulate_steps"), default_for([("adamw", "bf16", 2), ("sgd", "fp32", 1)], CASES)
 )
-def test_parameters_on_disk_train_like_those_in_memory(tmp_path, name, precision, accumulate_steps):
+def test_parameters_on_disk_train_like_those_in_memory(scratch, name, precision, accumulate_steps):
     found = []
-    for offload in (jzero.Offload(), on_disk(tmp_path)):
+    for offload in (jzero.Offload(), on_disk(scratch)):
         state = made(offload, precision, OPTIMIZERS[name]())
         state, losses = train(state, accumulate_steps=accumulate_steps, clip_norm=0.5)
         found.append((losses, whole(state)))
@@ -102,32 +121,32 @@ def test_parameters_on_disk_train_like_those_in_memory(tmp_path, name, precision
 
 
 @pytest.mark.parametrize("precision", default_for(["fp32"], ["fp32", "bf16"]))
-def test_loss_and_gradients_have_the_bits_of_those_in_memory(tmp_path, precision):
+def test_loss_and_gradients_have_the_bits_of_those_in_memory(scratch, precision):
     found = []
-    for offload in (jzero.Offload(), on_disk(tmp_path)):
+    for offload in (jzero.Offload(), on_disk(scratch)):
         loss, grads = jzero.value_and_grad(loss_fn)(made(offload, precision), batch())
         found.append({"loss": np.asarray(loss), **arrays(grads)})
     assert_same_bits(*found)
 
 
-def test_records_of_single_rows_change_no_bit_of_an_update(tmp_path):
-    near, losses = train(made(jzero.Offload(optimizer="disk", path=tmp_path)), [0, 1])
-    state, found = train(made(on_disk(tmp_path, chunk_bytes=2048)), [0, 1])
+def test_records_of_single_rows_change_no_bit_of_an_update(scratch):
+    near, losses = train(made(jzero.Offload(optimizer="disk", path=scratch)), [0, 1])
+    state, found = train(made(on_disk(scratch, chunk_bytes=2048)), [0, 1])
     assert found == losses
     assert_same_bits(whole(state), whole(near))
 
 
-def test_rows_are_read_as_counted_and_no_stack_is_in_memory(tmp_path):
-    state = made(on_disk(tmp_path))
+def test_rows_are_read_as_counted_and_no_stack_is_in_memory(scratch):
+    state = made(on_disk(scratch))
     plan, store = jzero.plan_of(state), files_of(state).pipeline.store
     assert [plan.leaves[i].path for i in plan.params_on_disk] == list(STACKS)
     per_row = N * len(STACKS) * PAGE  # one request each
-    step = jzero.make_train_step(loss_fn, accumulate_steps=2)
+    step = step_of(accumulate_steps=2)
     before = bytes_read(state)
     state, _ = step(state, batch(rows=8 * N))
     assert bytes_read(state) - before == 2 * 2 * LAYERS * per_row + store.num_bytes  # and each record for the update
     before = bytes_read(state)
-    value = jzero.make_eval_step(loss_fn)(state, batch())
+    value = evaluate(state, batch())
     assert bytes_read(state) - before == LAYERS * per_row
     before = bytes_read(state)
     loss, grads = jzero.value_and_grad(loss_fn)(state, batch())
@@ -145,9 +164,9 @@ def test_rows_are_read_as_counted_and_no_stack_is_in_memory(tmp_path):
     assert memory[0].temp_size_in_bytes < memory[1].temp_size_in_bytes
 
 
-def test_a_read_that_fails_changes_nothing_and_the_step_can_be_repeated(tmp_path, monkeypatch):
-    expected, losses = train(made(on_disk(tmp_path)))
-    step, state = jzero.make_train_step(loss_fn), made(on_disk(tmp_path))
+def test_a_read_that_fails_changes_nothing_and_the_step_can_be_repeated(scratch, monkeypatch):
+    expected, losses = train(made(on_disk(scratch)))
+    step, state = step_of(), made(on_disk(scratch))
     real, left = DiskStore.read, [0]
 
     def fails(store, record, buffer, **slot):
@@ -165,7 +184,7 @@ def test_a_read_that_fails_changes_nothing_and_the_step_can_be_repeated(tmp_path
             step(state, batch(1))
         left[0] = 12
         with pytest.raises(DiskError, match="EIO"):
-            jzero.make_eval_step(loss_fn)(state, batch(1))
+            evaluate(state, batch(1))
     assert_same_bits(whole(state), before)
     for seed in (1, 2):
         state, metrics = step(state, batch(seed))
@@ -173,41 +192,40 @@ def test_a_read_that_fails_changes_nothing_and_the_step_can_be_repeated(tmp_path
     assert_same_bits(whole(state), whole(expected))
 
 
-def test_reading_editing_and_moving_rows(tmp_path):
+def test_reading_editing_and_moving_rows(scratch):
     def make_state(key):
-        return jzero.TrainState.create(params=params(), tx=optax.adamw(1e-2))
+        return jzero.TrainState.create(params=params(), tx=ADAMW)
 
-    state = jzero.init_train_state(make_state, jax.random.key(0), config=config(on_disk(tmp_path)), mesh=mesh())
-    assert_same_bits(whole(state), whole(made(on_disk(tmp_path))))
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=config(on_disk(scratch)), mesh=mesh())
+    assert_same_bits(whole(state), whole(made(on_disk(scratch))))
     state, _ = train(state, [0])
     expected, value = whole(state), np.full((LAYERS, D, F), 1 / 3, np.float32)
     other = jzero.shard_train_state(state, config=config(jzero.Offload()))
     assert_same_bits(whole(other), expected)
-    assert_same_bits(whole(jzero.shard_train_state(other, config=config(on_disk(tmp_path)))), expected)
+    assert_same_bits(whole(jzero.shard_train_state(other, config=config(on_disk(scratch)))), expected)
     edited = jzero.set_full_param(state, "h/w", value=value)
     assert (jzero.get_full_param(edited, "h/w") == value).all()
     assert (np.asarray(jzero.gather_params(edited)["h"]["w"]) == np.asarray(1 / 3, jnp.bfloat16)).all()
     with pytest.raises(RuntimeError, match="later step overwrote"):
-        jzero.make_eval_step(loss_fn)(state, batch())
+        evaluate(state, batch())
     _, losses = train(edited, [1])
     _, near = train(jzero.set_full_param(other, "h/w", value=value), [1])
     np.testing.assert_allclose(losses, near, rtol=1e-6)
 
 
 @pytest.mark.parametrize("precision", default_for(["bf16"], ["bf16", "fp32"]))
-def test_checkpoints_are_those_of_states_in_memory(tmp_path, precision):
-    state, _ = train(made(on_disk(tmp_path), precision), [0])
+def test_checkpoints_are_those_of_states_in_memory(tmp_path, scratch, precision):
+    state, _ = train(made(on_disk(scratch), precision), [0])
     jzero.save_checkpoint(tmp_path / "rows", state)
     near = jzero.restore_checkpoint(tmp_path / "rows", made(jzero.Offload(), precision))
     assert_same_bits(whole(near), whole(state))
     jzero.save_checkpoint(tmp_path / "near", near)
     back = jzero.restore_checkpoint(tmp_path / "near", jzero.abstract_train_state(state))
     assert_same_bits(whole(back), whole(state))
-    evaluate = jzero.make_eval_step(loss_fn)
     assert float(evaluate(back, batch())) == float(evaluate(state, batch()))
 
 
-def test_errors_say_what_else_to_do(tmp_path):
+def test_errors_say_what_else_to_do(scratch):
     host = r"params='host'"
     for options, message in (
         ({"optimizer": "host"}, rf"beside their masters .*'host': set `optimizer='disk'` too, or `{host}`"),
@@ -216,18 +234,18 @@ def test_errors_say_what_else_to_do(tmp_path):
         with pytest.raises(ValueError, match=message):
             jzero.Offload(params="disk", **options)
     with pytest.raises(ValueError, match=r"needs stage 3, .* got stage 2"):
-        config(on_disk(tmp_path), stage=2)
+        config(on_disk(scratch), stage=2)
     with pytest.raises(ValueError, match=rf"trained and cut.*`{host}`"):
-        made(on_disk(tmp_path), persistence_threshold=10**6)
+        made(on_disk(scratch), persistence_threshold=10**6)
     plain = jzero.TrainState.create(params=params(), tx=optax.adamw(1e-2))
     with pytest.raises(ValueError, match=rf"got \('data', 'model'\).*`{host}`"):
-        jzero.shard_train_state(plain, config=config(on_disk(tmp_path)), mesh=jzero.make_mesh(data=4, model=2))
-    state = made(on_disk(tmp_path))
+        jzero.shard_train_state(plain, config=config(on_disk(scratch)), mesh=jzero.make_mesh(data=4, model=2))
+    state = made(on_disk(scratch))
     penalty = lambda params, batch: loss_fn(params, batch) + jnp.square(params["h"]["w"]).sum()
     with pytest.raises(ValueError, match=rf"'h/w', of shape.*`{host}`"):
         jzero.make_train_step(penalty, check_rows=False)(state, batch())
     with pytest.raises(ValueError, match=rf"'h/v' is on disk.*`{host}`"):
-        jax.jit(lambda s: jzero.make_eval_step(loss_fn)(s, batch()))(state)
+        jax.jit(lambda s: evaluate(s, batch()))(state)
     with pytest.raises(TypeError, match="'h/w' is on disk: it is no array"):
         jax.jit(lambda p: jnp.sum(p["h"]["w"]))(state.params)
     with pytest.raises(ValueError, match=r"outside of `jax.jit`. Use them"):
@@ -238,10 +256,10 @@ def test_errors_say_what_else_to_do(tmp_path):
     with pytest.raises(ValueError, match="'h/v' is an array"):
         jzero.make_train_step(loss_fn)(replaced, batch())
     with pytest.raises(TypeError, match="This state has shapes but no values"):
-        jzero.make_eval_step(loss_fn)(jzero.abstract_train_state(state), batch())
+        evaluate(jzero.abstract_train_state(state), batch())
 
 
-def test_unrolled_layers_read_rows_too(tmp_path):
+def test_unrolled_layers_read_rows_too(scratch):
     def unrolled(params, batch):
         x = batch.astype(params["out"].dtype)
         for i in range(LAYERS):
@@ -249,7 +267,7 @@ def test_unrolled_layers_read_rows_too(tmp_path):
         return jnp.square((x @ params["out"]).astype(jnp.float32) - 1).mean()
 
     step, found = jzero.make_train_step(unrolled), []
-    for offload in (jzero.Offload(optimizer="disk", path=tmp_path), on_disk(tmp_path)):
+    for offload in (jzero.Offload(optimizer="disk", path=scratch), on_disk(scratch)):
         state, metrics = step(made(offload), batch())
         found.append((float(metrics["loss"]), whole(state)))
     assert found[0][0] == found[1][0]
@@ -268,8 +286,8 @@ def test_compute_on_the_host_and_files_that_close(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_thousand_steps_do_not_hang(tmp_path):
-    state, step = made(on_disk(tmp_path)), jzero.make_train_step(loss_fn, accumulate_steps=2)
+def test_a_thousand_steps_do_not_hang(scratch):
+    state, step = made(on_disk(scratch)), jzero.make_train_step(loss_fn, accumulate_steps=2)
     before, store = bytes_read(state), files_of(state).pipeline.store
     for seed in range(1000):
         state, metrics = step(state, batch(seed % 7))
