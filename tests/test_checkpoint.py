@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jzero
-from tests import models
+from tests import disk_states, models
 from tests.checkpoint_states import (
     ONE_DEVICE,
     STAGES,
@@ -64,7 +64,8 @@ def test_any_layout_reads_what_any_other_wrote_nnx(writer_stage, writer_num, tmp
     expected = arrays(nnx.state(nnx_state()))
     jzero.save_checkpoint(tmp_path / "c", sharded(nnx_state(), writer_stage, writer_num))
     shapes = nnx.eval_shape(functools.partial(nnx_state, 5))
-    for stage, num in enumerate(READERS[writer_num]):
+    for stage in (0, 3):  # of other layouts above
+        num = READERS[writer_num][stage]
         model, optimizer = jzero.restore_checkpoint(tmp_path / "c", like(shapes, stage, num))
         assert_holds(nnx.state((model, optimizer)), expected)
         assert model.tied.kernel is model.first.kernel
@@ -135,8 +136,7 @@ def test_golden_checkpoint_of_this_format_is_read():
 
 
 def mixed_state(stage, precision):
-    params = models.mlp_params()
-    state = jzero.TrainState.create(params=params, tx=optax.adamw(1e-2))
+    state = jzero.TrainState.create(params=disk_states.make_params(layers=1), tx=optax.adamw(1e-2))
     config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=50)
     return jzero.shard_train_state(state, config=config)
 
@@ -151,7 +151,7 @@ def mixed_state(stage, precision):
     ids=["fp32", "fp16", "stochastic"],
 )
 def test_going_on_equals_never_having_stopped(stage, precision, tmp_path):
-    step = jzero.make_train_step(models.mlp_loss)
+    step = jzero.make_train_step(disk_states.loss_fn)
     batches = [models.mlp_batch(24, seed=i) for i in range(8)]
     state = mixed_state(stage, precision)
     for batch in batches[:3]:
@@ -174,7 +174,7 @@ def test_going_on_equals_never_having_stopped(stage, precision, tmp_path):
 
 
 def test_a_restored_state_takes_no_more_memory_and_is_donated(tmp_path):
-    step = jzero.make_train_step(models.mlp_loss)
+    step = jzero.make_train_step(disk_states.loss_fn)
     batch = models.mlp_batch(24)
     fresh, _ = step(mixed_state(3, "fp32"), batch)
     jzero.save_checkpoint(tmp_path / "c", fresh)
