@@ -98,12 +98,18 @@ def test_gathers_train_like_plain_optax_on_rounded_parameters(sizes, loss, optio
     tx, plain = optax.adam(1e-2), make_params()
     opt_state, want = tx.init(plain), []
     gradient = jax.jit(jax.value_and_grad(loss))
+
+    @jax.jit
+    def update(grads, opt_state, params):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     for _ in range(STEPS):
         value, grads = gradient(rounded_params(plain, dims), BATCH)
         grads["frozen"] = np.zeros_like(grads["frozen"])
         want.append(float(value))
-        updates, opt_state = tx.update(grads, opt_state, plain)
-        plain = jax.tree.map(np.asarray, optax.apply_updates(plain, updates))
+        plain, opt_state = update(grads, opt_state, plain)
+        plain = jax.tree.map(np.asarray, plain)
     np.testing.assert_allclose(losses[0], want[0], rtol=1e-6)
     # Sums in another order move a master by a bit, and now and then an element across a tie: a step of 1/127.
     np.testing.assert_allclose(losses, want, atol=2e-4)
@@ -140,11 +146,10 @@ def test_prefetch_and_kept_parameters_see_the_same_integers():
 
 def test_the_number_of_devices_changes_little():
     """Rounded parameters are the same bits; only the sums differ."""
-    meshes = [(FLAT, {}), ({"data": 3}, {}), (TWO, TWO_HOPS)]
+    meshes = [({"data": 3}, {}), (TWO, TWO_HOPS)]
     losses = [train(config_of(gather="int8", **fields), sizes)[0] for sizes, fields in meshes]
-    for other in losses[1:]:
-        np.testing.assert_allclose(other, losses[0], atol=5e-4)
-    np.testing.assert_allclose([x[0] for x in losses], losses[0][0], rtol=5e-7)
+    np.testing.assert_allclose(*losses, atol=5e-4)
+    np.testing.assert_allclose(losses[0][0], losses[1][0], rtol=5e-7)
 
 
 @singles(
@@ -165,7 +170,8 @@ def test_reductions_sum_what_each_device_or_node_rounds(kind, stage, levels, lat
     state, _ = jzero.make_train_step(loss_fn, accumulate_steps=steps)(state, BATCH)
     grads = jax.tree.map(lambda a, b: a - b, make_params(), jax.device_get(jzero.gather_params(state)))
     rows = BATCH.reshape(num_shards, steps, -1, WIDTH).swapaxes(0, 1)  # a device splits its own rows
-    local = [[jax.jit(jax.grad(loss_fn))(make_params(), part) for part in micro] for micro in rows]
+    gradient, params = jax.jit(jax.grad(loss_fn)), make_params()
+    local = [[gradient(params, part) for part in micro] for micro in rows]
     for leaf in plan.leaves:
         if not leaf.trained or leaf.grad.cut is None:
             continue
