@@ -57,7 +57,7 @@ class Llama(nn.Module):
             scanned = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
             x, _ = scanned(self.mesh, name="layers")(x, None)
         else:
-            for i in range(LAYERS):
+            for i in range(LAYERS - 1):
                 x, _ = layer(self.mesh, name=f"layer_{i}")(x)
         logits = nn.Dense(VOCAB, use_bias=False, name="head")(nn.RMSNorm()(x))
         return constrained(logits, self.mesh, "data", None, "model")
@@ -87,11 +87,15 @@ def trained_on_one_device(scan):
     params = models.draw_params(model, batches()[0])
     tx = optax.adamw(1e-2, eps=1e-4)
     state, losses, first = tx.init(params), [], params
-    value_and_grad = jax.jit(jax.value_and_grad(functools.partial(next_token_loss, model)))
-    for tokens in batches():
-        loss, grads = value_and_grad(params, tokens)
+
+    @jax.jit
+    def step(params, state, tokens):
+        loss, grads = jax.value_and_grad(functools.partial(next_token_loss, model))(params, tokens)
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state, loss
+
+    for tokens in batches():
+        params, state, loss = step(params, state, tokens)
         losses.append(float(loss))
     return jax.tree.map(np.asarray, first), jax.tree.map(np.asarray, params), losses
 
