@@ -72,7 +72,7 @@ def test_the_backward_loop_waits_for_the_product_of_a_tied_head(monkeypatch):
         state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage))
         kinds = ("dot_general",) if stage == 1 else ("zero_reduce",)
         assert of_a_use in waited_for_by_loops(fn, state, batch, kinds=kinds), stage
-        want = jax.grad(tied_head_after_a_loop)(params, batch)
+        want = jax.jit(jax.grad(tied_head_after_a_loop))(params, batch)
         grads = jax.tree.map(np.asarray, fn(state, batch)[1])
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
 
@@ -107,7 +107,7 @@ def test_the_backward_loop_waits_for_what_calls_reduce(loss_fn, options, monkeyp
     fn = jzero.value_and_grad(loss_fn, remat="as_written")
     batch = rng.normal(size=(16, 16)).astype(np.float32)
     assert (16, 64 // 8) in reductions_before(fn, state, batch)[16 // 8, 16]
-    want = jax.grad(loss_fn)(params, batch)
+    want = jax.jit(jax.grad(loss_fn))(params, batch)
     grads = jax.tree.map(np.asarray, fn(state, batch)[1])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
 
@@ -143,7 +143,7 @@ def test_what_waits_is_not_differentiated_for_it(loss_fn, stages, monkeypatch):
     batch = rng.normal(size=(8, 16)).astype(np.float32)
     plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
     # Each device's scale depends on one number of its own part, which counts for nothing.
-    want = jax.grad(loss_fn)(params, batch)
+    want = jax.jit(jax.grad(loss_fn))(params, batch)
     for stage in stages:
         # What a loop that gathers ahead carries counts as differentiated.
         config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, prefetch_bytes=0)
@@ -176,7 +176,7 @@ def test_recomputed_layers_wait_for_the_gradients_of_the_layer_after_the_next(ce
     for i, layer in enumerate(layers):
         earlier = [j for j, other in enumerate(layers) if other in found[layer]]
         assert earlier == (list(range(i + 2, len(layers))) if waits else []), i
-    want = jax.grad(recomputed_layers)(params, batch)
+    want = jax.jit(jax.grad(recomputed_layers))(params, batch)
     grads = jax.tree.map(np.asarray, fn(state, batch)[1])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
 
