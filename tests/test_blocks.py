@@ -235,8 +235,8 @@ def test_dropout_draws_once():
     plain = jax.make_jaxpr(loss)(params, batch, key)
     leaves = jax.tree.leaves(params)
     fn = lambda leaves: jaxpr_as_fun(recompute(plain, "cheap", []))(*leaves, batch, key)[0]
-    want = jax.tree.leaves(jax.value_and_grad(loss)(params, batch, key))
-    found = jax.tree.leaves(jax.value_and_grad(fn)(leaves))
+    want = jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(params, batch, key))
+    found = jax.tree.leaves(jax.jit(jax.value_and_grad(fn))(leaves))
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
     counts = [str(x).count("random_bits") for x in (jaxpr, jax.make_jaxpr(jax.value_and_grad(fn))(leaves))]

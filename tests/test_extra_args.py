@@ -141,12 +141,13 @@ def test_gradients_that_are_not_like_parameters_are_refused():
 
 
 def test_gradients_of_each_example_are_refused_and_aggregated_as_the_message_says():
-    each = jax.vmap(jax.grad(lambda params, row: loss(params, row[None])), in_axes=(None, 0))({"w": W}, X)
+    of_row = jax.grad(lambda params, row: loss(params, row[None]))
+    each = jax.jit(jax.vmap(of_row, in_axes=(None, 0)))({"w": W}, X)
     aggregate = contrib.differentially_private_aggregate(0.1, 0.0, 0)
     with pytest.raises(ValueError, match=r"'w' has shape \(16, 5, 23\)"):
         sharded(optax.chain(aggregate, optax.sgd(0.1))).apply_gradients(grads=each)
     state = sharded(optax.sgd(0.1))
-    grads, _ = aggregate.update(each, aggregate.init({"w": W}))
+    grads, _ = jax.jit(aggregate.update)(each, aggregate.init({"w": W}))
     clipped = each["w"] * np.minimum(1, 0.1 / np.linalg.norm(each["w"].reshape(16, -1), axis=1))[:, None, None]
     found = jzero.gather_params(state.apply_gradients(grads=grads))["w"]
     np.testing.assert_allclose(found, W - 0.1 * np.mean(clipped, axis=0), rtol=1e-5, atol=1e-6)
