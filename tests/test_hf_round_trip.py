@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -232,7 +231,7 @@ def lora_state(folder, **options):
     state = jzero.load_params(state, folder, mapping="auto", paths=NO_ADAPTERS)
     for i, leaf in enumerate(jzero.plan_of(state).leaves):
         if "lora" in leaf.path:
-            x = 0.1 * jax.random.normal(jax.random.key(i), leaf.param.shape)
+            x = 0.1 * np.random.default_rng(i).normal(size=leaf.param.shape).astype(np.float32)
             state = jzero.set_full_param(state, leaf.path, value=x)
     return state, model
 
