@@ -129,9 +129,9 @@ def abstract_gpt():
 
 
 def test_states_fall_with_the_number_of_devices():
-    """8, 64 and 512 devices that are not there, without their compiler: 12 bytes per parameter over N."""
+    """8 and 512 devices that are not there, without their compiler: 12 bytes per parameter over N."""
     loss, plain, num_params = abstract_gpt()
-    for n in (8, 64, 512):
+    for n in (8, 512):
         batch = jax.ShapeDtypeStruct((n, models.SEQ + 1), jnp.int32)
         memory = jzero.estimate_step_memory(
             jzero.make_train_step(loss), plain, batch, topology=f"h200:{n}", config=config_of(3, precision="bf16")
@@ -142,7 +142,6 @@ def test_states_fall_with_the_number_of_devices():
 
 def test_rates_are_those_of_the_slowest_link():
     """fp32 at stage 3 moves 3Ψ: within a node at 450 GB/s, between two at 8 ports of 50 GB/s per node."""
-    _, plain, _ = abstract_gpt()
     loss = lambda params, batch: jnp.square(batch @ params["position"]["w"]).mean()
     plain = jzero.TrainState.create(params={"position": {"w": jnp.ones((1024, 512))}}, tx=optax.sgd(0.1))
     seconds = {}
