@@ -42,8 +42,9 @@ QUICK = [
 
 @pytest.mark.parametrize(("name", "stage", "precision", "compute"), default_for(QUICK, CASES))
 def test_state_on_disk_trains_like_state_in_memory(tmp_path, name, stage, precision, compute):
-    near, losses = train(in_memory(stage, precision, OPTIMIZERS[name](), layers=1), clip_norm=0.5)
-    state = state_on_disk(tmp_path, stage, precision, OPTIMIZERS[name](), layers=1, compute=compute)
+    layers = 2 if name == "adamw" else 1  # each shape is compiled for itself
+    near, losses = train(in_memory(stage, precision, OPTIMIZERS[name](), layers=layers), clip_norm=0.5)
+    state = state_on_disk(tmp_path, stage, precision, OPTIMIZERS[name](), layers=layers, compute=compute)
     assert not any(x.ndim and x.size > 100 for x in jax.tree.leaves(state.opt_state) if x.dtype == jnp.float32)
     state, found = train(state, clip_norm=0.5)
     # Chunks in a program and records fuse other multiply-adds; fp16 rounds a last bit of the master to 2^-11.
