@@ -298,8 +298,9 @@ def test_another_program_that_writes_and_one_that_is_gone(state, tmp_path):
         f"    lock = DirectoryLock(epath.Path({str(tmp_path)!r}), lambda: None)",
         "    lock.take_over()",
         "    return lock, lock.acquire()",
+        "input()",  # until another program writes
         "print(claim()[1], flush=True)",
-        "input()",
+        "input()",  # until it is gone
         "lock, found = claim()",
         "assert not found, found",
         "os.fork() or (os.closerange(0, 3), time.sleep(30))",
@@ -308,6 +309,7 @@ def test_another_program_that_writes_and_one_that_is_gone(state, tmp_path):
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         with jzero.CheckpointManager(tmp_path) as manager:
             manager.save(at(state, 1))
+            print(file=process.stdin, flush=True)
             found = process.stdout.readline()
             assert f"another program writes there (process {os.getpid()} on " in found
         process.communicate("\n", timeout=300)
