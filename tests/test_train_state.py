@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -118,6 +119,33 @@ def test_result_shares_no_buffer_with_the_input():
     assert not any(pointers(x) & pointers(y) for x, y in zip(arrays(sharded), arrays(again), strict=True))
     jzero.make_train_step(models.mlp_loss)(again, models.mlp_batch(8))
     _assert_same_values(jzero.unshard_train_state(sharded).params, state.params)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_a_program_may_reuse_the_memory_of_what_was_placed(make, stage):
+    """The runtime takes large arrays of the host as they are, and could not give them away."""
+    params = {"w": make(np.ones((8 * 128, 257), np.float32))}
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1)).replace(params=params)
+    placed = jzero.shard_train_state(state, stage).params["w"]
+    pointers = lambda x: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
+    before = pointers(placed)
+    assert pointers(jax.jit(lambda x: x + 1, donate_argnums=0)(placed)) == before
+
+
+def test_an_array_goes_from_each_layout_of_a_leaf_to_each_other():
+    natural = np.random.default_rng(0).normal(size=(37, 61)).astype(np.float32)
+    state = jzero.TrainState.create(params={"w": natural}, tx=optax.sgd(0.1))
+    leaf_of = lambda stage, **rules: jzero.plan_train_state(
+        state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0, rules=rules)
+    ).leaves[0]
+    layouts = [leaf_of(0).param, *(leaf_of(3, w=jzero.LeafRule(dim=dim)).param for dim in (0, 1))]
+    assert [x.stored_shape for x in layouts] == [(37, 61), (40, 61), (37, 64)]
+    for old, new in itertools.product(layouts, repeat=2):
+        found = jax.jit(lambda x, old=old, new=new: old.relayout(old.store(x), new))(natural)
+        want = jax.jit(new.store)(natural)
+        assert found.sharding == want.sharding
+        np.testing.assert_array_equal(found, want)
 
 
 def test_donation_frees_every_input_leaf():
