@@ -24,9 +24,6 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Traces make many objects and few cycles: searching for these as often as Python does by default takes 8 % of the time.
-gc.set_threshold(20_000, 20, 50)
-
 assert jax.device_count() == 8, jax.devices()
 
 

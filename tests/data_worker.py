@@ -6,7 +6,6 @@ What it returns is printed as JSON on the last line.
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import pathlib
 import sys
@@ -145,7 +144,6 @@ def message(attempt: Any) -> str:
 
 def main() -> None:
     scenario, process, num_processes, port, directory = sys.argv[1:]
-    gc.set_threshold(20_000, 20, 50)  # as `conftest` does
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES_PER_PROCESS)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

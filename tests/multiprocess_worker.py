@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import gc
 import json
 import os
 import pathlib
@@ -365,7 +364,6 @@ SCENARIOS = {
 
 def main() -> None:
     scenarios, process, port, directory = sys.argv[1:]
-    gc.set_threshold(20_000, 20, 50)  # as `conftest` does
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES_PER_PROCESS)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
