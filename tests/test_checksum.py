@@ -32,22 +32,24 @@ def test_checksums_tell_what_sums_would_not():
     dtype=["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint16", "int32", "bool", "complex64", "int4"],
     layout=[(8, 3), (3, 3), (8, 0), (5, 1)],
 )
-def test_checksums_do_not_depend_on_the_layout(dtype, layout):
-    """Against a sum written out by hand, with numpy, over the natural array."""
+def test_checksums_do_not_depend_on_the_layout(dtype, layout, monkeypatch):
+    """On the host and on the devices, against a sum written out by hand, with numpy, over the natural array."""
     num, stage = layout
     numbers = np.random.default_rng(0).integers(-8 if "u" not in dtype[:1] else 0, 8, size=(17, 5, 9))
     params = {"x": jnp.asarray(numbers).astype(dtype), "y": jnp.asarray(numbers[:16]).astype(dtype)}
     state = sharded(jzero.TrainState.create(params=params, tx=optax.identity()), stage, num)
     leaves = jax.tree.leaves(state.params)
     cuts = [leaf.param.cut for leaf in jzero.plan_of(state).leaves]
-    found = checksum.checksums(leaves, cuts)
-    for value, x in zip(found, params.values(), strict=True):
+    on_host = checksum.checksums(leaves, cuts)
+    monkeypatch.setattr(checksum, "is_on_cpu", lambda x: False)
+    on_devices = checksum.checksums(leaves, cuts)
+    for value, other, x in zip(on_host, on_devices, params.values(), strict=True):
         raw = np.asarray(x)
         if dtype == "int4":
             words = [int(v) % 16 for v in raw.reshape(-1).astype(int)]
         else:
             words = np.frombuffer(raw.tobytes(), f"uint{min(32, 8 * raw.dtype.itemsize)}").tolist()
-        assert value == sum(murmur_mix(w ^ (i * 0x9E3779B1 % 2**32)) for i, w in enumerate(words)) % 2**32
+        assert value == other == sum(murmur_mix(w ^ (i * 0x9E3779B1 % 2**32)) for i, w in enumerate(words)) % 2**32
         assert checksum.host_checksum(raw) == value
 
 
@@ -55,21 +57,40 @@ def test_checksums_do_not_depend_on_the_layout(dtype, layout):
     dtype=["float32", "bfloat16", "complex64", "int8", "bool"],
     cut=[((13001,), 0, 3), ((70, 300), 0, 4), ((3, 9001), 1, 2), ((20000, 7), 1, 2), ((2, 3, 20000), 2, 3)],
 )
-def test_long_parts_are_summed_row_by_row_and_by_consecutive_elements(dtype, cut):
-    """The shares of padded parts on devices, and of halves on the host, against the sum over all words."""
+def test_long_parts_are_summed_as_lines_of_consecutive_elements(dtype, cut):
+    """The shares of padded parts on devices and on the host, and of halves, against the sum over all words."""
     shape, dim, num = cut
     x = np.asarray(jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape)).astype(dtype))
     words = np.frombuffer(x.tobytes(), f"uint{min(32, 8 * x.dtype.itemsize)}").astype(np.uint64)
     places = np.arange(len(words), dtype=np.uint64) * 0x9E3779B1 % 2**32
     expected = int(murmur_mix(words ^ places).sum()) % 2**32
     size = -(-shape[dim] // num)
-    total = 0
+    total = on_host = 0
     for start in range(0, shape[dim], size):
         part = np.take(x, range(start, min(start + size, shape[dim])), dim)
         part = np.pad(part, [(0, size - n if d == dim else 0) for d, n in enumerate(part.shape)], constant_values=1)
         place = [start if d == dim else 0 for d in range(len(shape))]
         total += int(jax.jit(checksum.sum_of_part, static_argnums=2)(part, place, shape))
-    assert total % 2**32 == expected
+        on_host += checksum.host_sum_of_part(part, place, shape)
+    assert total % 2**32 == on_host % 2**32 == expected
     flat, first = x.reshape(-1), x.size // 3
     halves = checksum.host_checksum(flat[:first]), checksum.host_checksum(flat[first:], first=first)
     assert sum(halves) % 2**32 == expected
+
+
+def test_parts_of_two_cut_dimensions_are_summed():
+    x = np.random.default_rng(0).standard_normal((5, 7, 3)).astype(np.float32)
+    places = [(0, 0), (0, 4), (3, 0), (3, 4)]
+    parts = [np.pad(x[a : a + 3, b : b + 4], [(0, a // 3), (0, b // 4), (0, 0)], constant_values=1) for a, b in places]
+    sums = [checksum.host_sum_of_part(part, (*place, 0), x.shape) for part, place in zip(parts, places, strict=True)]
+    assert sum(sums) % 2**32 == checksum.host_checksum(x)
+    assert checksum.host_sum_of_part(parts[0], (6, 0, 0), x.shape) == 0  # all of it padding
+
+
+def test_a_checkpoint_has_the_sums_of_the_devices(tmp_path, monkeypatch):
+    """As on accelerators, whose arrays are added where they are."""
+    params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((17, 5)).astype(np.float32))}
+    state = sharded(jzero.TrainState.create(params=params, tx=optax.identity()), 3, 8)
+    monkeypatch.setattr(checksum, "is_on_cpu", lambda x: False)
+    jzero.save_checkpoint(tmp_path / "run", state)
+    assert not jzero.inspect_checkpoint(tmp_path / "run", verify=True).damaged

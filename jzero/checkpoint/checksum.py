@@ -2,10 +2,11 @@
 
 [Note: Checksums]
 The file formats detect a truncated file, but a bit that flips inside a chunk of numbers may pass. So each leaf has a
-checksum, computed on the devices before it is copied, and again after it is read: the sum modulo 2^32 of its words,
+checksum, computed where it lies before it is copied, and again after it is read: the sum modulo 2^32 of its words,
 each mixed with its position in the natural array by the finalizer of MurmurHash3. The finalizer is a bijection of
 words, so one wrong word always shows; any other change, such as flipped signs or swapped parts, goes unnoticed once in
-2^32. Sums do not depend on the order, so each device sums its own part, whatever the layout, and padding adds nothing.
+2^32. Sums do not depend on the order, so each part is summed by itself, whatever the layout, and padding adds nothing:
+by the accelerator that has it, or on the host by NumPy, where XLA would compile a program for each shape.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._types import DType
 from jzero.layout.cut import Cut
-from jzero.layout.placement import on_device
+from jzero.layout.placement import copy_array, is_on_cpu, on_device
 
 FACTOR = 0x9E3779B1
 CHUNK = 1 << 16
 """Words that `host_checksum` mixes at once, in a core's cache."""
-ROW = 1 << 10
-"""Elements that a CPU mixes at once: with more, XLA may divide each row among threads."""
 
 
 def checksums(arrays: Sequence[jax.Array], cuts: Sequence[Cut | None]) -> list[int]:
@@ -40,17 +38,18 @@ def checksums(arrays: Sequence[jax.Array], cuts: Sequence[Cut | None]) -> list[i
       arrays: Arrays placed by `NamedSharding`s, as stored.
       cuts: How each is cut and padded; `None` if it has its natural shape.
     """
-    if not arrays:
-        return []
-    partial = []
-    for x, cut in zip(arrays, cuts, strict=True):
-        there = on_device(x)
-        partial.append(_partial_sums(_key_data(there), cut, there.sharding))
-        if there is not x:  # at most one copy at a time
-            jax.block_until_ready(partial[-1])
     sums = np.zeros(len(arrays), np.uint32)
-    for i, x in enumerate(partial):
-        for shard in x.addressable_shards:
+    partial = dict[int, jax.Array]()
+    for i, (x, cut) in enumerate(zip(map(_key_data, arrays), cuts, strict=True)):
+        if is_on_cpu(x):
+            sums[i] = _host_sum(x, cut)
+            continue
+        there = on_device(x)
+        partial[i] = _partial_sums(there, cut, there.sharding)
+        if there is not x:  # at most one copy at a time
+            jax.block_until_ready(partial[i])
+    for i, y in partial.items():
+        for shard in y.addressable_shards:
             sums[i : i + 1] += np.asarray(shard.data)  # arrays wrap around silently; NumPy's scalars warn
     return over_processes(sums)
 
@@ -64,6 +63,14 @@ def over_processes(sums: np.ndarray) -> list[int]:
 
 def _key_data(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _host_sum(x: jax.Array, cut: Cut | None) -> int:
+    """Returns the share of this process's parts of an array on CPU devices."""
+    natural = x.shape if cut is None else cut.unpadded_shape
+    shards = copy_array(x).addressable_shards  # those of `x` itself would stay, and no step could reuse its memory
+    parts = ((np.asarray(s.data), [i.start or 0 for i in s.index]) for s in shards if s.replica_id == 0)
+    return sum(host_sum_of_part(part, start, natural) for part, start in parts) % 2**32
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -95,50 +102,15 @@ def sum_of_part(part: jax.Array, start: Sequence[int | jax.Array] | jax.Array, n
       start: The index of its first element, per dimension.
       natural: The sizes of the stored array without padding.
     """
-    first, sizes = jnp.asarray(start, jnp.int32), tuple(natural)
-    at_once = functools.partial(_sum_at_once, natural=sizes)
-    # What has one index in the dimensions before the cut one lies in one piece, in the natural array too: a line.
-    dim = next((d for d, (size, n) in enumerate(zip(part.shape, sizes, strict=True)) if size != n), 0)
-    if part.shape[dim + 1 :] != sizes[dim + 1 :] or not ROW <= math.prod(part.shape[dim:]) < 1 << 31:
-        return at_once(part, first)
-    by_rows = functools.partial(_sum_by_rows, natural=sizes, dim=dim)
-    return lax.platform_dependent(part, first, cpu=by_rows, default=at_once)
-
-
-def _sum_at_once(part: jax.Array, start: jax.Array, natural: tuple[int, ...]) -> jax.Array:
+    first = jnp.asarray(start, jnp.int32)
     places = jnp.zeros((), jnp.uint32)
     inside = jnp.ones((), jnp.bool_)
     for dim in range(part.ndim):
-        index = start[dim] + lax.broadcasted_iota(jnp.int32, part.shape, dim)
+        index = first[dim] + lax.broadcasted_iota(jnp.int32, part.shape, dim)
         stride = math.prod(natural[dim + 1 :]) % (1 << 32)
         places = places + index.astype(jnp.uint32) * jnp.uint32(stride)
         inside = inside & (index < natural[dim])
     return _mixed(part, places, inside).sum(dtype=jnp.uint32)
-
-
-def _sum_by_rows(part: jax.Array, start: jax.Array, natural: tuple[int, ...], dim: int) -> jax.Array:
-    """As `_sum_at_once`, by a loop: XLA's CPU compiler would write all mixed words to memory before it adds them."""
-    line_size = math.prod(part.shape[dim:])
-    lines = part.reshape(-1, line_size)
-    stride = line_size // part.shape[dim]
-    limit = jnp.clip(natural[dim] - start[dim], 0, part.shape[dim]) * stride
-    offset = start[dim].astype(jnp.uint32) * jnp.uint32(stride % (1 << 32))
-    natural_line = jnp.uint32(natural[dim] * stride % (1 << 32))
-
-    def mixed(piece: jax.Array, line: Any, at: Any) -> jax.Array:
-        line = (line + lax.broadcasted_iota(jnp.int32, piece.shape, 0)).astype(jnp.uint32)
-        column = at + lax.broadcasted_iota(jnp.int32, piece.shape, 1)
-        return _mixed(piece, line * natural_line + offset + column.astype(jnp.uint32), column < limit)
-
-    per_line = jnp.int32(line_size // ROW)
-
-    def add_row(i: jax.Array, total: jax.Array) -> jax.Array:
-        line, at = lax.div(i, per_line), lax.rem(i, per_line) * ROW
-        return total + mixed(lax.dynamic_slice(lines, (line, at), (1, ROW)), line, at)
-
-    total = lax.fori_loop(0, lines.shape[0] * (line_size // ROW), add_row, jnp.zeros((1, ROW), jnp.uint32))
-    left = mixed(lines[:, line_size // ROW * ROW :], 0, line_size // ROW * ROW)
-    return total.sum(dtype=jnp.uint32) + left.sum(dtype=jnp.uint32)
 
 
 def _mixed(x: jax.Array, places: jax.Array, inside: jax.Array) -> jax.Array:
@@ -181,20 +153,45 @@ def host_checksum(x: np.ndarray, *, first: int = 0) -> int:
       x: The elements, all of them by default.
       first: The index of the first in the flat array.
     """
+    return _sum_of_lines(x.reshape(1, -1), np.array([first]))
+
+
+def host_sum_of_part(part: np.ndarray, start: Sequence[int], natural: Sequence[int]) -> int:
+    """As `sum_of_part`, of an array on the host."""
+    ends = [max(0, min(size, n - at)) for size, n, at in zip(part.shape, natural, start, strict=True)]
+    inside = part[tuple(map(slice, ends))]
+    if not inside.size:
+        return 0
+    # What has one index in the dimensions before the last cut one lies in one piece, in the natural array too: a line.
+    cut = [d for d, (size, n) in enumerate(zip(inside.shape, natural, strict=True)) if size != n]
+    dim = cut[-1] if cut else 0
+    first = np.zeros(1, np.int64)
+    for d in range(min(dim + 1, part.ndim)):
+        index = start[d] + np.arange(inside.shape[d] if d < dim else 1)
+        first = (first[:, None] + index * math.prod(natural[d + 1 :])).reshape(-1)
+    return _sum_of_lines(inside.reshape(len(first), -1), first)
+
+
+def _sum_of_lines(x: np.ndarray, first: np.ndarray) -> int:
+    """Returns the share of lines of consecutive elements, [lines, elements], whose first have these flat indices."""
     bits = 8 if x.dtype == np.bool_ else 32 if np.iscomplexobj(x) else min(_num_bits(x.dtype), 32)
-    words = np.ascontiguousarray(x).reshape(-1).view(f"uint{max(bits, 8)}")
-    start = first * (x.dtype.itemsize // words.dtype.itemsize)
-    places = np.arange(CHUNK, dtype=np.uint32) * np.uint32(FACTOR)
+    words = np.ascontiguousarray(x).view(f"uint{max(bits, 8)}")
+    start = (first * (x.dtype.itemsize // words.dtype.itemsize)).astype(np.uint32)[:, None] * np.uint32(FACTOR)
+    columns = min(CHUNK, words.shape[1])
+    places = np.arange(columns, dtype=np.uint32) * np.uint32(FACTOR)
     buffers = np.empty((2, CHUNK), np.uint32)  # memory of its own for each step would cost more than the arithmetic
     total = 0
-    for at in range(0, len(words), CHUNK):
-        part = words[at : at + CHUNK]
-        mixed, shifted = buffers[:, : len(part)]
-        np.add(places[: len(part)], np.uint32((start + at) * FACTOR % 2**32), out=mixed)
-        np.bitwise_xor(mixed, part if bits >= 8 else part & ((1 << bits) - 1), out=mixed)
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # as `_mix`, in place
-            mixed ^= np.right_shift(mixed, shift, out=shifted)
-            mixed *= np.uint32(factor)
-        mixed ^= np.right_shift(mixed, 16, out=shifted)
-        total += int(mixed.sum(dtype=np.uint32))
+    rows = CHUNK // max(1, columns)
+    for row in range(0, len(words), rows):
+        for at in range(0, words.shape[1], CHUNK):
+            part = words[row : row + rows, at : at + CHUNK]
+            mixed, shifted = buffers[:, : part.size].reshape(2, *part.shape)
+            offset = start[row : row + len(part)] + np.uint32(at * FACTOR % 2**32)
+            np.add(places[: part.shape[1]], offset, out=mixed)
+            np.bitwise_xor(mixed, part if bits >= 8 else part & ((1 << bits) - 1), out=mixed)
+            for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # as `_mix`, in place
+                mixed ^= np.right_shift(mixed, shift, out=shifted)
+                mixed *= np.uint32(factor)
+            mixed ^= np.right_shift(mixed, 16, out=shifted)
+            total += int(mixed.sum(dtype=np.uint32))
     return total % 2**32

@@ -96,7 +96,7 @@ def place_array(
         data = place_array(jax.random.key_data(x), np.dtype(np.uint32), sharding, look=look)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     # What is in the host's memory is cut there: the devices would compile a program for each shape.
-    if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_on_cpu(x)):
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable and is_on_cpu(x)):
         x = make_strongly_typed(x, dtype)
         if not x.is_fully_addressable:
             on_devices = relayout(on_device(x), None, cut, dtype, device_sharding(sharding))
@@ -114,10 +114,11 @@ def place_array(
         return np.array(host[index]) if cut is None else cut.part(flat.__getitem__, host.dtype, index)
 
     placed = jax.make_array_from_callback(shape, sharding, part)
-    return copy_array(placed) if _is_on_cpu(placed) else placed  # it may use a part's memory, which cannot be donated
+    return copy_array(placed) if is_on_cpu(placed) else placed  # it may use a part's memory, which cannot be donated
 
 
-def _is_on_cpu(x: jax.Array) -> bool:
+def is_on_cpu(x: jax.Array) -> bool:
+    """Whether all devices of an array are CPUs, so that NumPy can read it where it lies."""
     devices: set[jax.Device] = x.sharding.device_set
     return all(device.platform == "cpu" for device in devices)
 

@@ -27,6 +27,14 @@ MUTANTS = [
         "float32",
     ),
     Mutant(
+        "checksum_on_the_host_counts_padding",
+        "checkpoint/checksum.py",
+        "ends = [max(0, min(size, n - at))",
+        "ends = [max(0, size)",
+        "test_checksum.py::test_checksums_do_not_depend_on_the_layout",
+        "float32",
+    ),
+    Mutant(
         "worst_is_best",
         "checkpoint/retention.py",
         'return value if self.best_mode == "max" else -value',
