@@ -13,7 +13,7 @@ from jax import lax
 
 from jzero._types import PyTree
 from jzero.engine.trace import FROZEN
-from jzero.engine.written_variables import Changed, WrittenShape, by_path, unchanged_shape
+from jzero.engine.written_variables import Changed, WrittenShape, by_path
 from jzero.integrations.nnx_changes import check_attributes, find_written, python_attributes
 from jzero.layout.padded import is_padded, unbox
 from jzero.state.adapter import Loss, StateAdapter, adapter_of, plan_if_sharded
@@ -75,13 +75,7 @@ class NnxStateAdapter(StateAdapter):
         return ("rest",)
 
     def bind_loss(
-        self,
-        loss_fn: Loss,
-        mutable: Sequence[str],
-        *,
-        axes: tuple[str, ...],
-        keeps: bool = True,
-        written_shape: WrittenShape = unchanged_shape,
+        self, loss_fn: Loss, mutable: Sequence[str], axes: tuple[str, ...], written_shape: WrittenShape | None
     ) -> tuple[Loss, dict[str, PyTree]]:
         """Returns the loss as a function of arrays, and the model's state that it carries.
 
@@ -97,7 +91,7 @@ class NnxStateAdapter(StateAdapter):
             model = nnx.merge(state.graphdef, params, frozen, local)
             attributes = python_attributes(model)
             result = loss_fn(model, batch, *rng)
-            if not keeps:
+            if written_shape is None:
                 return result, {}
             parts: Any = nnx.split(model, state.wrt, nnx.Param, ...)
             after = dict(zip(WRITABLE, map(nnx.as_pure, parts[1:]), strict=True))

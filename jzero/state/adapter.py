@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jzero._types import PyTree, State, TrainStateLike
-from jzero.engine.written_variables import Changed, WrittenShape, unchanged_shape
+from jzero.engine.written_variables import Changed, WrittenShape
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import missing_fields
 from jzero.state.train_state import TrainState
@@ -58,13 +58,7 @@ class StateAdapter:
         return mutable
 
     def bind_loss(
-        self,
-        loss_fn: Loss,
-        mutable: Sequence[str],
-        *,
-        axes: tuple[str, ...],
-        keeps: bool = True,
-        written_shape: WrittenShape = unchanged_shape,
+        self, loss_fn: Loss, mutable: Sequence[str], axes: tuple[str, ...], written_shape: WrittenShape | None
     ) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and the fields that it carries.
 
@@ -72,9 +66,9 @@ class StateAdapter:
           loss_fn: The user's loss, in the form of the library.
           mutable: The fields that it changes, if losses do not change a model in place.
           axes: The mesh axes over which the batch is split.
-          keeps: Whether to return what it changes in a model: `WrittenVariable`s by field and path. Those that a step
-            cannot keep raise an error.
-          written_shape: The shape that one device writes to a variable.
+          written_shape: The shape that one device writes to a variable of a model. The results then are
+            `WrittenVariable`s by field and path, and those that a step cannot keep raise an error; with `None`, there
+            are none.
         """
         fields = {f.name for f in dataclasses.fields(self.state)}
         missing = [name for name in mutable if name not in fields]

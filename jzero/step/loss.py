@@ -111,16 +111,15 @@ class StepLoss:
 
     def _bind(self, state: TrainStateLike, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))`, and the carried state."""
-        axes, keeps, written_shape = batch_axes(state.tx.plan.config), self.differentiates, merge.written_shape
-        bound = adapt(state).bind_loss(self.fn, self.mutable, axes=axes, keeps=keeps, written_shape=written_shape)
-        loss_fn, carried = bound
+        axes, written_shape = batch_axes(state.tx.plan.config), merge.written_shape if self.differentiates else None
+        loss_fn, carried = adapt(state).bind_loss(self.fn, self.mutable, axes, written_shape)
 
         def call(
             params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree
         ) -> tuple[PyTree, tuple[PyTree, PyTree]]:
             result, changed = loss_fn(params, batch, *rng, **carried)
             loss, aux = self.split(result)
-            if self.mutable and self.differentiates:
+            if self.mutable and written_shape is not None:
                 changed, aux = split_mutable(aux, carried, written_shape)
             return loss, (spread_marks(aux), changed)
 

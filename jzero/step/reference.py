@@ -19,7 +19,7 @@ from jzero.engine.meshes import MeshFacts
 from jzero.engine.outputs import Weighted
 from jzero.engine.rules import start_walk
 from jzero.engine.trace import carried_leaves
-from jzero.engine.written_variables import Changed, by_path
+from jzero.engine.written_variables import Changed, by_path, unchanged_shape
 from jzero.layout.casts import round_to
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import AnyMesh, batch_axes
@@ -180,7 +180,7 @@ class Reference:
 
     def _bind(self, state: TrainStateLike) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, **carried) -> (result, changed)`, and the carried state."""
-        bound, carried = adapt(state).bind_loss(self.loss_fn, self.mutable, axes=self.axes)
+        bound, carried = adapt(state).bind_loss(self.loss_fn, self.mutable, self.axes, unchanged_shape)
         values, treedef = jax.tree.flatten(carried)
         layouts = carried_leaves(self.plan, carried)
         rounded = [
