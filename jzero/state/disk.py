@@ -22,7 +22,7 @@ from jzero.layout.placement import place_array
 from jzero.layout.records import field_offsets
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import abstract_leaf
-from jzero.update.find_visits import check_adds_up
+from jzero.update.find_visits import check_adds_up, find_visits
 from jzero.update.transformation import ZeroTransformation
 from jzero.update.visits import VisitOperands
 from jzero.update.whole import Grad
@@ -44,7 +44,7 @@ def check_update(tx: ZeroTransformation) -> None:
     def operands(
         grads: list[Grad[jax.Array]], opt_state: PyTree, params: PyTree, value: jax.Array
     ) -> list[VisitOperands]:
-        visits = tx.visits(grads, opt_state, params, None, value, {})
+        visits = find_visits(*tx.update_of_step(grads, opt_state, params, None, value), {})
         if plan.config.offload.zenflow is not None:
             check_adds_up(visits)
         return visits.operands

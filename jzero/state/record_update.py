@@ -22,7 +22,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import StepGrads, next_state, settled_state
 from jzero.state.train_state import map_state
 from jzero.update.columns import Columns
-from jzero.update.find_visits import NextPass
+from jzero.update.find_visits import NextPass, find_visits
 from jzero.update.records import PartsOnHost, Programs, RecordRun, StepArrays
 from jzero.update.visits import FromDisk, Visit, VisitOperands
 from jzero.update.whole import Grad
@@ -145,9 +145,7 @@ class RecordUpdate:
         self, level: int, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]
     ) -> tuple[list[VisitOperands], dict[int, jax.Array]]:
         with jax.named_scope("zero_update"):
-            step_visits = state.tx.visits(
-                step_grads.grads, state.opt_state, state.params, step_grads.applied, step_grads.value, sums
-            )
+            step_visits = _find_visits(state, step_grads, step_grads.grads, sums)
         self.visits[level] = step_visits.visits, step_visits.needs_grads
         return step_visits.operands, step_visits.sums
 
@@ -162,7 +160,7 @@ class RecordUpdate:
         """Finds what a pass reads whose gradients are float32, without factors."""
         leaves = (leaf.grad for leaf in self.plan.leaves)
         grads = [Grad(jnp.zeros(leaf.stored_shape, wide_dtype(leaf.dtype))) for leaf in leaves]
-        step_visits = state.tx.visits(grads, state.opt_state, state.params, step_grads.applied, step_grads.value, sums)
+        step_visits = _find_visits(state, step_grads, grads, sums)
         self._late_visits = step_visits.visits
         return step_visits.operands
 
@@ -196,6 +194,14 @@ class RecordUpdate:
         pairs = zip(update.grads, self.plan.leaves, strict=True)
         grads = [g if g.reduced is not None else _zeros(g, leaf.grad) for g, leaf in pairs]
         return update._replace(grads=grads)
+
+
+def _find_visits(
+    state: State, step: StepGrads, grads: Sequence[Grad[jax.Array]], sums: Mapping[int, jax.Array]
+) -> NextPass:
+    """Returns the next pass over records that the update of a step needs, with these gradients."""
+    update, before = state.tx.update_of_step(grads, state.opt_state, state.params, step.applied, step.value)
+    return find_visits(update, before, sums)
 
 
 def _zeros(grad: Grad[jax.Array], leaf: StateLeaf) -> Grad[jax.Array]:

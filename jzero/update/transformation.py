@@ -33,7 +33,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
 from jzero.update.columns import with_others
 from jzero.update.extra_args import Transformation, check_grads, check_params_stored
-from jzero.update.find_visits import NextPass, find_visits
 from jzero.update.run import run_update
 from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import NOTHING, After, Before, Functions, Grad, WholeUpdate, optimizer_view
@@ -129,7 +128,7 @@ class ZeroTransformation:
           disk: Results of passes over records.
         """
         plan, own, old = self.plan, _to_own_state(self.plan, state), self.plan.flat_params(params)
-        update, before = self._of_step(grads, state, params, applied, value)
+        update, before = self.update_of_step(grads, state, params, applied, value)
         results, new = _results(plan, own, run_update(update, before, disk), applied)
         stored = [
             x if y is None else y if isinstance(y, OnDisk) else _store_new(y, leaf, plan, x)
@@ -137,19 +136,7 @@ class ZeroTransformation:
         ]
         return plan.stored_params(stored), _to_opt_state(plan, new)
 
-    def visits(
-        self,
-        grads: Sequence[Grad[Stored]],
-        state: PyTree,
-        params: PyTree,
-        applied: jax.Array | None,
-        value: jax.Array | None,
-        sums: Mapping[int, jax.Array],
-    ) -> NextPass:
-        """Returns the next pass over records that `apply` needs, see `find_visits`; call it inside `jit`."""
-        return find_visits(*self._of_step(grads, state, params, applied, value), sums)
-
-    def _of_step(
+    def update_of_step(
         self,
         grads: Sequence[Grad[Stored]],
         state: PyTree,
@@ -157,7 +144,7 @@ class ZeroTransformation:
         applied: jax.Array | None,
         value: jax.Array | None,
     ) -> tuple[WholeUpdate, Before[Stored]]:
-        """Returns the update of a step, and its inputs."""
+        """Returns the update that `apply` runs, and its inputs, for passes over records; call it inside `jit`."""
         plan, own = self.plan, _to_own_state(self.plan, state)
         trained = frozenset(i for i, leaf in enumerate(plan.leaves) if leaf.trained)
         before = _before(plan, own, grads, plan.flat_params(params))
