@@ -36,12 +36,6 @@ if TYPE_CHECKING:
     from jzero.config.zero import ZeroConfig as ZeroConfig
     from jzero.deepspeed.conversion import from_deepspeed as from_deepspeed
     from jzero.deepspeed.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
-    from jzero.deepspeed.estimator import (
-        estimate_zero1_model_states_mem_needs_all_cold as estimate_zero1_model_states_mem_needs_all_cold,
-    )
-    from jzero.deepspeed.estimator import (
-        estimate_zero1_model_states_mem_needs_all_live as estimate_zero1_model_states_mem_needs_all_live,
-    )
     from jzero.deepspeed.estimator import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
     from jzero.deepspeed.estimator import (
         estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
@@ -155,8 +149,6 @@ _HOMES = {
     "jzero.engine.recompute": ("offload_activations",),
     "jzero.deepspeed.estimator": (
         "estimate_zero1_model_states_mem_needs",
-        "estimate_zero1_model_states_mem_needs_all_cold",
-        "estimate_zero1_model_states_mem_needs_all_live",
         "estimate_zero2_model_states_mem_needs",
         "estimate_zero2_model_states_mem_needs_all_cold",
         "estimate_zero2_model_states_mem_needs_all_live",

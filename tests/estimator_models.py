@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jzero
 
-ZERO1_LIVE = jzero.estimate_zero1_model_states_mem_needs_all_live
 ZERO2_LIVE = jzero.estimate_zero2_model_states_mem_needs_all_live
 ZERO3 = jzero.estimate_zero3_model_states_mem_needs
 ZERO3_COLD = jzero.estimate_zero3_model_states_mem_needs_all_cold

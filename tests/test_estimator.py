@@ -18,7 +18,6 @@ import jzero
 from tests import models
 from tests.estimator_models import (
     HEAD,
-    ZERO1_LIVE,
     ZERO2_LIVE,
     ZERO2_T5_3B_COLD,
     ZERO3,
@@ -28,7 +27,6 @@ from tests.estimator_models import (
 )
 
 ZERO1 = jzero.estimate_zero1_model_states_mem_needs
-ZERO1_COLD = jzero.estimate_zero1_model_states_mem_needs_all_cold
 ZERO2 = jzero.estimate_zero2_model_states_mem_needs
 ZERO2_COLD = jzero.estimate_zero2_model_states_mem_needs_all_cold
 OLD, NEW = "documented", "deepspeed-0.19"
@@ -231,7 +229,7 @@ def test_numbers_of_any_kind(kind):
 
 def test_rows_are_the_raw_numbers():
     setup = (1_234_567, 3, 5, 1.25)
-    for raw, cold, formulas in ((ZERO1, ZERO1_COLD, OLD), (ZERO1, ZERO1_COLD, NEW), (ZERO2, ZERO2_COLD, NEW)):
+    for raw, cold, formulas in ((ZERO2, ZERO2_COLD, OLD), (ZERO2, ZERO2_COLD, NEW)):
         estimate = cold(*setup, formulas=formulas, verbose=False)
         assert [row.cpu_offload for row in estimate.rows] == [True, False]
         assert (estimate.total_params, estimate.largest_layer_params, estimate.formulas) == (1_234_567, None, formulas)
@@ -278,7 +276,7 @@ def test_millions_are_cut_off_and_columns_widen():
     assert wide[-1] == " 3576278.69GB | 39581.21GB | offload_optimizer=none"
 
 
-@pytest.mark.parametrize("live", [ZERO1_LIVE, ZERO2_LIVE, ZERO3_LIVE])
+@pytest.mark.parametrize("live", [ZERO2_LIVE, ZERO3_LIVE])
 def test_printing_can_be_switched_off(live, capsys):
     params = models.mlp_params()
     silent = live(params, 2, 3, 1.25, formulas=NEW, verbose=False)
@@ -302,7 +300,7 @@ def test_arguments_are_deepspeeds():
         ZERO3_LIVE: {"model": no, **setup, **factor},
         ZERO3_COLD: {"total_params": no, "largest_layer_params": no, **setup, **factor},
     }
-    expected |= {ZERO1: expected[ZERO2], ZERO1_LIVE: expected[ZERO2_LIVE], ZERO1_COLD: expected[ZERO2_COLD]}
+    expected[ZERO1] = expected[ZERO2]
     for function, arguments in expected.items():
         parameters = inspect.signature(function).parameters.values()
         ours = {p.name: p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
@@ -323,11 +321,10 @@ SILENT = {"verbose": False}
         lambda **kw: ZERO1(**{"total_params": 9, **kw}),
         lambda **kw: ZERO2(**{"total_params": 9, **kw}),
         lambda **kw: ZERO3(**{"total_params": 9, "largest_layer_params": 3, **kw}),
-        lambda **kw: ZERO1_COLD(**{"total_params": 9, **SILENT, **kw}),
         lambda **kw: ZERO2_COLD(**{"total_params": 9, **SILENT, **kw}),
         lambda **kw: ZERO3_COLD(**{"total_params": 9, "largest_layer_params": 3, **SILENT, **kw}),
     ],
-    ids=["zero1", "zero2", "zero3", "zero1-cold", "zero2-cold", "zero3-cold"],
+    ids=["zero1", "zero2", "zero3", "zero2-cold", "zero3-cold"],
 )
 def test_errors_name_the_argument_its_value_and_the_rule(call):
     call()

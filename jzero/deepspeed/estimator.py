@@ -50,50 +50,6 @@ def estimate_zero1_model_states_mem_needs(
     return row.cpu_bytes, row.gpu_bytes
 
 
-def estimate_zero1_model_states_mem_needs_all_cold(
-    total_params: float,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-    *,
-    formulas: Formulas = "documented",
-    verbose: bool = True,
-) -> MemoryEstimate:
-    """Prints and returns what stage 1 needs under each choice of options, from the number of parameters.
-
-    Takes the arguments of `estimate_zero3_model_states_mem_needs_all_cold` except `largest_layer_params`. The first row
-    has the optimizer on the host, the second all on the device, by `estimate_zero1_model_states_mem_needs`.
-
-    Example:
-      >>> jzero.estimate_zero1_model_states_mem_needs_all_cold(7e9, 8, verbose=False).rows[1].gpu_bytes
-      38500000000
-    """
-    return tabulate(1, total_params, None, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
-
-
-def estimate_zero1_model_states_mem_needs_all_live(
-    model: PyTree,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-    *,
-    formulas: Formulas = "documented",
-    verbose: bool = True,
-) -> MemoryEstimate:
-    """Prints and returns what stage 1 needs under each choice of options, for a model.
-
-    Takes the arguments of `estimate_zero3_model_states_mem_needs_all_live`, and gives the rows of
-    `estimate_zero1_model_states_mem_needs_all_cold`.
-
-    Example:
-      >>> estimate = jzero.estimate_zero1_model_states_mem_needs_all_live(plain_state, 4, verbose=False)
-      >>> estimate.total_params, estimate.rows[1].gpu_bytes
-      (262144, 1835008)
-    """
-    params, _ = count_params(model)
-    return tabulate(1, params, None, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
-
-
 def estimate_zero2_model_states_mem_needs(
     total_params: float,
     num_gpus_per_node: int = 1,

@@ -171,9 +171,7 @@ class Monitor:
           values: As for `log`. The host waits for them.
 
         Raises:
-          TypeError: A leaf is not a real scalar.
-          ValueError: A name is the monitor's own.
-          RuntimeError: The monitor was not entered, or a sink failed.
+          TypeError, ValueError, RuntimeError: As from `log`.
         """
         self._check_entered()
         named = scalars(values)
