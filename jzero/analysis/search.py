@@ -94,6 +94,7 @@ class Search:
     remat: Sequence[Remat | None]
     max_steps: int
     last: tuple[Offload, ...] = ()
+    _memories: dict[Any, StepMemory] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def estimate(self, offloads: Sequence[Offload]) -> list[Candidate]:
         """Returns every layout, the cheapest first, with as many micro-batches as its estimated memory needs."""
@@ -172,8 +173,8 @@ class Search:
         if not changes or x.config.offload.params == "host" or not x.cost():
             return []
         config = dataclasses.replace(x.config, quantization=kinds)
-        placed = self.placed(config, x.mesh_shape.get(str(x.config.replica_axis), 1))
-        memory = self.memory(self.step(x.accumulate_steps, x.remat), placed)
+        num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
+        memory = self.memory(config, num_replicas, x.accumulate_steps, x.remat)
         saved = 1 - dataclasses.replace(x, memory=memory).cost() / x.cost()
         if saved < WORTH_A_NOTE:
             return []
@@ -196,11 +197,11 @@ class Search:
     def _remats(self) -> list[Remat | None]:
         """The options that change something."""
         distinct: dict[tuple[float, ...], Remat | None] = {}
-        placed = self.placed(self._config(self.stages[0], 1), 1)
+        config = self._config(self.stages[0], 1)
         for recompute in self.remat:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*changes nothing")  # then it is left out
-                x = self.memory(self.step(1, recompute), placed)
+                x = self.memory(config, 1, 1, recompute)
             distinct.setdefault((x.flops, x.temporaries, x.activation_bytes), recompute)
         return list(distinct.values())
 
@@ -208,13 +209,12 @@ class Search:
         self, config: ZeroConfig, num_replicas: int, recompute: Remat | None, first: int = 1
     ) -> Iterator[Candidate]:
         """Yields candidates with `first` micro-batches, then twice as many each time, until an estimate fits."""
-        placed = self.placed(config, num_replicas)
-        plan = plan_of_argument(placed)
+        plan = plan_of_argument(self.placed(config, num_replicas))
         assert plan is not None
         check_batch(self.batch, plan)
         steps = first
         while steps <= self.max_steps and self._splits(plan, steps):
-            memory = self.memory(self.step(steps, recompute), placed)
+            memory = self.memory(config, num_replicas, steps, recompute)
             shape = {str(name): int(size) for name, size in plan.mesh.shape.items()}
             late = config.secondary_grads and (steps > 1 or self.base.secondary_grads)  # of one, it changes nothing
             yield Candidate(
@@ -252,9 +252,13 @@ class Search:
             for x in self._micro_batches(dataclasses.replace(config, persistence_threshold=0), num_replicas, like.remat)
         ]
 
-    def memory(self, step: TrainStep, placed: State) -> StepMemory:
-        """Returns the estimated memory and time of a step of a placed state."""
-        return memory_of_step(step, (placed, self.batch, self.rng), self.hardware)
+    def memory(self, config: ZeroConfig, num_replicas: int, steps: int, recompute: Remat | None) -> StepMemory:
+        """Returns the estimated memory and time of a candidate's step, which is traced once."""
+        key = config, num_replicas, steps, recompute
+        if key not in self._memories:
+            arguments = self.placed(config, num_replicas), self.batch, self.rng
+            self._memories[key] = memory_of_step(self.step(steps, recompute), arguments, self.hardware)
+        return self._memories[key]
 
     def step(self, steps: int, recompute: Remat | None) -> TrainStep:
         """Returns the step of a candidate."""
