@@ -121,9 +121,10 @@ def llama(  # noqa: PLR0913  # the sizes of a decoder
 
 def _by_rule(target: int, sizes: Mapping[str, int]) -> ModelConfig:
     def sized(d_model: int, num_layers: int) -> ModelConfig:
-        heads = sizes.get("num_heads", max(1, d_model // HEAD))
+        heads = max(1, d_model // HEAD)
         hidden = -(-8 * d_model // 3 // 256) * 256  # up to whole multiples
-        base = llama(d_model, num_layers, 1, 1, hidden, VOCABULARY)
+        base = llama(d_model, num_layers, heads, heads, hidden, VOCABULARY)
+        heads = sizes.get("num_heads", heads)
         return _replaced(base, {"num_heads": heads, "num_kv_heads": heads, **sizes, "num_layers": num_layers})
 
     def depth(d_model: int) -> int:
