@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from typing import Any
@@ -14,7 +15,7 @@ import optax
 import jzero
 from tests import models
 
-NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 4
+NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 2
 NUM_STEPS, ROWS = 5, 24
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))  # one, so that steps are compiled once
 
@@ -40,9 +41,18 @@ def config(stage: int) -> jzero.ZeroConfig:
     return jzero.ZeroConfig(stage=stage, persistence_threshold=50)
 
 
+def mesh(**axes: int) -> jax.sharding.Mesh:
+    """Returns a mesh of as many devices as the processes have, also in one process that has more."""
+    return jzero.make_mesh(devices=jax.devices()[: NUM_PROCESSES * DEVICES_PER_PROCESS], **axes)
+
+
+def sharded(state: jzero.TrainState, config: jzero.ZeroConfig) -> Any:
+    return jzero.shard_train_state(state, config=config, mesh=mesh())
+
+
 def make_state(key: jax.Array) -> jzero.TrainState:
     """Makes two sharded kernels, one along each dimension, a sharded vector and one that is kept whole."""
-    size, hidden, last = models.MLP_SIZES[0], models.MLP_SIZES[1], models.MLP_SIZES[-1]  # eight divides none
+    size, hidden, last = models.MLP_SIZES[0], models.MLP_SIZES[1], models.MLP_SIZES[-1]  # four divides none
     rng = np.random.default_rng(0)
     layer = {
         "kernel": jnp.asarray(rng.normal(size=(size, hidden)) / np.sqrt(size), jnp.float32),
@@ -51,6 +61,19 @@ def make_state(key: jax.Array) -> jzero.TrainState:
     out = jnp.asarray(rng.normal(size=(hidden, last)) / np.sqrt(hidden), jnp.float32)
     params = {"layer_0": layer, "layer_1": {"kernel": out}, "shift": jax.random.normal(key, (size,)) / 10}
     return jzero.TrainState.create(params=params, tx=TX)
+
+
+def make_pair(tx: optax.GradientTransformation = TX) -> jzero.TrainState:
+    """Makes a sharded kernel and a vector that is kept whole: each leaf of records is several programs."""
+    size, hidden = models.MLP_SIZES[:2]
+    kernel = np.random.default_rng(0).normal(size=(size, hidden)) / np.sqrt(size)
+    params = {"kernel": kernel.astype(np.float32), "shift": np.full(size, 0.1, np.float32)}
+    return jzero.TrainState.create(params=params, tx=tx)
+
+
+def loss_of_pair(params: Any, batch: Any) -> jax.Array:
+    x = (batch["x"] + params["shift"][None]) @ params["kernel"]
+    return jnp.square(jnp.tanh(x).mean(1) - batch["y"].mean(1)).mean()
 
 
 def loss_of(params: Any, batch: Any) -> jax.Array:
@@ -83,14 +106,14 @@ def train_from(
 
 
 def overflows(stage: int) -> dict[str, float]:
-    """Trains in fp16 with overflows in rows of the first process alone, then of the second."""
+    """Trains with a loss scale and overflows in rows of the first process alone, then of the second."""
     poisoned = {1: 0, 3: ROWS - 1}
 
     def loss(params: Any, batch: Any) -> jax.Array:
         return loss_of(params, batch) + 0 * params["shift"].sum() * batch["poison"].sum()
 
-    fp16 = jzero.ZeroConfig(stage=stage, persistence_threshold=50, precision="fp16")
-    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=fp16)
+    scaled = dataclasses.replace(config(stage), precision=jzero.Precision(loss_scale="dynamic"))
+    state = sharded(make_state(jax.random.key(0)), scaled)
     step = jzero.make_train_step(loss)
     numbers = {}
     for i in range(NUM_STEPS):
@@ -99,6 +122,8 @@ def overflows(stage: int) -> dict[str, float]:
             poison[poisoned[i]] = np.inf
         state, metrics = step(state, {**models.mlp_batch(ROWS, seed=i), "poison": poison})
         numbers |= {f"scale {i}": float(metrics["loss_scale"]), f"applied {i}": float(metrics["step_applied"])}
+        if i not in poisoned:
+            numbers |= {f"loss {i}": float(metrics["loss"]), f"norm {i}": float(metrics["grad_norm"])}
     return {**numbers, "steps": float(state.step)}
 
 

@@ -39,10 +39,14 @@ from tests.multiprocess_states import (
     config,
     digest,
     loss_of,
+    loss_of_pair,
+    make_pair,
     make_state,
+    mesh,
     message,
     noisy_loss,
     overflows,
+    sharded,
     step_of,
     train_from,
     whole,
@@ -58,22 +62,19 @@ SLOW_LINKS = {
 
 
 def train(folder: pathlib.Path | None = None) -> dict[str, Any]:
-    """Trains at stages 1 and 3 from a state made whole, and at stage 3 from those that are born sharded."""
-    assert jax.device_count() == NUM_PROCESSES * DEVICES_PER_PROCESS
-    results = {}
-    for stage in (1, 3):
-        state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(stage))
-        state, results[f"stage {stage}"] = train_from(state, loss_of)
-    results["fp16"] = overflows(3)
+    """Trains at stage 1 with overflows, at stage 3 from a state made whole, and from those that are born sharded."""
+    results = {"overflows": overflows(1)}
+    state, results["stage 3"] = train_from(sharded(make_state(jax.random.key(0)), config(3)), loss_of)
     results["end of stage 3"] = whole_values(state)
-    born = jzero.init_train_state(make_state, jax.random.key(0), config=config(3))
+    born = jzero.init_train_state(make_state, jax.random.key(0), config=config(3), mesh=mesh())
     _, results["born"] = train_from(born, loss_of)
     away = jzero.Offload(params="host", optimizer="host", chunk_bytes=2048)
-    born = jzero.init_train_state(make_state, jax.random.key(0), config=dataclasses.replace(config(3), offload=away))
+    away = dataclasses.replace(config(3), offload=away)
+    born = jzero.init_train_state(make_state, jax.random.key(0), config=away, mesh=mesh())
     state, results["on the host"] = train_from(born, noisy_loss, rng=jax.random.key(7))
-    mesh, levels = jzero.make_mesh(node=NUM_PROCESSES, data=-1), dataclasses.replace(config(3), **SLOW_LINKS)
+    levels, nodes = dataclasses.replace(config(3), **SLOW_LINKS), mesh(node=NUM_PROCESSES, data=-1)
     trainable = "(?!layer_0).*"
-    born = jzero.init_train_state(make_state, jax.random.key(0), config=levels, mesh=mesh, trainable=trainable)
+    born = jzero.init_train_state(make_state, jax.random.key(0), config=levels, mesh=nodes, trainable=trainable)
     plan = jzero.plan_of(born)
     assert any(leaf.param.stored_dtype == jnp.int8 for leaf in plan.leaves)
     assert any(hop.dtype == jnp.int8 for hop in plan.traffic.gathers_before_loss)
@@ -150,7 +151,7 @@ def published(directory: pathlib.Path) -> dict[str, Any]:
         *outer, last = path.split("/")
         (params[outer[0]] if outer else params)[last] = jnp.zeros(shape)
     plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    state = sharded(plain, jzero.ZeroConfig(stage=3, persistence_threshold=0))
     rows: dict[str, int] = {}
     view = safetensors_files.TensorFile.view
 
@@ -204,10 +205,10 @@ def disk_checkpoints(directory: pathlib.Path) -> dict[str, Any]:
     scratch = directory / "scratch"
     away = jzero.Offload(optimizer="disk", path=scratch, chunk_bytes=8192)
     far = dataclasses.replace(config(3), offload=away, precision="bf16")
-    like = jzero.abstract_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=far)
+    like = jzero.abstract_train_state(jax.eval_shape(make_pair), config=far)
     state = jzero.restore_checkpoint(directory / "from_one", like)
     results: dict[str, Any] = {"restored": whole(state)}
-    step = step_of(loss_of)
+    step = step_of(loss_of_pair)
     with jzero.CheckpointManager(directory / "run") as manager:
         for i in range(2):
             state, _ = step(state, models.mlp_batch(ROWS, seed=i))
@@ -242,12 +243,10 @@ def records(folder: pathlib.Path, name: str) -> dict[str, Any]:
     }
     precision, options = kinds[name]
     far = dataclasses.replace(config(3), precision=precision, offload=jzero.Offload(**options))
-    state = make_state(jax.random.key(0))
-    if name != "columns":  # with sums over records first
-        state = jzero.TrainState.create(params=state.params, tx=optax.lamb(1e-2))
-    state, step = jzero.shard_train_state(state, config=far), step_of(loss_of)
+    state = make_pair() if name == "columns" else make_pair(optax.lamb(1e-2))  # with sums over records first
+    state, step = sharded(state, far), step_of(loss_of_pair)
     numbers = {}
-    for i in range(NUM_STEPS):
+    for i in range(4):
         batch = models.mlp_batch(ROWS, seed=i)
         if i == 2 and "path" in options and jax.process_count() > 1:
             assert "EIO" in failing(step, state, batch, "write")
@@ -276,7 +275,7 @@ def failing(step: Any, state: Any, batch: Any, what: str) -> str:
 
 def one_dies(directory: pathlib.Path) -> None:
     """Saves twice; the second process is killed while the second checkpoint is written."""
-    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(3))
+    state = sharded(make_state(jax.random.key(0)), config(3))
     with jzero.CheckpointManager(directory) as manager:
         manager.save(state, step=1)
         manager.wait()
@@ -290,7 +289,7 @@ def preempted(directory: pathlib.Path) -> Any:
 
     Only the second checkpoint is due to the signal.
     """
-    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(1))
+    state = sharded(make_state(jax.random.key(0)), config(1))
     with jzero.CheckpointManager(directory, save_interval_steps=1000) as manager:
         for i in range(1, 10_000):
             try:
@@ -305,7 +304,7 @@ def preempted(directory: pathlib.Path) -> Any:
 
 def watched(directory: pathlib.Path) -> list[int]:
     """Logs two runs to files of each process; returns how many steps it wrote: as it is by default, and if asked."""
-    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(3))
+    state = sharded(make_state(jax.random.key(0)), config(3))
     step = step_of(loss_of)
     written = []
     for every_process in (False, True):
@@ -328,7 +327,7 @@ def rows(folder: pathlib.Path, num_steps: str) -> dict[str, float]:
     rules = {"layers": jzero.LeafRule(scan_dim=0)}
     far = jzero.ZeroConfig(precision="bf16", persistence_threshold=50, rules=rules, offload=away)
     plain = jzero.TrainState.create(params=params, tx=optax.adamw(1e-2))
-    state, step, numbers = jzero.shard_train_state(plain, config=far), jzero.make_train_step(scanned_loss), {}
+    state, step, numbers = sharded(plain, far), jzero.make_train_step(scanned_loss), {}
     for i in range(int(num_steps)):
         batch = np.random.default_rng(i).normal(size=(ROWS, 29)).astype(np.float32)
         if i == 2 and jax.process_count() > 1:
