@@ -21,11 +21,11 @@ import generate  # isort: skip  # of the examples, which `finetune_run` puts on 
 STEPS = 30
 
 
-def options(tmp_path, *more):
+def options(tmp_path, *more, layers=2):
     """Writes a model and chats, if they are not there; returns the options that they are."""
     model, data = tmp_path / "model", tmp_path / "chats.jsonl"
     if not data.exists():
-        hf_models.write_folder(model, "llama", vocab_size=NUM_TOKENS)
+        hf_models.write_folder(model, "llama", vocab_size=NUM_TOKENS, num_hidden_layers=layers)
         sums = [(x % 7, x % 5) for x in range(200)]
         chats = [[("user", f"{a}+{b}"), ("assistant", f"is {a + b}.")] for a, b in sums]
         named = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
@@ -44,7 +44,7 @@ def logged(path):
 def test_adapters_on_integers_halve_the_loss_and_are_merged(tmp_path, capsys):
     out, log = tmp_path / "tuned", tmp_path / "log.jsonl"
     adapters = ("--quantize=int8", "--lora-rank=8", "--sample=3+4", "--sample-tokens=8")
-    finetune_run.main(*options(tmp_path, *adapters, f"--log={log}", f"--out={out}", "--merge"))
+    finetune_run.main(*options(tmp_path, *adapters, f"--log={log}", f"--out={out}", "--merge", layers=1))
     output = capsys.readouterr().out
     assert re.search(r"^200 examples .* skipped; \d+ rows of 33 tokens, \d+% full.*; 10 examples held out", output)
     assert re.search(r"^layers/up/kernel .*int8", output, re.MULTILINE)
