@@ -24,7 +24,7 @@ DEVICES_PER_PROCESS = 2
 COUNTS = (11, 3, 8, 0, 9, 5, 6)
 """Examples of each file; 42, which a batch of 12 does not divide."""
 
-BATCH_SIZE, LANES = 12, 6
+BATCH_SIZE = 12
 STEPS_BEFORE = 2
 TX = optax.sgd(0.1)  # one, so that steps are compiled once
 
@@ -45,16 +45,18 @@ def read_lines(path: str) -> Iterator[dict[str, Any]]:
 def train_first(directory: pathlib.Path) -> dict[str, Any]:
     """Goes through an epoch with files of unequal numbers in each process; then trains on a part of one and saves."""
     paths = sorted(directory.glob("*.txt"))
-    mine = {0: paths[:1], 1: paths[1:3], 2: paths[3:]}[jax.process_index()]
+    starts = [*(0, 1, 3)[: jax.process_count()], len(paths)]
+    mine = paths[starts[jax.process_index()] : starts[jax.process_index() + 1]]
+    lanes = DEVICES_PER_PROCESS * jax.process_count()
     opened: list[str] = []
 
     def read(path: str) -> Iterator[dict[str, Any]]:
         opened.append(pathlib.Path(path).name)
         yield from read_lines(path)
 
-    source = jzero.data.FileSource(mine, read=read, interleave=LANES)
+    source = jzero.data.FileSource(mine, read=read, interleave=lanes)
     results: dict[str, Any] = {"counted": sorted(opened), "together": list(source.counts)}
-    by_lane = jzero.data.make_loader(source, batch_size=LANES, prefetch=0)
+    by_lane = jzero.data.make_loader(source, batch_size=lanes, prefetch=0)
     results["opened for the first example"] = opened[len(results["counted"]) :]
     opened.clear()
     results["first rounds"] = [local_ids(batch) for _, batch in zip(range(3), by_lane, strict=False)]

@@ -29,7 +29,7 @@ from jzero.arrays import processes as _processes
 from jzero.checkpoint import safetensors_files, sharing
 from jzero.disk.files import DiskError
 from jzero.state.disk import files_of
-from tests import models
+from tests import data_worker, models
 from tests.multiprocess_disagreements import BATCH, disagree, small_loss, small_state
 from tests.multiprocess_states import (
     DEVICES_PER_PROCESS,
@@ -353,6 +353,7 @@ SCENARIOS = {
         published,
         records,
         rows,
+        data_worker.train_first,
         watched,
         preempted,
         alone,

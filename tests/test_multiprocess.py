@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from tests import multiprocess_worker, real_processes
+from tests import data_results, data_worker, multiprocess_worker, real_processes
 
 
 def run_processes(scenarios, folder):
@@ -251,6 +251,12 @@ def test_checkpoints_of_two_processes_with_state_on_disk(results, folder):
         assert found["edited"] != found["trained"]
         assert "is not what was written there" in found["flipped"]
         assert not found["left"]
+
+
+@of_run("train_first", data_worker.write_files)
+def test_two_processes_share_files_and_one_goes_on(results, folder):
+    data_results.assert_files_are_shared(results)
+    data_results.assert_others_go_on(results, [data_worker.train_rest(folder)])
 
 
 @of_run("watched")
