@@ -1,5 +1,6 @@
 """The training example runs as a user runs it: as a script, in a process of its own."""
 
+import functools
 import importlib
 import json
 import pathlib
@@ -13,7 +14,7 @@ import pytest
 
 import jzero
 from tests.compiled import analyze
-from tests.example_runs import EXAMPLES, run_example
+from tests.example_runs import EXAMPLES, run_example, run_here
 from tests.tiers import slow
 
 TINY = (
@@ -52,11 +53,12 @@ def logged_steps(path: pathlib.Path) -> list[int | str]:
     ("framework", "layers"),
     [("nnx", "--scan"), slow("linen", "--scan"), slow("linen", "--no-scan"), slow("nnx", "--no-scan")],
 )
-def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
+def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path, monkeypatch, capsys):
     saving = (f"--checkpoints={tmp_path / 'checkpoints'}", "--save-every=10")
     log = tmp_path / "log.jsonl"
     options = (f"--framework={framework}", layers, f"--log={log}", *saving, *TINY)
-    output = run_train_gpt(*options, out=tmp_path)
+    run = functools.partial(run_here, "train_gpt.py", f"--out={tmp_path}", monkeypatch=monkeypatch, capsys=capsys)
+    output = run(*options)
 
     trained, untrained = validation_losses(output)
     assert untrained == pytest.approx(5.545, abs=0.2)  # ln 256: every byte is as likely
@@ -69,7 +71,7 @@ def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
     assert logged_steps(log) == [*range(1, 21), "validation"]
     if (framework, layers) == ("linen", "--scan"):
         shutil.rmtree(tmp_path / "checkpoints" / "20")  # as if it had been stopped after step 10
-        again = run_train_gpt(*options, "--stage=1", out=tmp_path)
+        again = run(*options, "--stage=1")
         assert "resuming from step 10" in again
         assert validation_losses(again)[0] == pytest.approx(trained, abs=0.0015), "as if it had not"
         assert logged_steps(log)[21:] == [*range(11, 21), "validation"]
