@@ -1,6 +1,7 @@
 """Data sets of numbered examples, and loaders of them."""
 
 import collections
+import pathlib
 import time
 
 import numpy as np
@@ -42,3 +43,14 @@ def ids(batch):
 
 def make(source, batch_size=8, **options):
     return jzero.data.make_loader(source, batch_size=batch_size, **options)
+
+
+def whole_lines(path):
+    """Reads a file of numbers; here, as is the next one, since processes that load data import little with it."""
+    return [{"id": int(line)} for line in pathlib.Path(path).read_text().split()]
+
+
+def with_noise(example, rng):
+    if example["id"] == 26:
+        raise KeyError("no such record")
+    return {**example, "noise": rng.random(dtype=np.float32)}

@@ -38,6 +38,8 @@ def doubled(function):
 
 def test_doctor_ends_with_1_if_a_reduction_is_wrong(run, monkeypatch):
     monkeypatch.setattr(jax.lax, "psum_scatter", doubled(jax.lax.psum_scatter))
+    some = {name: doctor.CHECKS[name] for name in ("collectives", "train step", "donation")}
+    monkeypatch.setattr(doctor, "CHECKS", some)
     result = run("doctor --json")
     assert result.exit_code == 1
     found = json.loads(result.stdout)

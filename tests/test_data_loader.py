@@ -2,11 +2,8 @@
 
 import inspect
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 import threading
 import time
 
@@ -19,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 import jzero.data
-from tests.data_examples import Source, examples, ids, make
+from tests.data_examples import Source, examples, ids, make, whole_lines, with_noise
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -199,16 +196,6 @@ def test_positions_of_other_data_are_refused(tmp_path):
         one.set_state(two.get_state())
 
 
-def whole_lines(path):
-    return [{"id": int(line)} for line in pathlib.Path(path).read_text().split()]
-
-
-def with_noise(example, rng):
-    if example["id"] == 26:
-        raise KeyError("no such record")
-    return {**example, "noise": rng.random(dtype=np.float32)}
-
-
 def test_workers_make_the_batches_that_threads_make(tmp_path):
     for i, count in enumerate((9, 14, 7)):
         (tmp_path / f"{i}").write_text("".join(f"{10 * i + j} " for j in range(count)))
@@ -263,40 +250,6 @@ def test_threads_end_with_the_data_or_with_close():
     for _ in loader:
         break
     assert wait_for_threads_to_end(), "left behind by a loop"
-
-
-PROGRAM = """
-import sys
-import jzero
-assert "grain" not in sys.modules and not hasattr(jzero, "data")
-sys.modules["grain"] = None
-try:
-    import jzero.data
-except ImportError as error:
-    assert "pip install 'jzero[data]'" in str(error), error
-else:
-    raise AssertionError("it was imported without Grain")
-del sys.modules["grain"]
-import jzero.data
-for batch in jzero.data.make_loader([{"x": 1}] * 50, batch_size=8, num_epochs=None):
-    break
-batches = iter(jzero.data.make_loader([{"x": 1}] * 50, batch_size=8, num_epochs=None))
-next(batches)
-print(batch["x"].shape)
-"""
-
-
-def test_grain_is_imported_on_request_and_programs_end():
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM],
-        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "(8,)\n", "")
 
 
 def test_a_loader_without_end_has_no_length():

@@ -106,7 +106,7 @@ def run_python(script, *args):
     finished = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=120
     )
-    assert finished.returncode == 0, finished.stderr
+    assert (finished.returncode, finished.stderr) == (0, "")
     return finished.stdout
 
 
@@ -117,7 +117,7 @@ def test_importing_jzero_imports_nothing_else():
     assert run_python(f"import sys, jzero.cli.commands; print({others} - {{'rich'}})") == "set()\n"
 
 
-FLAX_COMES_LATER = """
+PACKAGES_COME_LATER = """
 import pickle, sys
 opt_state = pickle.loads(bytes.fromhex(sys.argv[1]))  # from another program; nothing has called jzero
 import jax, jax.numpy as jnp, optax, jzero
@@ -125,7 +125,7 @@ plain = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.adam(1e
 state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=2, precision="bf16"))
 step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
 state, _ = step(state, jnp.ones((8, 8)))
-assert "flax.nnx" not in sys.modules
+assert "flax.nnx" not in sys.modules and "grain" not in sys.modules and not hasattr(jzero, "data")
 
 from flax import nnx, serialization
 assert sorted(serialization.to_state_dict(opt_state)) == sorted(serialization.to_state_dict(state.opt_state))
@@ -135,14 +135,30 @@ model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 print(jzero.estimate_zero2_model_states_mem_needs_all_live(model, verbose=False).total_params)
 pair = jzero.shard_train_state((model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)), stage=1)
 print(jzero.plan_of(pair).config.stage)
+
+sys.modules["grain"] = None
+try:
+    import jzero.data
+except ImportError as error:
+    assert "pip install 'jzero[data]'" in str(error), error
+else:
+    raise AssertionError("it was imported without Grain")
+del sys.modules["grain"]
+import jzero.data
+for batch in jzero.data.make_loader([{"x": 1}] * 50, batch_size=8, num_epochs=None):
+    break
+batches = iter(jzero.data.make_loader([{"x": 1}] * 50, batch_size=8, num_epochs=None))
+next(batches)
+print(batch["x"].shape)
 """
 
 
-def test_flax_may_be_imported_after_jzero_is_used():
+def test_packages_may_be_imported_after_jzero_is_used():
+    """Flax and Grain; and the program ends although a thread of Grain's loads batches."""
     plain = jzero.TrainState.create(params={"w": np.ones((8, 8), np.float32)}, tx=optax.adam(1e-3))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=2, precision="bf16"))
     pickled = pickle.dumps(jax.device_get(state.opt_state))
-    assert run_python(FLAX_COMES_LATER, pickled.hex()) == "72\n1\n"
+    assert run_python(PACKAGES_COME_LATER, pickled.hex()) == "72\n1\n(8,)\n"
 
 
 def test_version_is_that_of_the_package():
