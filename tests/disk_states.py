@@ -1,5 +1,7 @@
 """A small state with its optimizer state on disk, and its training."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,9 @@ def loss_fn(params, batch):
     return jnp.square(x @ params["layer_1"]["kernel"] + params["layer_1"]["bias"][None] - batch["y"]).mean()
 
 
+ADAMW = optax.adamw(1e-2)
+
+
 def two_devices():
     """The programs of a record are compiled for each device, so these tests use few."""
     return jzero.make_mesh(devices=jax.devices()[:2])
@@ -35,7 +40,7 @@ def two_devices():
 
 def state_on_disk(path, stage=3, precision="fp32", tx=None, mesh=None, layers=2, **offload):
     options = {"optimizer": "disk", "path": path, "chunk_bytes": 2048} | offload
-    state = jzero.TrainState.create(params=make_params(layers), tx=tx or optax.adamw(1e-2))
+    state = jzero.TrainState.create(params=make_params(layers), tx=tx or ADAMW)
     config = jzero.ZeroConfig(
         stage=stage, precision=precision, persistence_threshold=50, offload=jzero.Offload(**options)
     )
@@ -46,9 +51,14 @@ def in_memory(stage=3, precision="fp32", tx=None, layers=2):
     return state_on_disk(None, stage, precision, tx, layers=layers, optimizer="host")
 
 
+@functools.cache
+def step_of(**options):
+    """Returns one step for all tests: of states with equal plans and one optimizer it compiles one program."""
+    return jzero.make_train_step(loss_fn, **options)
+
+
 def train(state, steps=2, seed=0, **options):
-    step = jzero.make_train_step(loss_fn, **options)
-    losses = []
+    step, losses = step_of(**options), []
     for i in range(steps):
         state, metrics = step(state, models.mlp_batch(48, seed=seed + i))
         losses.append(float(metrics["loss"]))
@@ -56,7 +66,7 @@ def train(state, steps=2, seed=0, **options):
 
 
 OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-2),
+    "adamw": lambda: ADAMW,
     "clip": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
     "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
     "lion": lambda: optax.lion(1e-3),

@@ -16,24 +16,53 @@ import jzero
 from jzero.arrays import disk_files
 from jzero.disk.stores import DiskStore
 from tests import models
-from tests.disk_states import loss_fn, make_params, state_on_disk, train
+from tests.disk_states import make_params, state_on_disk, step_of, train
 
 GONE = r"`jzero\.release_disk` freed the space"
 
 
-def test_stats_count_what_moves(tmp_path):
-    state = state_on_disk(tmp_path, precision="bf16", tx=optax.adamw(1e-2))
+def test_stats_and_rates_count_what_moves_until_the_space_is_released(tmp_path):
+    state = state_on_disk(tmp_path)
     plan = jzero.plan_of(state)
     num_devices = plan.mesh.size  # of one process; no axis replicates
     first = jzero.disk_stats(state)
     assert first.num_bytes == num_devices * plan.disk_bytes_per_device == 2 * first.written_bytes
     assert first.num_records == num_devices * sum(len(plan.records_of(i)) for i in plan.disk_fields)
     assert (first.folder, first.read_bytes, first.read_bytes_per_s) == (str(tmp_path), 0, 0.0)
-    state, _ = train(state)
+
+    # A monitor writes the rates.
+    step, seen = step_of(), {}
+    with jzero.Monitor(sinks=[seen.__setitem__], every=2, progress=False) as monitor:
+        for i in range(3):
+            state, metrics = step(state, models.mlp_batch(48, seed=i))
+            monitor.log(metrics)
+    names = {f"perf/disk_{name}" for name in ("read_bytes_per_s", "write_bytes_per_s", "wait_share")}
+    assert seen
+    for values in seen.values():
+        assert names <= values.keys()
+        assert values["perf/disk_read_bytes_per_s"] == values["perf/disk_write_bytes_per_s"] > 0
+        assert 0 <= values["perf/disk_wait_share"] <= 1
     stats = jzero.disk_stats(state)
-    assert (stats.read_bytes, stats.written_bytes) == (first.num_bytes, 3 * first.written_bytes)
+    assert (stats.read_bytes, stats.written_bytes) == (3 * first.written_bytes, 4 * first.written_bytes)
     assert math.isclose(stats.write_bytes_per_s * stats.write_seconds, stats.written_bytes)
-    assert str(stats).startswith(f"624.00 KiB in {tmp_path}, {stats.num_records} records")
+    assert str(stats).startswith(f"288.00 KiB in {tmp_path}, {stats.num_records} records")
+
+    assert taken(tmp_path) == first.num_bytes
+    path = plan.leaves[min(plan.disk_fields)].path
+    before = np.asarray(jzero.get_full_param(state, path))
+    jzero.release_disk(state)
+    assert taken(tmp_path) == 0
+    np.testing.assert_array_equal(jzero.get_full_param(state, path), before)
+    for act in (
+        train,
+        jzero.disk_stats,
+        jzero.release_disk,
+        jzero.unshard_train_state,
+        lambda x: jzero.get_full_opt_state(x, path, name="mu"),
+        lambda x: jzero.shard_train_state(x, config=dataclasses.replace(plan.config, stage=1)),
+    ):
+        with pytest.raises(RuntimeError, match=GONE):
+            act(state)
 
 
 def test_stats_name_what_the_file_system_cannot_do(tmp_path, monkeypatch):
@@ -62,29 +91,8 @@ def taken(folder):
     return sizes
 
 
-def test_released_space_is_free_and_the_state_says_so(tmp_path):
-    state, _ = train(state_on_disk(tmp_path))
-    num_bytes, plan = jzero.disk_stats(state).num_bytes, jzero.plan_of(state)
-    assert taken(tmp_path) == num_bytes
-    path = plan.leaves[min(plan.disk_fields)].path
-    before = np.asarray(jzero.get_full_param(state, path))
-    jzero.release_disk(state)
-    assert taken(tmp_path) == 0
-    np.testing.assert_array_equal(jzero.get_full_param(state, path), before)
-    for act in (
-        train,
-        jzero.disk_stats,
-        jzero.release_disk,
-        jzero.unshard_train_state,
-        lambda x: jzero.get_full_opt_state(x, path, name="mu"),
-        lambda x: jzero.shard_train_state(x, config=dataclasses.replace(plan.config, stage=1)),
-    ):
-        with pytest.raises(RuntimeError, match=GONE):
-            act(state)
-
-
 def test_release_waits_for_an_update_beside_the_step(tmp_path):
-    state, _ = train(state_on_disk(tmp_path, compute="host", delay=1), steps=3)
+    state, _ = train(state_on_disk(tmp_path, layers=1, compute="host", delay=1), steps=3)
     jzero.release_disk(state)
     assert taken(tmp_path) == 0
     with pytest.raises(RuntimeError, match=GONE):
@@ -103,20 +111,6 @@ def test_laying_out_is_told_only_if_it_takes_long(tmp_path, monkeypatch, caplog)
     assert len(caplog.messages) == (num_params - 2) // 2 == 1, num_params
     whole = f"{jzero.disk_stats(state).num_bytes / 2**11:.2f} KiB"
     assert re.fullmatch(rf"Laying out records of optimizer state: .* of {whole} are written\.", caplog.messages[0])
-
-
-def test_a_monitor_writes_the_rates_of_the_disk(tmp_path):
-    state, seen = state_on_disk(tmp_path, precision="fp16"), {}
-    step = jzero.make_train_step(loss_fn)
-    with jzero.Monitor(sinks=[seen.__setitem__], every=2, progress=False) as monitor:
-        for i in range(3):
-            state, metrics = step(state, models.mlp_batch(48, seed=i))
-            monitor.log(metrics)
-    names = {f"perf/disk_{name}" for name in ("read_bytes_per_s", "write_bytes_per_s", "wait_share")}
-    for values in seen.values():
-        assert names <= values.keys()
-        assert values["perf/disk_read_bytes_per_s"] == values["perf/disk_write_bytes_per_s"] > 0
-        assert 0 <= values["perf/disk_wait_share"] <= 1
 
 
 def test_a_plan_tells_what_is_on_disk(tmp_path):
