@@ -79,7 +79,7 @@ def step():
 @pytest.fixture
 def on_disk(plain, scratch):
     """Returns a function that places the plain state, with its optimizer state on disk."""
-    return lambda stage=3, precision="bf16", num=3: jzero.shard_train_state(
+    return lambda stage=3, precision="bf16", num=2: jzero.shard_train_state(
         plain, **layout("disk", stage, precision, num, scratch)
     )
 
@@ -87,7 +87,7 @@ def on_disk(plain, scratch):
 @pytest.fixture
 def like(plain, scratch):
     """Returns a function that makes shapes to restore into."""
-    return lambda kind="disk", stage=3, precision="bf16", num=3: jzero.abstract_train_state(
+    return lambda kind="disk", stage=3, precision="bf16", num=2: jzero.abstract_train_state(
         plain, **layout(kind, stage, precision, num, scratch)
     )
 

@@ -127,7 +127,7 @@ def test_a_save_that_fails_leaves_training_and_earlier_checkpoints(where, on_dis
             manager.wait()
         with pytest.raises(jzero.CheckpointError, match="could not be written"):
             jzero.save_checkpoint(tmp_path / "c", state)
-        state = train(step, state, 3, 4)
+        state = train(step, state, 1, 4)
     assert not (tmp_path / "c").exists()
     assert_same_bits(whole(manager.restore(like())), first)
     manager.save(state)
@@ -144,7 +144,7 @@ def test_what_fails_before_the_write_begins_lets_steps_run(on_disk, tmp_path, mo
     ):
         with pytest.raises(error) as caught:  # which holds the frames of the attempt
             attempt(state)
-        state = train(step, state, 3)
+        state = train(step, state, 2)
         assert caught.value
 
 
@@ -170,7 +170,7 @@ def test_ctrl_c_while_it_saves_holds_no_step_up(call, on_disk, like, tmp_path, m
             patch.setattr(disk_saving.Snapshot, call, examine)
         with pytest.raises(KeyboardInterrupt) as caught:  # which holds the frames of the save
             manager.save(state) if call != "_write" else jzero.save_checkpoint(tmp_path / "c", state)
-        train(step, state, 3)
+        train(step, state, 2)
         assert caught.value
     assert not (tmp_path / "c").exists()
     manager.close()
