@@ -1,5 +1,6 @@
 """A state with its optimizer state on disk, to save and to restore."""
 
+import functools
 import gc
 import weakref
 
@@ -39,9 +40,12 @@ def make_state():
     return jzero.TrainState(step=jnp.ones((), jnp.int32), apply_fn=None, params=params, tx=tx, opt_state=opt_state)
 
 
+make_plain = functools.cache(make_state)  # one for all files of tests, so that each program is compiled once
+
+
 @pytest.fixture(scope="module")
 def plain():
-    return make_state()
+    return make_plain()
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +71,18 @@ def layout(kind, stage, precision, num=8, path=None):
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
-    """One folder for all, so that plans are equal and each program is compiled once."""
-    return tmp_path_factory.mktemp("scratch")
+    """One folder for all files of tests, so that plans are equal and each program is compiled once."""
+    folder = tmp_path_factory.getbasetemp() / "scratch"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+make_step = functools.cache(lambda: jzero.make_train_step(loss_fn))
 
 
 @pytest.fixture(scope="module")
 def step():
-    return jzero.make_train_step(loss_fn)
+    return make_step()
 
 
 @pytest.fixture

@@ -89,9 +89,9 @@ def test_chunks_of_several_processes_end_where_parts_end(on_disk, several, monke
 # What is written, and who reads it.
 
 
-STREAMED = ("disk", 3, "bf16", 3)
-READERS = [STREAMED, ("host", 2, "bf16", 8), ("none", 3, "fp32", 5), ("disk", 1, "fp16", 2)]
-QUICK = [("disk", 1, "fp32", 2), ("host", 1, "bf16", 2), ("none", 3, "fp32", 2)]
+STREAMED = ("disk", 3, "bf16", 2)
+READERS = [STREAMED, ("host", 2, "bf16", 8), ("none", 3, "fp32", 5), ("disk", 1, "fp16", 3)]
+QUICK = [("disk", 1, "fp32", 3), ("host", 1, "bf16", 2), ("none", 3, "fp32", 2)]
 WRITERS = list(itertools.product(("disk", "host", "none"), (3, 1, 0), ("bf16", "fp32", "fp16"), (2,)))
 CASES = [
     (STREAMED, READERS[3:]),  # what else reads it sees the same tree: the values and notes that tests here compare
