@@ -10,7 +10,6 @@ from flax.training.train_state import TrainState
 import jzero
 from tests import models, optimizers
 from tests.checkpoint_states import arrays
-from tests.compiled import DEFAULT_FUSIONS
 
 HOST = jzero.Offload(optimizer="host")
 SMALL = jzero.Offload(optimizer="host", chunk_bytes=2048)
@@ -30,8 +29,7 @@ ADAMW = optax.adamw(1e-2)
 @functools.cache
 def step_of(**options):
     """Returns one step for all tests: of states with equal plans and one optimizer it compiles one program."""
-    # Results are compared to the last bits, of which fusions decide.
-    return jzero.make_train_step(models.mlp_loss, compiler_options=DEFAULT_FUSIONS, **options)
+    return jzero.make_train_step(models.mlp_loss, **options)
 
 
 def mlp_state(stage, precision="fp32", offload=HOST, tx=ADAMW, **options):

@@ -17,6 +17,7 @@ from jzero.state.init import lower_init
 from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.offload_states import (
+    ADAMW,
     SMALL,
     STEPS_AND_ULPS,
     assert_close,
@@ -237,7 +238,8 @@ class NormedState(TrainState):
 
 def test_batch_statistics_do_not_wait():
     x = np.random.default_rng(0).normal(size=(16, 5)).astype(np.float32)
-    variables = Normed().init(jax.random.key(0), x)
+    shapes = jax.eval_shape(lambda: Normed().init(jax.random.key(0), x))
+    variables = {name: models.draw_like(shapes[name]) for name in ("params", "batch_stats")}
 
     def loss(params, batch, *, batch_stats):
         out, new = Normed().apply({"params": params, "batch_stats": batch_stats}, batch, mutable=["batch_stats"])
@@ -325,7 +327,7 @@ def test_an_own_loop_is_told_what_to_do():
 
 
 def test_born_in_records():
-    make_state = lambda key: jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2))
+    make_state = lambda key: jzero.TrainState.create(params=models.mlp_params(), tx=ADAMW)
     state = jzero.init_train_state(make_state, jax.random.key(0), config=config(3, "bf16", LATE))
     assert not bool(state.opt_state.disk.waiting)
     programs, *_ = lower_init(make_state, jax.random.key(0), config(3, "bf16", LATE), jzero.make_mesh())
