@@ -13,8 +13,9 @@ from flax.training.train_state import TrainState
 
 import jzero
 from tests import models
-from tests.checkpoint_states import arrays, assert_same_bits, linen_state
-from tests.offload_states import HOST, SMALL, assert_close, config, kinds, mlp_state, step_of, train, whole
+from tests.checkpoint_states import arrays, assert_same_bits
+from tests.drawn import to_jax
+from tests.offload_states import HOST, SMALL, assert_close, config, kinds, mlp_state, small_state, step_of, train, whole
 
 
 def test_born_there_laid_out_anew_and_back():
@@ -42,18 +43,20 @@ def test_born_there_laid_out_anew_and_back():
 
 @pytest.mark.parametrize("writer", [HOST, pytest.param(jzero.Offload(), marks=pytest.mark.slow)])
 def test_checkpoints(writer, tmp_path):
-    state, _ = train(mlp_state(3, "bf16", writer))
+    state, _ = train(small_state(3, "bf16", writer), steps=2)
     jzero.save_checkpoint(tmp_path / "x", state)
     for stage, reader in ((3, HOST), (1, SMALL), (2, jzero.Offload())):
-        like = mlp_state(stage, "bf16", reader)
+        like = small_state(stage, "bf16", reader)
         back = jzero.restore_checkpoint(tmp_path / "x", like)
         assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(like)]
         assert_same_bits(whole(back), whole(state))
-        jzero.make_train_step(models.mlp_loss).eval_shape(back, models.mlp_batch(48))
+        step_of().eval_shape(back, models.mlp_batch(48))
 
 
 def test_a_checkpoint_is_read_to_the_host_directly(tmp_path):
-    plain = linen_state()
+    draw = np.random.default_rng(0).normal
+    params = {"w": to_jax(draw(size=(37, 129)), jnp.float32), "b": to_jax(draw(size=7), jnp.float32)}
+    plain = jzero.TrainState.create(params=params, tx=optax.adamw(1e-2))
     jzero.save_checkpoint(tmp_path / "x", jzero.shard_train_state(plain, stage=2))
     like = jzero.abstract_train_state(plain, config=config(3, "bf16"))
     back = jzero.restore_checkpoint(tmp_path / "x", like)
@@ -63,7 +66,7 @@ def test_a_checkpoint_is_read_to_the_host_directly(tmp_path):
 
 
 def test_moved_by_hand_and_back():
-    state, _ = train(mlp_state(3, "bf16"))
+    state, _ = train(small_state(3, "bf16"), steps=2)
     before = arrays(state)
     shardings = [x.sharding for x in jax.tree.leaves(state)]
     away = jzero.offload_train_state(state)
@@ -121,7 +124,7 @@ def test_what_a_state_hands_to_its_optimizer_counts(offload):
             )
 
     tx = optax.adamw(1e-2, eps=1e-3, weight_decay=0.5)
-    plain = Anchored.create(apply_fn=None, params=models.mlp_params(), tx=tx)
+    plain = Anchored.create(apply_fn=None, params=models.mlp_params(sizes=models.TWO_LAYERS), tx=tx)
     state = jzero.shard_train_state(plain, config=config(3, offload=offload))
     state, _ = jzero.make_train_step(models.mlp_loss)(state, models.mlp_batch(48))
     one_step = lambda x, batch: x.apply_gradients(grads=jax.grad(models.mlp_loss)(x.params, batch))
@@ -164,7 +167,7 @@ def test_a_budget_moves_no_more_than_it_must():
 
 
 def test_what_needs_more_than_elements_says_so():
-    state = mlp_state(3, tx=optax.contrib.muon(1e-3))
+    state = small_state(3, tx=optax.contrib.muon(1e-3))
     with pytest.warns(UserWarning, match=r"as a whole: \['layer_0/kernel'"):
         step_of().eval_shape(state, models.mlp_batch(48))
     away = dataclasses.replace(SMALL, params="host")
@@ -172,11 +175,11 @@ def test_what_needs_more_than_elements_says_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for tx in (clipped, optax.lamb(1e-3)):  # norms are summed chunk by chunk
-            step_of().eval_shape(mlp_state(3, tx=tx, offload=away), models.mlp_batch(48))
+            step_of().eval_shape(small_state(3, tx=tx, offload=away), models.mlp_batch(48))
 
 
 def test_plan_and_analysis_tell_host_bytes_apart():
-    state = mlp_state(3, "bf16")
+    state = small_state(3, "bf16")
     plan = jzero.plan_of(state)
     held = lambda kind: sum(
         x.addressable_shards[0].data.nbytes
