@@ -20,8 +20,8 @@ CELLS = default_for([(0, "fp32"), (3, "bf16")], itertools.product((0, 1, 2, 3), 
 ADAMW = optax.adamw(1e-2)
 
 
-def make_state(stage, precision="fp32"):
-    state = jzero.TrainState.create(params=models.mlp_params(), tx=ADAMW)
+def make_state(stage, precision="fp32", sizes=models.MLP_SIZES):
+    state = jzero.TrainState.create(params=models.mlp_params(sizes=sizes), tx=ADAMW)
     config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=50)
     return jzero.shard_train_state(state, config=config)
 
@@ -33,7 +33,7 @@ def kinds(tree):
 @pytest.mark.parametrize(("stage", "precision"), CELLS)
 def test_a_state_comes_back_as_it_was(stage, precision):
     step = jzero.make_train_step(models.mlp_loss)
-    state, _ = step(make_state(stage, precision), models.mlp_batch(24))
+    state, _ = step(make_state(stage, precision, models.TWO_LAYERS), models.mlp_batch(24))
     before, shardings = arrays(state), [x.sharding for x in jax.tree.leaves(state)]
     old = jax.tree.leaves((state.params, state.opt_state))
     away = jzero.offload_train_state(state)
@@ -50,7 +50,8 @@ def test_a_state_comes_back_as_it_was(stage, precision):
     compiled = jitted._cache_size()
     back, _ = step(back, models.mlp_batch(24, seed=1))
     assert jitted._cache_size() == compiled, "the step finds the types that it knows"
-    expected, _ = step(step(make_state(stage, precision), models.mlp_batch(24))[0], models.mlp_batch(24, seed=1))
+    expected, _ = step(make_state(stage, precision, models.TWO_LAYERS), models.mlp_batch(24))
+    expected, _ = step(expected, models.mlp_batch(24, seed=1))
     assert_same_bits(arrays(back), arrays(expected))
 
 
@@ -81,7 +82,7 @@ def test_a_pair_of_nnx():
 
 @pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
 def test_checkpoints_and_exports_of_a_state_on_the_host(precision, tmp_path):
-    state = make_state(2, precision)
+    state = make_state(2, precision, models.TWO_LAYERS)
     jzero.save_checkpoint(tmp_path / "device", state)
     away = jzero.offload_train_state(state)
     jzero.save_checkpoint(tmp_path / "host", away)

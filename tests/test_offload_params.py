@@ -127,13 +127,13 @@ def device_puts(jaxpr, inside=()):
 
 
 def test_scanned_layers_are_fetched_one_by_one():
-    model = gpt(scan=True)
-    state = jzero.shard_train_state(models.gpt_state(model, optax.adamw(1e-3)), config=config(ALL))
-    evaluate = jzero.make_eval_step(lambda p, batch: {"loss": models.gpt_loss(model)(p, batch)})
-    step = jzero.make_train_step(models.gpt_loss(model))
+    model = Layers()
+    state = jzero.shard_train_state(layers_state(model, optax.adamw(1e-3)), config=config(ALL))
+    evaluate = jzero.make_eval_step(lambda p, batch: {"loss": layers_loss(model)(p, batch)})
+    step = jzero.make_train_step(layers_loss(model))
     for fn, passes in ((evaluate, 1), (step, 2)):
-        moved = list(device_puts(fn.trace(state, models.tokens(8, vocab=128)).jaxpr.jaxpr))
-        shards_of_a_layer = [(5, 40)] * 4 + [(5, 160), (20, 40)]  # query, key, value and out; up and down
+        moved = list(device_puts(fn.trace(state, layers_batch(8)).jaxpr.jaxpr))
+        shards_of_a_layer = [(5, 160), (20, 40)]  # up and down
         found = {"Device": [], "Host": []}
         for shape, where, inside in moved:
             if "scan" in inside and shape in shards_of_a_layer:
@@ -145,9 +145,9 @@ def test_scanned_layers_are_fetched_one_by_one():
 
 
 def test_what_passes_through_the_host_is_not_reckoned_as_the_devices():
-    model, batch = gpt(scan=True), models.tokens(8, vocab=128)
-    step = jzero.make_train_step(models.gpt_loss(model))
-    plain = models.gpt_state(model, optax.adamw(1e-3))
+    model, batch = Layers(), layers_batch(8)
+    step = jzero.make_train_step(layers_loss(model))
+    plain = layers_state(model, optax.adamw(1e-3))
     near, away = (jzero.estimate_step_memory(step, plain, batch, config=config(offload)) for offload in (NONE, ALL))
     plan = jzero.plan_train_state(plain, config=config(ALL))
     assert away.host == plan.host_bytes_per_device.total
