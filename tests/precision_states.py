@@ -18,6 +18,11 @@ ROWS = 24
 LOW = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
 
 
+mlp_params = functools.partial(models.mlp_params, sizes=models.TWO_LAYERS)
+one_layer = functools.partial(models.mlp_params, sizes=(models.MLP_SIZES[0], models.MLP_SIZES[-1]))
+"""For tests of what is done to each leaf by itself."""
+
+
 def make_config(stage, precision="bf16", **options):
     return jzero.ZeroConfig(stage=stage, precision=precision, **{"persistence_threshold": 0, **options})
 
@@ -26,7 +31,7 @@ ADAMW = optax.adamw(1e-2)
 
 
 def mlp_state(config, tx=ADAMW, params=None, **options):
-    plain = TrainState.create(apply_fn=None, params=params or models.mlp_params(), tx=tx)
+    plain = TrainState.create(apply_fn=None, params=params or mlp_params(), tx=tx)
     return jzero.shard_train_state(plain, config=config, **options)
 
 
