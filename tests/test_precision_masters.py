@@ -11,24 +11,33 @@ import pytest
 import jzero
 from jzero.layout.casts import apply_edits
 from tests import models
-from tests.precision_states import BF16, LOW, ROWS, assert_same, host, make_config, mlp_state, train
+from tests.precision_states import (
+    BF16,
+    LOW,
+    ROWS,
+    assert_same,
+    host,
+    make_config,
+    mlp_state,
+    one_layer,
+    train,
+)
 from tests.tiers import singles, slow, stages
 
 
 @singles(precision=["bf16", "fp16"], stage=[2, 3, 0])
 def test_an_edit_by_replace_is_taken_over(stage, precision):
     """The element that was edited moves in the master; the others keep every bit of theirs."""
-    state, _ = train(mlp_state(make_config(stage, precision)))
+    state = mlp_state(make_config(stage, precision), tx=optax.sgd(1.0), params=one_layer())
     before = host(jzero.gather_params(state, masters=True))
-    params = jax.tree.map(lambda x: x, state.params)
-    params["layer_1"]["kernel"] = params["layer_1"]["kernel"].at[3, 5].set(7.0)
-    zero = jax.tree.map(jnp.zeros_like, state.params)
-    sgd = mlp_state(make_config(stage, precision), tx=optax.sgd(1.0), params=before)
-    edited = sgd.replace(params={**sgd.params, "layer_1": params["layer_1"]})
+    layer = state.params["layer_0"]
+    edited = state.replace(params={"layer_0": {**layer, "kernel": layer["kernel"].at[3, 5].set(7.0)}})
+    zero = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), state.params)
     after = host(jzero.gather_params(edited.apply_gradients(grads=zero), masters=True))
-    assert after["layer_1"]["kernel"][3, 5] == 7.0
-    after["layer_1"]["kernel"][3, 5] = before["layer_1"]["kernel"][3, 5]
+    assert after["layer_0"]["kernel"][3, 5] == 7.0
+    after["layer_0"]["kernel"][3, 5] = before["layer_0"]["kernel"][3, 5]
     assert_same(after, before)
+    assert_same(before, one_layer())  # not rounded
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -52,9 +61,10 @@ def test_an_edit_is_told_from_the_rounding_of_any_number(dtype):
 @singles(stage=[2, 3, 0], sign=[1.0, -1.0])
 def test_masters_too_small_for_fp16_go_on(stage, sign):
     """Their parameters are zeros of either sign, which no comparison may take for an edit."""
-    plain = jzero.TrainState.create(params={"w": jnp.zeros((16, 8))}, tx=optax.sgd(1.0))
+    plain = jzero.TrainState.create(params={"w": np.zeros((16, 8), np.float32)}, tx=optax.sgd(1.0))
     state = jzero.shard_train_state(plain, config=make_config(stage, "fp16"))
-    step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.full((16, 8), -sign * 1e-9)}))
+    grads = {"w": np.full((16, 8), -sign * 1e-9, np.float32)}
+    step = jax.jit(lambda state: state.apply_gradients(grads=grads))
     for _ in range(10):
         state = step(state)
     np.testing.assert_allclose(jzero.gather_params(state, masters=True)["w"], sign * 1e-8, rtol=1e-5)
@@ -62,14 +72,14 @@ def test_masters_too_small_for_fp16_go_on(stage, sign):
 
 @stages(2, of=(0, 2))
 def test_an_edit_is_seen_wherever_masters_are_read(stage):
-    state, _ = train(mlp_state(make_config(stage)), 2)
-    masters = host(jzero.gather_params(state, masters=True))
-    kernel = state.params["layer_1"]["kernel"].at[2, 2].set(5.0)
-    state = state.replace(params={**state.params, "layer_1": {**state.params["layer_1"], "kernel": kernel}})
-    masters["layer_1"]["kernel"][2, 2] = 5.0
+    state = mlp_state(make_config(stage), params=one_layer())
+    masters = host(one_layer())
+    layer = state.params["layer_0"]
+    state = state.replace(params={"layer_0": {**layer, "kernel": layer["kernel"].at[2, 2].set(5.0)}})
+    masters["layer_0"]["kernel"][2, 2] = 5.0
     assert_same(jzero.gather_params(state, masters=True), masters)
     assert_same(jzero.unshard_train_state(state).params, masters)
-    assert_same(jzero.get_full_param(state, "layer_1/kernel"), masters["layer_1"]["kernel"])
+    assert_same(jzero.get_full_param(state, "layer_0/kernel"), masters["layer_0"]["kernel"])
     assert_same(jzero.gather_params(jzero.update_params(state, lambda p: p), masters=True), masters)
     for config in (make_config(3), make_config(stage)):
         assert_same(jzero.gather_params(jzero.shard_train_state(state, config=config), masters=True), masters)
@@ -79,8 +89,7 @@ def test_an_edit_is_seen_wherever_masters_are_read(stage):
 def test_laid_out_anew_low_precision_goes_on_to_the_bit(policy):
     """State dtypes, and the counter that drives stochastic rounding, survive another layout."""
     policy = LOW if policy == "low" else policy
-    tx = optax.adam(1e-2)
-    state, _ = train(mlp_state(make_config(2, policy), tx=tx), 3)
+    state, _ = train(mlp_state(make_config(2, policy), tx=optax.adam(1e-2), params=one_layer()), 3)
     moved = jzero.shard_train_state(state, config=make_config(3, policy), donate=False)
     moved = jzero.shard_train_state(moved, config=make_config(2, policy))
     assert jzero.plan_of(moved) == jzero.plan_of(state)
@@ -94,7 +103,7 @@ def test_laid_out_anew_low_precision_goes_on_to_the_bit(policy):
 
 @stages(1, 3)
 def test_update_params_writes_parameter_and_master(stage):
-    state, _ = train(mlp_state(make_config(stage)), 2)
+    state = mlp_state(make_config(stage))
     before = host(jzero.gather_params(state, masters=True))
     same = jzero.update_params(state, lambda p: p)
     assert_same(before, jzero.gather_params(same, masters=True))  # nothing is rounded on the way
@@ -105,7 +114,7 @@ def test_update_params_writes_parameter_and_master(stage):
     assert_same(before["layer_1"], jzero.gather_params(new, masters=True)["layer_1"])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(1, 3)
 def test_a_rule_keeps_a_leaf_in_fp32(stage):
     rules = {".*/bias": jzero.LeafRule(compute_dtype="float32")}
     seen = {}
@@ -114,11 +123,12 @@ def test_a_rule_keeps_a_leaf_in_fp32(stage):
         seen.update(jax.tree.map(lambda x: x.dtype, params)["layer_0"])
         return models.mlp_loss(params, batch)
 
-    state = mlp_state(make_config(stage, rules=rules))
-    state, _ = train(state, 1, loss)
+    state = mlp_state(make_config(stage, rules=rules), params=one_layer())
+    after, _ = jzero.make_train_step(loss).trace(state, models.mlp_batch(ROWS)).out_info
     assert seen == {"kernel": BF16, "bias": jnp.float32}
-    assert state.params["layer_0"]["bias"].dtype == jnp.float32
-    if stage == 1:
-        assert state.opt_state.masters["layer_0"]["bias"] is None  # it is its own master
+    for x in (state, after):
+        assert x.params["layer_0"]["bias"].dtype == jnp.float32
+        if stage == 1:
+            assert x.opt_state.masters["layer_0"]["bias"] is None  # it is its own master
     _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(ROWS))
     assert grads["layer_0"]["bias"].dtype == jnp.float32
