@@ -44,6 +44,27 @@ OPTIMIZERS = {
 }
 
 
+def _by_layer(params):
+    return {name: jax.tree.map(lambda _, name=name: name, layer) for name, layer in params.items()}
+
+
+def _for_each_layer(**names):
+    return optax.multi_transform({layer: OPTIMIZERS[name]() for layer, name in names.items()}, _by_layer)
+
+
+def _for_each_shape(matrix, vector):
+    return optax.multi_transform({"matrix": OPTIMIZERS[matrix](), "vector": OPTIMIZERS[vector]()}, _labels)
+
+
+# Several in one step of the model "mlp", which has three layers.
+TOGETHER = {
+    "one_per_layer": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), _for_each_layer(layer_0="adafactor", layer_1="muon", layer_2="lamb")
+    ),
+    "every_third_step": lambda: optax.MultiSteps(_for_each_shape("inject_hyperparams", "sgd_momentum"), 3),
+}
+
+
 class Run(NamedTuple):
     losses: np.ndarray
     params: Any
@@ -69,7 +90,7 @@ def _host(tree):
 def run_plain(model: str, optimizer: str, dtype: str, slices: int = 1) -> Run:
     """One device and plain optax; the gradient of the whole batch, or the mean over `slices` parts of it."""
     params, loss_fn, batches = problem(model, dtype)
-    state = TrainState.create(apply_fn=None, params=params, tx=OPTIMIZERS[optimizer]())
+    state = TrainState.create(apply_fn=None, params=params, tx=(OPTIMIZERS | TOGETHER)[optimizer]())
 
     @jax.jit
     def step(state, batch):
@@ -88,7 +109,7 @@ def run_plain(model: str, optimizer: str, dtype: str, slices: int = 1) -> Run:
 def run_zero(model: str, optimizer: str, dtype: str, stage: int, num_devices: int) -> Run:
     """The same training with jzero on `num_devices` devices."""
     params, loss_fn, batches = problem(model, dtype)
-    state = TrainState.create(apply_fn=None, params=params, tx=OPTIMIZERS[optimizer]())
+    state = TrainState.create(apply_fn=None, params=params, tx=(OPTIMIZERS | TOGETHER)[optimizer]())
     mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(state, config=config, mesh=mesh)

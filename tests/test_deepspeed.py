@@ -61,7 +61,7 @@ def initial_state(precision: str) -> jzero.TrainState:
     """In 16 bits the weights start rounded, as DeepSpeed's masters do."""
     dtype = COMPUTE_DTYPE[precision]
     stored = jnp.promote_types(dtype, jnp.float32)
-    params = jax.tree.map(lambda x: jnp.asarray(x, dtype).astype(stored), model.initial_params())
+    params = jax.tree.map(lambda x: x.astype(dtype).astype(stored), model.initial_params())
     return jzero.TrainState.create(params=params, tx=TX)
 
 
