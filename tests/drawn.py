@@ -13,3 +13,8 @@ def to_jax(x: Any, dtype: Any = None) -> jax.Array:
     x = np.asarray(x)
     x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
     return jax.device_put(x if dtype is None else x.astype(jax.dtypes.canonicalize_dtype(dtype)))
+
+
+def zeros_of(make: Any, *args: Any) -> Any:
+    """Returns zeros, as NumPy's arrays, of the shapes that a function returns, such as `optax.adam(1e-3).init`."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(make, *args))
