@@ -5,14 +5,15 @@ import numpy as np
 import optax
 
 import jzero
+from tests.drawn import to_jax
 
 ODD = {"a": (17, 3), "b": (7,), "c": (9, 100), "d": (), "e": (16, 8)}
 
 
 def odd_state(seed=0, **options):
     rng = np.random.default_rng(seed)
-    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in ODD.items()}
-    params["whole"] = jnp.arange(5) + seed
+    params = {name: to_jax(rng.normal(size=shape), jnp.float32) for name, shape in ODD.items()}
+    params["whole"] = to_jax(np.arange(5, dtype=np.int32) + seed)
     return jzero.TrainState.create(params=params, tx=optax.adam(1e-2)), {}
 
 
