@@ -43,10 +43,10 @@ def test_every_optimizer_in_float64(model, optimizer, stage, num_devices):
         assert params < 1e-9
 
 
-FP32 = [("mlp", "sgd_momentum", 1, 3), ("mlp", "lion", 3, 8)]
+FP32 = [("two layers", "sgd_momentum", 1, 3), ("two layers", "lion", 3, 8)]
 
 
-@pytest.mark.parametrize(("model", "optimizer", "stage", "num_devices"), default_for(FP32, ALL))
+@pytest.mark.parametrize(("model", "optimizer", "stage", "num_devices"), default_for(FP32, FP32 + ALL))
 def test_every_optimizer_in_fp32(model, optimizer, stage, num_devices):
     plain = run_plain(model, optimizer, "float32")
     loss, params = deviation(run_zero(model, optimizer, "float32", stage, num_devices), plain)
@@ -63,8 +63,8 @@ def test_every_optimizer_in_fp32(model, optimizer, stage, num_devices):
 
 
 # A GPT in float64 follows a recorded run in `test_deepspeed.py`.
-CELLS = [("mlp", *cell) for cell in ((0, 5), (1, 8), (2, 2), (3, 1))]
-EVERY = itertools.product(("mlp", "gpt"), (0, 1, 2, 3), (1, 2, 3, 5, 8))
+CELLS = [("two layers", *cell) for cell in ((0, 5), (1, 8), (2, 2), (3, 1))]
+EVERY = itertools.product(("two layers", "mlp", "gpt"), (0, 1, 2, 3), (1, 2, 3, 5, 8))
 
 
 @pytest.mark.parametrize(("model", "stage", "num_devices"), default_for(CELLS, EVERY))
