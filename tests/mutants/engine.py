@@ -156,7 +156,7 @@ MUTANTS = [
         "gather_param(round_without_derivative(shard, dtype), cut, comm)",
         "gather_param(shard, cut, comm).astype(dtype)",
         "test_precision.py::test_no_gather_of_the_loss_moves_fp32",
-        "None and True",
+        "True-False",
     ),
     Mutant(
         "chains_deferred_without_end",
