@@ -20,8 +20,12 @@ from tests.tiers import default_for, singles, slow, stages
 ROWS, K, STEPS = 48, 3, 2
 
 
+def make_params():
+    return models.mlp_params(sizes=models.TWO_LAYERS)
+
+
 def make_state(stage, precision="fp32", tx=None):
-    plain = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=tx or optax.adam(1e-3, eps=1e-6))
+    plain = TrainState.create(apply_fn=None, params=make_params(), tx=tx or optax.adam(1e-3, eps=1e-6))
     config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0)
     return jzero.shard_train_state(plain, config=config)
 
@@ -29,9 +33,9 @@ def make_state(stage, precision="fp32", tx=None):
 def weighted_loss(params, batch):
     """A token-weighted mean: rows count very differently, so that a mean of means is far off."""
     x = batch["x"]
-    for i in range(3):
+    for i in range(2):
         x = x @ params[f"layer_{i}"]["kernel"] + params[f"layer_{i}"]["bias"][None]
-        x = jnp.tanh(x) if i < 2 else x
+        x = jnp.tanh(x) if i < 1 else x
     losses = jnp.square(x - batch["y"]).mean(-1)
     return jzero.Weighted((losses * batch["w"]).sum(), batch["w"].sum())
 
@@ -53,7 +57,7 @@ def plain_run():
         loss, grads = mean(state.params, batch)
         return state.apply_gradients(grads=grads), loss, optax.tree.norm(grads)
 
-    state = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.adam(1e-3, eps=1e-6))
+    state = TrainState.create(apply_fn=None, params=make_params(), tx=optax.adam(1e-3, eps=1e-6))
     losses, norms = [], []
     for i in range(STEPS):
         state, loss, norm = step(state, batch(i))
@@ -111,7 +115,7 @@ def test_dtype_of_the_accumulators(stage, precision):
     step = jzero.make_train_step(models.mlp_loss, accumulate_steps=K)
     jaxpr = step.trace(make_state(stage, precision), models.mlp_batch(ROWS)).jaxpr
     carried = [v.aval for eqn in _equations(jaxpr) if eqn.primitive.name == "scan" for v in eqn.outvars]
-    shape = (127, 61) if stage == 1 else (16, 61)
+    shape = (127, 11) if stage == 1 else (16, 11)
     assert [x.dtype for x in carried if x.shape == shape] == [jnp.dtype(ACCUMULATORS[precision])]
 
 
@@ -125,7 +129,7 @@ def _equations(jaxpr):
 @pytest.mark.slow
 def test_fp32_accumulation_is_closer():
     """Sums of many bf16 gradients: fp32 accumulators lose less than 16-bit ones, against fp32 gradients."""
-    want = optax.tree.norm(jax.jit(jax.grad(models.mlp_loss))(models.mlp_params(), models.mlp_batch(8 * 64)))
+    want = optax.tree.norm(jax.jit(jax.grad(models.mlp_loss))(make_params(), models.mlp_batch(8 * 64)))
     errors = {}
     for name in ("bfloat16", "float32"):
         policy = jzero.Precision(compute_dtype="bfloat16", accumulate_dtype=name)
@@ -175,14 +179,9 @@ def test_clip_norm_equals_optax_clipping(stage):
     ours, metrics = jzero.make_train_step(models.mlp_loss, clip_norm=clip)(ours, models.mlp_batch(ROWS))
     theirs, also = jzero.make_train_step(models.mlp_loss)(theirs, models.mlp_batch(ROWS))
 
-    @jax.jit
-    def reference(params, batch):
-        grads = jax.grad(models.mlp_loss)(params, batch)
-        norm = optax.tree.norm(grads)
-        return jax.tree.map(lambda p, g: p - g * clip / norm, params, grads), norm
-
-    want, norm = reference(models.mlp_params(), models.mlp_batch(ROWS))
-    norm = float(norm)
+    grads = jax.tree.map(np.asarray, jax.jit(jax.grad(models.mlp_loss))(make_params(), models.mlp_batch(ROWS)))
+    norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(grads)))
+    want = jax.tree.map(lambda p, g: np.asarray(p) - g * clip / norm, make_params(), grads)
     assert norm > 10 * clip
     for m in (metrics, also):
         assert float(m["grad_norm"]) == pytest.approx(norm, rel=1e-6)  # before clipping
