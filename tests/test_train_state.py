@@ -32,7 +32,7 @@ class RichState(TrainState):
 
 
 def _rich_state():
-    params = models.mlp_params()
+    params = models.mlp_params(sizes=models.TWO_LAYERS)
     return RichState.create(
         apply_fn=None,
         params=params,
@@ -104,7 +104,7 @@ def test_a_sharded_state_keeps_its_configuration_on_another_mesh():
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_below_3_never_pad_parameters(stage):
     sharded = jzero.shard_train_state(_rich_state(), config=_config(stage))
-    assert jax.tree.map(jnp.shape, sharded.params) == jax.tree.map(jnp.shape, models.mlp_params())
+    assert jax.tree.map(jnp.shape, sharded.params) == jax.tree.map(jnp.shape, _rich_state().params)
 
 
 def test_result_shares_no_buffer_with_the_input():
@@ -117,7 +117,7 @@ def test_result_shares_no_buffer_with_the_input():
         assert not any(taken & pointers(x) for x in arrays(sharded))
     again = jzero.shard_train_state(sharded, config=_config(3))
     assert not any(pointers(x) & pointers(y) for x, y in zip(arrays(sharded), arrays(again), strict=True))
-    jzero.make_train_step(models.mlp_loss)(again, models.mlp_batch(8))
+    jax.jit(lambda params: jax.tree.map(lambda x: 2 * x, params), donate_argnums=0)(again.params)
     _assert_same_values(jzero.unshard_train_state(sharded).params, state.params)
 
 
@@ -141,11 +141,15 @@ def test_an_array_goes_from_each_layout_of_a_leaf_to_each_other():
     ).leaves[0]
     layouts = [leaf_of(0).param, *(leaf_of(3, w=jzero.LeafRule(dim=dim)).param for dim in (0, 1))]
     assert [x.stored_shape for x in layouts] == [(37, 61), (40, 61), (37, 64)]
-    for old, new in itertools.product(layouts, repeat=2):
-        found = jax.jit(lambda x, old=old, new=new: old.relayout(old.store(x), new))(natural)
-        want = jax.jit(new.store)(natural)
-        assert found.sharding == want.sharding
-        np.testing.assert_array_equal(found, want)
+    stored = jax.jit(lambda x: [layout.store(x) for layout in layouts])(natural)
+    pairs = itertools.product(zip(layouts, stored, strict=True), layouts)
+    moves = [(old, new, x) for (old, x), new in pairs]
+    found = jax.jit(lambda xs: [old.relayout(x, new) for (old, new, _), x in zip(moves, xs, strict=True)])(
+        [x for *_, x in moves]
+    )
+    for x, want in zip(found, stored * len(layouts), strict=True):
+        assert x.sharding == want.sharding
+        np.testing.assert_array_equal(x, want)
 
 
 def test_donation_frees_every_input_leaf():
@@ -162,28 +166,32 @@ def test_donation_frees_every_input_leaf():
 )
 def test_sharding_again_lays_out_anew(before, after):
     mesh = lambda n: jzero.make_mesh(devices=jax.devices()[:n])
-    state = jzero.shard_train_state(_rich_state(), config=_config(before[0]), mesh=mesh(before[1]))
-    state, _ = jzero.make_train_step(models.mlp_loss)(state, models.mlp_batch(before[1]))
-    want = _bits(jzero.unshard_train_state(state))
+    plain = _rich_state()
+    moments = jax.tree.map(lambda x, m: x + m, (plain.params, plain.ema), plain.opt_state[0][1:])
+    plain = plain.replace(opt_state=(plain.opt_state[0]._replace(mu=moments[0], nu=moments[1]), *plain.opt_state[1:]))
+    state = jzero.shard_train_state(plain, config=_config(before[0]), mesh=mesh(before[1]))
     again = jzero.shard_train_state(state, config=_config(after[0]), mesh=mesh(after[1]))
     fresh = jzero.shard_train_state(_rich_state(), config=_config(after[0]), mesh=mesh(after[1]))
     assert jzero.plan_of(again).leaves == jzero.plan_of(fresh).leaves
     assert [x.sharding for x in jax.tree.leaves(again)] == [x.sharding for x in jax.tree.leaves(fresh)]
-    _assert_same_values(jzero.unshard_train_state(again), want)
+    _assert_same_values(jzero.unshard_train_state(again), plain.replace(step=jnp.int32(0)))
 
 
-@singles(stage=[1, 3], scan=[True, False])
-def test_born_sharded_equals_sharded_after(stage, scan):
+@stages(3, of=(1, 3))
+def test_born_sharded_equals_sharded_after(stage):
     tx, draw = optax.adam(1e-3), nn.initializers.lecun_normal()
 
     @jax.jit
     def make_state(key):
         first, last, *keys = jax.random.split(key, 5)
-        layers = [draw(key, (37, 37)) for key in keys]
-        if scan:
-            layers = jax.vmap(lambda key: draw(key, (37, 37)))(jnp.stack(keys))
-        params = {"embed": nn.initializers.normal(0.02)(first, (509, 37)), "layers": layers, "bias": jnp.zeros(37)}
-        return TrainState.create(apply_fn=None, params=params | {"head": draw(last, (37, 5))}, tx=tx)
+        params = {
+            "embed": nn.initializers.normal(0.02)(first, (509, 37)),
+            "layers": [draw(key, (37, 37)) for key in keys[:2]],
+            "stack": jax.vmap(lambda key: draw(key, (37, 37)))(jnp.stack(keys)),
+            "bias": jnp.zeros(37),
+            "head": draw(last, (37, 5)),
+        }
+        return TrainState.create(apply_fn=None, params=params, tx=tx)
 
     born = jzero.init_train_state(make_state, jax.random.key(0), config=_config(stage))
     sharded = jzero.shard_train_state(make_state(jax.random.key(0)), config=_config(stage))
@@ -196,10 +204,9 @@ def test_born_sharded_equals_sharded_after(stage, scan):
         assert (x.aval, x.sharding) == (y.aval, y.sharding)
 
 
-@pytest.mark.parametrize("scan", [True, slow(False)])
-def test_no_device_holds_more_than_its_shards_and_one_leaf_at_birth(scan):
+@pytest.mark.parametrize("model", [models.Stack(256), slow(models.GPT(d_model=256, heads=8, vocab=512, scan=False))])
+def test_no_device_holds_more_than_its_shards_and_one_leaf_at_birth(model):
     """The compiled program's own memory analysis, on one device."""
-    model = models.GPT(scan=scan, d_model=256, heads=8, vocab=512, layers=4)
     tx = optax.adam(1e-3)
     make_state = lambda key: TrainState.create(
         apply_fn=model.apply, params=model.init(key, jnp.zeros((1, models.SEQ), jnp.int32))["params"], tx=tx
@@ -219,7 +226,7 @@ def test_no_device_holds_more_than_its_shards_and_one_leaf_at_birth(scan):
 def test_gathered_and_edited_parameters(stage):
     state = jzero.shard_train_state(_rich_state(), config=_config(stage))
     w = jzero.gather_params(state, paths="layer_1/kernel")
-    assert w["layer_1"]["kernel"].shape == (127, 61)
+    assert w["layer_1"]["kernel"].shape == (127, 11)
     assert w["layer_1"]["kernel"].sharding.is_fully_replicated
     assert w["layer_0"] == {"bias": None, "kernel": None}
     edited = jzero.update_params(state, lambda p: jax.tree.map(lambda x: x * 2, p), paths=".*/kernel")
@@ -265,7 +272,7 @@ def test_float64_of_numpy_is_trained_as_jax_would_have_it():
     loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
     batch = np.ones((8, 64), np.float32)
     state, _ = jzero.make_train_step(loss_fn)(state, batch)
-    want = params["w"] - 0.1 * np.asarray(jax.grad(loss_fn)(jax.tree.map(np.float32, params), batch)["w"])
+    want = params["w"] - 0.1 * np.outer(np.ones(64), params["w"].sum(0)) / 32
     np.testing.assert_allclose(jzero.gather_params(state)["w"], want, rtol=1e-6, atol=1e-6)
 
 
@@ -308,13 +315,13 @@ def test_fp8_scales_that_flax_overwrites_with_their_gradients_are_refused():
         jzero.plan_train_state(state, stage=1)
 
 
-def test_plain_pytree_state_with_tied_and_empty_leaves():
+@stages(3, of=(0, 3))
+def test_plain_pytree_state_with_tied_and_empty_leaves(stage):
     shared = jnp.ones((16, 16))
     params = [shared, {"tied": shared, "empty": jnp.zeros((0, 4)), "scalar": jnp.float32(2)}]
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    for stage in (0, 3):
-        sharded = jzero.shard_train_state(state, config=_config(stage))
-        loss = lambda p, x: jnp.square(x @ p[0] @ p[1]["tied"]).mean() * p[1]["scalar"] + p[1]["empty"].sum()
-        want = state.apply_gradients(grads=jax.grad(loss)(params, np.ones((8, 16), np.float32)))
-        got, _ = jzero.make_train_step(loss)(sharded, np.ones((8, 16), np.float32))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), jzero.gather_params(got), want.params)
+    loss = lambda p, x: jnp.square(x @ p[0] @ p[1]["tied"]).mean() * p[1]["scalar"] + p[1]["empty"].sum()
+    grads = jax.jit(jax.grad(loss))(params, np.ones((8, 16), np.float32))
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=_config(stage))
+    got, _ = jzero.make_train_step(loss)(state, np.ones((8, 16), np.float32))
+    want = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), params, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), jzero.gather_params(got), want)
