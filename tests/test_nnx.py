@@ -15,6 +15,7 @@ import jzero
 from tests.tiers import slow, stages
 
 D = 23
+TX = optax.adam(1e-2, eps=1e-6)
 
 
 class MLP(nnx.Module):
@@ -47,7 +48,7 @@ def _config(stage):
 
 def _pair(**kwargs):
     model = MLP(nnx.Rngs(0), **kwargs)
-    return model, nnx.Optimizer(model, optax.adam(1e-2, eps=1e-6), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
 
 
 @functools.cache
@@ -76,8 +77,11 @@ def _assert_close(a, b, atol=1e-5):
 @pytest.mark.smoke
 @stages(1, 3)
 def test_pair_trains_like_plain_nnx(stage):
-    reference, losses = _reference(4)
-    state = jzero.shard_train_state(_pair(), config=_config(stage))
+    """The pair that is sharded is kept; what a step is given is consumed."""
+    reference, losses = _reference(2)
+    plain = _pair()
+    state = first = jzero.shard_train_state(plain, config=_config(stage))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(plain)))
     step = jzero.make_train_step(loss_fn)
     for seed, want in enumerate(losses):
         state, metrics = step(state, _batch(seed))
@@ -85,24 +89,17 @@ def test_pair_trains_like_plain_nnx(stage):
     model, optimizer = state
     assert isinstance(model, MLP)
     assert isinstance(optimizer, nnx.Optimizer)
-    assert int(optimizer.step[...]) == 4
+    assert int(optimizer.step[...]) == 2
+    assert first[0].a.kernel.get_value().is_deleted()
+    if stage == 3:
+        assert model.a.kernel.get_value().sharding.spec == jzero.plan_of(state).params["a"]["kernel"]
+        with pytest.raises(RuntimeError, match="'a/kernel' was consumed"):
+            first[0].a.kernel[...]
     whole, _ = jzero.unshard_train_state(state)
     assert whole.b is whole.c
     _assert_close(_params(whole), _params(reference))
     value = jzero.make_eval_step(lambda model, batch: {"loss": loss_fn(model, batch)})(state, _batch())
     np.testing.assert_allclose(value["loss"], loss_fn(reference, _batch()), rtol=1e-4)
-
-
-def test_model_and_optimizer_goes_alone():
-    combined = nnx.ModelAndOptimizer(MLP(nnx.Rngs(0)), optax.adam(1e-2, eps=1e-6), wrt=nnx.Param)
-    reference, losses = _reference(2)
-    state = jzero.shard_train_state(combined, config=_config(3))
-    assert isinstance(state, nnx.ModelAndOptimizer)
-    step = jzero.make_train_step(loss_fn)
-    for seed, want in enumerate(losses):
-        state, metrics = step(state, _batch(seed))
-        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
-    _assert_close(_params(jzero.unshard_train_state(state).model), _params(reference))
 
 
 @stages(3, of=(1, 3))
@@ -111,9 +108,9 @@ def test_born_sharded_pair(stage):
     later = jzero.shard_train_state(_pair(), config=_config(stage))
     assert jzero.plan_of(state).leaves == jzero.plan_of(later).leaves
     _assert_close(jzero.gather_params(state), jzero.gather_params(later), atol=1e-6)
-    state, _ = jzero.make_train_step(loss_fn)(state, _batch())
-    kernel = state[0].a.kernel.get_value()
-    assert kernel.sharding.spec == jzero.plan_of(state).params["a"]["kernel"]
+    assert jax.tree.structure(state) == jax.tree.structure(later)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(later), strict=True):
+        assert (x.aval, x.sharding) == (y.aval, y.sharding)
 
 
 @stages(2, of=(2, 3))
@@ -134,26 +131,22 @@ def test_tied_variables_are_stored_and_trained_once():
     assert sorted(leaf.path for leaf in plan.leaves) == ["a/bias", "a/kernel", "b/bias", "b/kernel"]
 
 
-def test_input_is_kept_when_sharding_and_consumed_by_a_step():
-    model, optimizer = _pair()
-    state = jzero.shard_train_state((model, optimizer), config=_config(3))
-    loss_fn(model, _batch())  # still there
-    jzero.make_train_step(loss_fn)(state, _batch())
-    assert state[0].a.kernel.get_value().is_deleted()
-    with pytest.raises(RuntimeError, match="'a/kernel' was consumed"):
-        state[0].a.kernel[...]
-
-
 @stages(3, of=(1, 3))
 def test_batch_statistics_follow_the_whole_batch(stage):
-    reference, losses = _reference(3, norm=True)
-    state = jzero.shard_train_state(_pair(norm=True), config=_config(stage))
+    """In a model and optimizer that go alone."""
+    reference, losses = _reference(2, norm=True)
+    combined = nnx.ModelAndOptimizer(_pair(norm=True)[0], TX, wrt=nnx.Param)
+    state = jzero.shard_train_state(combined, config=_config(stage))
+    assert isinstance(state, nnx.ModelAndOptimizer)
     step = jzero.make_train_step(loss_fn)
     for seed, want in enumerate(losses):
         state, metrics = step(state, _batch(seed))
-        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-4)
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
     stats = lambda model: jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
-    _assert_close(stats(state[0]), stats(reference))
+    _assert_close(stats(state.model), stats(reference))
+    got, want = (_params(x) for x in (jzero.unshard_train_state(state).model, reference))
+    del got["a"]["bias"], want["a"]["bias"]  # before a norm: the gradient is zero, and rounding
+    _assert_close(got, want)
 
 
 def test_dropout_streams_differ_by_device_and_advance():
@@ -161,7 +154,7 @@ def test_dropout_streams_differ_by_device_and_advance():
 
     def with_rows(model, batch):
         h = model.drop(jnp.ones((batch.shape[0], 64)))
-        return loss_fn(model, batch), jzero.PerExample(h)
+        return model.drop(model.a(batch)).mean(), jzero.PerExample(h)
 
     step = jzero.make_train_step(with_rows, has_aux=True)
     x = np.ones((8, D), np.float32)
@@ -212,24 +205,35 @@ def _normalized():
     return nnx.SpectralNorm(nnx.Linear(D, 13, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
 
 
+def _loss_that_writes(model, x):
+    return jnp.square(model(x, update_stats=True)).mean()
+
+
+@functools.cache
+def _normalized_reference():
+    """Parameters after two steps of plain NNX, and their losses."""
+    model = _normalized()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(_loss_that_writes)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, _batch(seed))) for seed in range(2)]
+    return _params(model), losses
+
+
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")  # of `nnx.SpectralNorm` in bf16
 @pytest.mark.parametrize(
     ("stage", "own_update", "precision"), [(1, False, "bf16"), (2, True, "fp32"), slow(3, False, "fp32")]
 )
 def test_what_a_model_writes_into_its_parameters_is_kept(stage, own_update, precision):
-    loss_fn = lambda model, x: jnp.square(model(x, update_stats=True)).mean()
-    model, state = _normalized(), _sharded(_normalized(), stage, precision=precision)
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    step, loss_and_grads = jzero.make_train_step(loss_fn), jzero.value_and_grad(loss_fn)
-
-    @nnx.jit
-    def plain_step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(loss_fn)(model, x)
-        optimizer.update(model, grads)
-        return loss
-
-    for seed in range(2):
-        want = plain_step(model, optimizer, _batch(seed))
+    reference, losses = _normalized_reference()
+    state = _sharded(_normalized(), stage, precision=precision)
+    step, loss_and_grads = jzero.make_train_step(_loss_that_writes), jzero.value_and_grad(_loss_that_writes)
+    for seed, want in enumerate(losses):
         if own_update:
             loss, grads = loss_and_grads(state, _batch(seed))
             state[1].update(state[0], grads)
@@ -238,7 +242,7 @@ def test_what_a_model_writes_into_its_parameters_is_kept(stage, own_update, prec
             loss = metrics["loss"]
         np.testing.assert_allclose(loss, want, rtol=1e-5 if precision == "fp32" else 0.02)
     atol = 1e-5 if precision == "fp32" else 0.01
-    _assert_close(_params(jzero.unshard_train_state(state)[0]), _params(model), atol)
+    _assert_close(_params(jzero.unshard_train_state(state)[0]), reference, atol)
 
 
 def test_parameters_that_a_recomputed_layer_hands_through_are_not_written():

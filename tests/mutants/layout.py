@@ -31,7 +31,8 @@ MUTANTS = [
         "layout/padded.py",
         "        self.check_alive()\n",
         "",
-        "test_nnx.py::test_input_is_kept_when_sharding_and_consumed_by_a_step",
+        "test_nnx.py::test_pair_trains_like_plain_nnx",
+        "[3]",
     ),
     Mutant(
         "layout_of_another_plan_not_seen",
