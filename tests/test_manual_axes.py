@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from tests.tiers import default_for, singles, slow
+from tests.tiers import default_for, singles, slow, stages
 
 WIDTH, HIDDEN = 16, 64
 
@@ -121,9 +121,10 @@ TOGETHER = ["literals gather permute scatter scan while_loop cond remat_with_pol
 """What is in one program by default; to find a fault, the slow tier has each by itself."""
 
 
+@stages(3, of=(1, 3))
 @pytest.mark.parametrize("check_vma", [True, slow(False)])
 @pytest.mark.parametrize("names", default_for(TOGETHER, [*TOGETHER, *INSIDE]))
-def test_what_is_computed_inside(names, check_vma):
+def test_what_is_computed_inside(names, check_vma, stage):
     """The reference is plain jax: the mean of the loss of each device's rows, by the same `shard_map`."""
     mesh = jzero.make_mesh(data=4, model=2)
     params, batch = parameters()
@@ -134,14 +135,13 @@ def test_what_is_computed_inside(names, check_vma):
         return sum(jnp.square(layer(batch, p["up"], p["down"])).mean() for layer in layers)
 
     def loss_of_parts(p):
-        return jnp.mean(jnp.stack([loss_fn(p, rows) for rows in jnp.split(batch, 4)]))
+        return lax.map(lambda rows: loss_fn(p, rows), batch.reshape(4, -1, WIDTH)).mean()
 
     want, want_grads = jax.jit(jax.value_and_grad(loss_of_parts))(params)
-    for stage in (1, 3):
-        loss_and_grads = jzero.value_and_grad(loss_fn, check_rows=False)
-        loss, grads = loss_and_grads(state_of(params, mesh, stage=stage), batch)
-        np.testing.assert_allclose(loss, want, rtol=1e-5)
-        assert_close(grads, want_grads)
+    loss_and_grads = jzero.value_and_grad(loss_fn, check_rows=False)
+    loss, grads = loss_and_grads(state_of(params, mesh, stage=stage), batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert_close(grads, want_grads)
 
 
 def mlp(x, up, down):
@@ -162,8 +162,7 @@ CONFIGS = [
     default_for(
         [
             (CONFIGS[0], False, True, "as_written"),
-            (CONFIGS[1], True, True, "auto"),
-            (CONFIGS[2], True, False, "auto"),
+            (CONFIGS[2], True, True, "auto"),
         ],
         itertools.product(CONFIGS, [True, False], [True, False], ["auto", "as_written"]),
     ),
@@ -252,7 +251,7 @@ def experts_together(tokens, weights, up, down):
 
 
 @pytest.mark.parametrize(
-    ("stage", "remat"), default_for([(3, None), (1, True)], itertools.product([3, 1, 0], [None, True, "as_written"]))
+    ("stage", "remat"), default_for([(3, True)], itertools.product([3, 1, 0], [None, True, "as_written"]))
 )
 def test_experts_and_parts_of_a_sequence(stage, remat):
     """ZeRO, ring attention and expert parallelism in one loss, against the same on one device."""
@@ -326,7 +325,7 @@ def test_a_gather_of_the_loss_is_not_done_again():
 def test_parameters_that_enter_whole_are_not_kept(scan, check_vma):
     """Where jax tracks what varies over an axis it casts a parameter that does not: this is no reason to keep it."""
     mesh = jzero.make_mesh(data=4, model=2)
-    layers, width = 8, 64
+    layers, width = 3, 64
     params = {"k": np.random.default_rng(0).normal(size=(layers, width, width)).astype(np.float32) / width}
     mixed = jax.shard_map(
         lambda x, k: jnp.sin(x @ k) * 2,
@@ -375,7 +374,7 @@ def test_orders_of_axes(order):
             jzero.value_and_grad(loss_fn)(state, batch)
         return
     by_column = np.repeat([1, 2], HIDDEN // 2)[None]
-    want, want_grads = jax.value_and_grad(lambda p: jnp.square(batch @ p["w"] * by_column).mean())(params)
+    out = batch @ params["w"] * by_column
     loss, grads = jzero.value_and_grad(loss_fn)(state, batch)
-    np.testing.assert_allclose(loss, want, rtol=1e-5)
-    np.testing.assert_allclose(grads["w"], want_grads["w"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(loss, np.square(out).mean(), rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], batch.T @ (2 * out * by_column) / out.size, rtol=1e-4, atol=1e-6)
