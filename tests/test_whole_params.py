@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
 
@@ -16,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from jzero.layout.platform import PLATFORMS
 from tests import test_two_hops
-from tests.tiers import singles
+from tests.tiers import default_for, stages
 
 LAYERS, WIDTH = 6, 128
 TX = optax.sgd(0.1, momentum=0.9)
@@ -48,17 +50,31 @@ def assert_equal(state, params):
     jax.tree.map(same, jzero.gather_params(state), params)
 
 
-@singles(stage=[1, 2], sizes=[{"data": 8}, {"node": 2, "data": 4}, {"replica": 2, "data": 4}])
+BATCHES = [np.roll(test_two_hops.BATCH, i, axis=0) for i in range(2)]
+
+
+@functools.cache
+def two_hops_by_hand():
+    is_trained = lambda name: name != "frozen"
+    params = test_two_hops.make_params()
+    return by_hand(test_two_hops.loss_fn, optax.adam(1e-2), params, BATCHES, is_trained)
+
+
+SIZES = {"node": 2, "data": 4}, {"replica": 2, "data": 4}, {"data": 8}
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes"), default_for([(2, SIZES[0]), (1, SIZES[1])], itertools.product([1, 2], SIZES))
+)
 def test_steps_equal_plain_optax(stage, sizes):
     """Of parameters that are padded, flattened, stacked, cut on their second dimension, or frozen."""
-    params, batches = test_two_hops.make_params(), [np.roll(test_two_hops.BATCH, i, axis=0) for i in range(3)]
+    params = test_two_hops.make_params()
     levels = {f"{name}_axis": name for name in ("node", "replica") if name in sizes}
     state = test_two_hops.sharded(params, jzero.ZeroConfig(stage=stage, **levels), **sizes)
     step = jzero.make_train_step(test_two_hops.loss_fn)
-    for batch in batches:
+    for batch in BATCHES:
         state, _ = step(state, batch)
-    is_trained = lambda name: name != "frozen"
-    assert_equal(state, by_hand(test_two_hops.loss_fn, optax.adam(1e-2), params, batches, is_trained))
+    assert_equal(state, two_hops_by_hand())
 
 
 SHAPES = {"stack": {"in": (LAYERS, WIDTH, 4 * WIDTH), "out": (LAYERS, 4 * WIDTH, WIDTH)}, "head": (WIDTH, 2 * WIDTH)}
@@ -103,7 +119,7 @@ def gathered_shapes(step, *args):
     return [tuple(map(int, shape.split("x"))) for shape in found]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@stages(1, of=(1, 2))
 def test_stacks_are_gathered_row_by_row(stage):
     """Gathered as a whole, a stack would be in memory twice. No shard is transposed: they come one behind the other."""
     step, batch = jzero.make_train_step(stack_loss), jnp.ones((8, WIDTH))
