@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -16,7 +17,7 @@ from jzero.analysis.collectives import find_collectives
 from jzero.layout.comm import comm_of
 from jzero.step import compiler_options as _compiler_options
 from tests import models
-from tests.tiers import singles
+from tests.tiers import default_for, slow
 
 
 def make_params():
@@ -32,11 +33,13 @@ def state_of(stage=3, mesh=None, tx=None, cls=jzero.TrainState, **options):
 
 def test_compiler_options_are_those_of_one_step():
     """XLA refuses what it does not know, so an option that arrives is seen."""
-    state = state_of()
+    plain = jzero.TrainState.create(params={"w": np.ones((16, 16), np.float32)}, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(plain, stage=3)
+    loss_fn, batch = lambda params, batch: (batch @ params["w"]).mean(), np.ones((8, 16), np.float32)
     with pytest.raises(Exception, match="no_such_option"):
-        jzero.make_train_step(models.mlp_loss, compiler_options={"no_such_option": True})(state, models.mlp_batch(48))
+        jzero.make_train_step(loss_fn, compiler_options={"no_such_option": True})(state, batch)
     options = {"xla_cpu_enable_fast_min_max": True}
-    state, _ = jzero.make_train_step(models.mlp_loss, compiler_options=options)(state, models.mlp_batch(48))
+    state, _ = jzero.make_train_step(loss_fn, compiler_options=options)(state, batch)
     assert int(state.step) == 1
 
 
@@ -128,7 +131,9 @@ def test_one_device_costs_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:The mesh has one device")
-@singles(stage=[1, 2, 3], precision=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("stage", "precision"), default_for([(2, "fp16")], itertools.product([1, 2, 3], ["fp32", "fp16"]))
+)
 def test_one_device_sends_nothing(stage, precision):
     """XLA for CPUs copies what is summed over one device. Here is all that jzero sums and averages."""
 
@@ -161,8 +166,8 @@ class DoublesUnderItsName(TrainState):
 CLASSES = [(TrainState, 1), (DoublesUpdates, 2), (DoublesUnderItsName, 2)]
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-@pytest.mark.parametrize(("cls", "factor"), CLASSES)
+@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
+@pytest.mark.parametrize(("cls", "factor"), default_for(CLASSES[:2], CLASSES))  # `test_train_state.py` has the third
 def test_whole_parameters_are_made_anew_unless_somebody_looks_at_updates(cls, factor, precision):
     """Stage 2: the sum is taken on shards, and gathered; a class that computes on updates gets whole ones."""
     batch, plain = models.mlp_batch(16), make_params()
