@@ -189,7 +189,7 @@ def test_clip_norm_equals_optax_clipping(stage):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), jzero.gather_params(state), want)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(3, of=(1, 3))
 def test_norm_of_16_bit_gradients_is_summed_in_fp32(stage):
     """100,000 squares in bf16 would stop growing at 256 times the largest."""
     loss = lambda p, batch: (p["w"].astype(jnp.float32) * batch.mean()).sum()
