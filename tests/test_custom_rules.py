@@ -1,7 +1,6 @@
 """Derivative rules of the loss's own (`custom_vjp`, `custom_jvp`) and the values that they close over."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -77,12 +76,10 @@ def sharded(stage):
 def test_a_rule_that_closes_over_a_value_of_the_loss_is_named(kind, make, way):
     loss = loss_of(make, way, lambda x: 1 + jnp.abs(x).mean())
     step = jzero.make_train_step(loss, check_rows=False)  # the value is one of several rows
-    for stage in (0, 3):
-        with pytest.raises(ValueError, match=rf"float32\[\]: .*`{kind} scaled`"):
+    for stage in (0, 3) if way == "plain" else (3,):
+        with pytest.raises(ValueError, match=rf"float32\[\]: .*`{kind} scaled`") as error:
             step.lower(sharded(stage), X)
-    if way == "plain":
-        with pytest.raises(ValueError, match=re.escape(__file__)):
-            step.lower(sharded(3), X)
+    assert way != "plain" or __file__ in str(error.value)
     jzero.make_eval_step(loss, check_rows=False).eval_shape(sharded(3), X)  # no rule runs
 
 
