@@ -158,7 +158,9 @@ def test_keys_of_both_kinds_are_taken():
     plain = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
     step = jzero.make_train_step(lambda params, batch, rng: loss_fn(params, batch) + jax.random.normal(rng))
     for key in (jax.random.key(0), jax.random.PRNGKey(0), np.asarray(jax.random.PRNGKey(0))):
-        step(jzero.init_train_state(lambda key: plain, key, stage=1), np.ones((8, 8), np.float32), rng=key)
+        state = jzero.init_train_state(lambda key: plain, key, stage=1)
+        step.eval_shape(state, np.ones((8, 8), np.float32), rng=key)
+    step(state, np.ones((8, 8), np.float32), rng=key)
 
 
 @pytest.mark.parametrize("devices", [[0, 1], 4, "cpu", [None], jax.Device], ids=repr)
