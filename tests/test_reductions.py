@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from jzero import _compat
 from jzero.analysis.collectives import find_collectives
-from tests.tiers import singles
+from tests.tiers import singles, slow
 
 X = jnp.ones((3, 16))
 
@@ -142,30 +142,49 @@ CASES = [  # and the dimension that is cut
 ]
 
 
+TOGETHER = [CASES[number::3] for number in range(3)]
+"""Losses of several kinds in one, of a parameter each, for each stage others; the slow tier has each by itself."""
+
+
+def name_of(case):
+    return f"{case[0].__name__}_{case[2]}"
+
+
 @pytest.mark.filterwarnings("ignore:A stack of shape .* is cut on dimension 0")
-@singles(lambda x: f"{x[0].__name__}_{x[2]}" if isinstance(x, tuple) else None, case=CASES, stage=[1, 2, 3])
-def test_each_gradient_is_reduced_once(case, stage):
-    """The elements that the compiled step reduces are those of the parameter; and what it computes is jax's own."""
-    loss, shape, dim = case
-    scan_dim = -1 if dim == 0 or shape == MATRIX else 0
-    config = jzero.ZeroConfig(
-        stage=stage, persistence_threshold=100, rules={"w": jzero.LeafRule(dim=dim, scan_dim=scan_dim)}
-    )
-    w = np.random.default_rng(0).normal(size=shape).astype(np.float32) / 4
-    plain = jzero.TrainState.create(params={"w": jnp.asarray(w)}, tx=optax.sgd(1.0))
-    loss_fn = lambda params, batch: loss(params["w"]) * batch.mean()
+@pytest.mark.parametrize(
+    ("cases", "stage"),
+    [*zip(TOGETHER, [1, 2, 3], strict=True), *(slow([case], stage) for case in CASES for stage in [1, 2, 3])],
+    ids=lambda x: "-".join(map(name_of, x)) if isinstance(x, list) else None,
+)
+def test_each_gradient_is_reduced_once(cases, stage):
+    """The elements that the compiled step reduces are those of the parameters; and what it computes is jax's own."""
+    cases = {f"w{number}": case for number, case in enumerate(cases)}
+    rules = {
+        name: jzero.LeafRule(dim=dim, scan_dim=-1 if dim == 0 or shape == MATRIX else 0)
+        for name, (_, shape, dim) in cases.items()
+    }
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=100, rules=rules)
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=shape).astype(np.float32) / 4 for name, (_, shape, _) in cases.items()}
+    plain = jzero.TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=optax.sgd(1.0))
+
+    def loss_fn(params, batch):  # the factors keep compilers from taking gradients of two kinds for the same
+        return sum((1 + i / 16) * loss(params[k]) for i, (k, (loss, *_)) in enumerate(cases.items())) * batch.mean()
+
     state = jzero.shard_train_state(plain, config=config)
-    assert jzero.plan_of(state).leaves[0].grad.cut.dim == dim
-    compiled = jzero.make_train_step(loss_fn).lower(state, jnp.ones(8)).compile()
+    assert {x.path: x.grad.cut.dim for x in jzero.plan_of(state).leaves} == {k: dim for k, (*_, dim) in cases.items()}
+    batch = np.ones(8, np.float32)
+    compiled = jzero.make_train_step(loss_fn).lower(state, batch).compile()
     reduced = [c for c in find_collectives(compiled.as_text()) if c.kind == "reduce-scatter"]
     # From stage 2 on, not across a loop: there the gradient of each is reduced.
-    times = 2 if stage > 1 and loss in (constant_of_two_loops, scanned_twice) else 1
-    assert sum(c.elements for c in reduced) == times * w.size
-    got = np.asarray(jzero.gather_params(compiled(state, jnp.ones(8))[0])["w"])
-    want = w - np.asarray(jax.grad(lambda w: loss_fn({"w": w}, jnp.ones(8)))(jnp.asarray(w)))
-    # Sums of 8 equal gradients, in another order; in bf16 these differ by a rounding.
-    tolerance = 2e-2 if loss is cast_for_each_use else 1e-5
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+    is_twice = lambda name: stage > 1 and cases[name][0] in (constant_of_two_loops, scanned_twice)
+    assert sum(c.elements for c in reduced) == sum(w.size * (1 + is_twice(name)) for name, w in params.items())
+    got = jzero.gather_params(compiled(state, batch)[0])
+    want = jax.jit(jax.grad(loss_fn))(params, batch)
+    for name, (loss, *_) in cases.items():
+        # Sums of 8 equal gradients, in another order; in bf16 these differ by a rounding.
+        tolerance = 2e-2 if loss is cast_for_each_use else 1e-5
+        np.testing.assert_allclose(got[name], params[name] - want[name], rtol=tolerance, atol=tolerance)
 
 
 @singles(stage=[1, 2], accumulate_dtype=["float32", "bfloat16"])
