@@ -38,13 +38,60 @@ def nested_scan(p, batch):
     return engine_losses.out(p, with_warning, batch)
 
 
-# `branches` takes a branch by the local batch: at N=1 that is the whole batch, elsewhere the reference must agree.
-@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
-def test_gradients_equal_plain_jax_at_stage_3(loss_fn):
+def together(*losses):
+    """The sum of losses, each over the parameters that it uses."""
+
+    def loss_fn(p, batch):
+        return sum(loss(p, batch) for loss in losses)
+
+    loss_fn.__name__ = "-".join(loss.__name__ for loss in losses)
+    return loss_fn
+
+
+TOGETHER = [
+    (engine_losses.plain,),
+    (engine_losses.jit_casting_all_parameters,),
+    (scan, engine_losses.tied, engine_losses.vmapped, engine_losses.while_loop, custom_rules),
+    (
+        engine_losses.scan_reversed_with_outputs,
+        scan_with_constant_weights,
+        engine_losses.remat_with_policy,
+        engine_losses.embedding_lookup,
+    ),
+    (
+        engine_losses.scan_carrying_weights,
+        engine_losses.python_loop_over_the_stack,
+        nested_jit,
+        engine_losses.weight_norm,
+    ),
+    (
+        engine_losses.fori_indexing_the_stack,
+        remat,
+        engine_losses.mixed_parameters,
+        engine_losses.reused_cheap_results,
+    ),
+    (engine_losses.scan_of_remat, weight_decay_over_all_leaves, engine_losses.recurrence_over_parameters),
+    COUPLED,
+    (engine_losses.loops_after_whole_numbers,),
+]
+"""Every loss, several in one program; to find a fault, the slow tier has each by itself."""
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [*TOGETHER, *(slow((loss,)) for loss in LOSSES if (loss,) not in TOGETHER)],
+    ids=lambda losses: "-".join(loss.__name__ for loss in losses),
+)
+def test_gradients_equal_plain_jax_at_stage_3(losses):
     batch = engine_losses.batch()
-    if loss_fn is branches:
+    if branches in losses:  # it takes a branch by the local batch: at N=1 that is the whole one, which must agree
         batch["x"] = np.abs(batch["x"])
-    assert_equal(engine_losses.sharded(3, 8), loss_fn, batch)
+    loss_fn = losses[0] if len(losses) == 1 else together(*losses)
+    assert_equal(engine_losses.sharded(3, 8), loss_fn, batch, check_rows=not set(losses) & set(COUPLED))
+
+
+def test_every_loss_is_among_those_together():
+    assert sorted(loss.__name__ for losses in TOGETHER for loss in losses) == sorted(x.__name__ for x in LOSSES)
 
 
 @pytest.mark.parametrize("prefetch_bytes", [None, 10**6])
@@ -77,24 +124,30 @@ def test_no_tracer_outlives_its_trace(loss_fn, prefetch_bytes):
         jax.make_jaxpr(jzero.value_and_grad(loss_fn, check_rows=loss_fn not in COUPLED))(state, engine_losses.batch())
 
 
-@singles(
-    lambda x: getattr(x, "__name__", None),
-    cell=[(0, 3), (1, 3), (2, 3), (2, 8), (3, 3), (3, 5)],  # stage, devices
-    loss_fn=[scan, nested_jit, remat, branches, weight_decay_over_all_leaves],
+CELLS = [(0, 3), (1, 3), (2, 3), (3, 5), (2, 8), (3, 3)]  # stage, devices
+SEVERAL = [(scan, nested_jit), (remat,), (weight_decay_over_all_leaves,), (branches,)]
+CASES = [*zip(SEVERAL, CELLS, strict=False)]
+SINGLE = [((loss,), cell) for losses in SEVERAL for loss in losses for cell in CELLS]
+
+
+@pytest.mark.parametrize(
+    ("losses", "cell"),
+    [*CASES, *(slow(*case) for case in SINGLE if case not in CASES)],
+    ids=lambda x: "-".join(getattr(y, "__name__", str(y)) for y in x),
 )
-def test_gradients_equal_plain_jax_at_every_stage(loss_fn, cell):
+def test_gradients_equal_plain_jax_at_every_stage(losses, cell):
     batch = engine_losses.batch(rows=120)
     batch["x"] = np.abs(batch["x"])
-    assert_equal(engine_losses.sharded(*cell), loss_fn, batch)
+    assert_equal(engine_losses.sharded(*cell), together(*losses), batch, check_rows=branches not in losses)
 
 
 @singles(
-    lambda x: getattr(x, "__name__", None),
+    lambda x: "-".join(y.__name__ for y in x) if isinstance(x, tuple) else None,
     options=[{"reshard_after_forward": False}, {"reduce_scatter": False}],
-    loss_fn=[scan, nested_jit, scan_with_constant_weights, custom_rules],
+    losses=[(scan, custom_rules), (nested_jit, scan_with_constant_weights)],
 )
-def test_options_do_not_change_numbers(loss_fn, options):
-    assert_equal(engine_losses.sharded(3, 8, **options), loss_fn, engine_losses.batch())
+def test_options_do_not_change_numbers(losses, options):
+    assert_equal(engine_losses.sharded(3, 8, **options), together(*losses), engine_losses.batch())
 
 
 def test_stack_cut_along_the_scan_is_warned_about():
