@@ -106,6 +106,7 @@ def test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says(s
     gathers = list(names(step.trace(state, batch).jaxpr)).count("zero_gather")
     assert gathers == (1 if scan else 8) * (2 if regathers else 1), "in the program, before a compiler merges any"
     report = jzero.analyze(step, state, batch)
+    report.verify()
     planned = 1 + jzero.plan_of(state).gathered_bytes / stack.nbytes  # gathers, and one reduction
     assert planned == (3 if regathers else 2)
     assert report.communication_elements / stack.size == pytest.approx(planned, rel=0.02)
