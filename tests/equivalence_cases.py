@@ -23,11 +23,13 @@ def make_config(stage, precision="fp32", **options):
 
 
 def mlp_state(tx=None, cls=TrainState):
-    return cls.create(apply_fn=None, params=models.mlp_params(), tx=tx or optax.adamw(1e-3, eps=1e-6))
+    return cls.create(
+        apply_fn=None, params=models.mlp_params(sizes=models.TWO_LAYERS), tx=tx or optax.adamw(1e-3, eps=1e-6)
+    )
 
 
 def line_state():
-    """A model of one layer, for what does not need three."""
+    """A model of one layer, for what does not need two."""
     return jzero.TrainState.create(params={"w": models.mlp_params()["layer_0"]["kernel"][:, :11]}, tx=optax.sgd(0.1))
 
 

@@ -36,7 +36,7 @@ from tests.tiers import slow, stages
 
 
 @pytest.mark.smoke
-@stages(1, 3)
+@stages(3, of=(1, 3))
 def test_honest_training_passes(stage):
     state = mlp_state(optax.sgd(0.1, momentum=0.9))  # which sees the clipping, as Adam does not
     report = compare(state=state, stage=stage, clip_norm=0.5, accumulate_steps=2)
@@ -58,11 +58,19 @@ NARROW_MASTERS = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat1
 )
 def test_mixed_precision_against_wide_masters(stage, precision):
     config = make_config(stage, precision, rules={".*/bias": jzero.LeafRule(compute_dtype="float32")})
-    report = compare(config=config, state=mlp_state(optax.adam(1e-2, eps=1e-6)))
+    layer = models.mlp_params()["layer_0"]
+    params = {"layer": {"kernel": layer["kernel"][:, :11], "bias": np.linspace(-1, 1, 11, dtype=np.float32)}}
+    state = jzero.TrainState.create(params=params, tx=optax.adam(1e-2, eps=1e-6))
+
+    def loss_fn(params, batch):
+        out = batch["x"].astype(params["layer"]["kernel"].dtype) @ params["layer"]["kernel"]
+        return jnp.square(jnp.tanh(out + params["layer"]["bias"][None]) - batch["y"]).mean()
+
+    report = compare(loss_fn, state, config=config)
     report.check(loss=1e-2, grad_norm=1e-2, params=0.1)
     dtype = jnp.float16 if precision == "fp16" else jnp.bfloat16
-    seen = {k: {"kernel": x["kernel"].astype(dtype), "bias": x["bias"]} for k, x in models.mlp_params().items()}
-    loss = jax.jit(models.mlp_loss)(seen, BATCHES[0])
+    seen = {"layer": {**params["layer"], "kernel": params["layer"]["kernel"].astype(dtype)}}
+    loss = jax.jit(loss_fn)(seen, BATCHES[0])
     np.testing.assert_allclose(report.steps[0].reference_loss, loss, rtol=1e-6)
     with pytest.raises(AssertionError, match="leaf"):
         report.check(params=1e-6)  # it is not the same
@@ -92,16 +100,6 @@ def test_a_sum_over_local_rows_is_found():
     with pytest.raises(AssertionError, match=message) as error:
         report.check()
     assert str(report) in str(error.value)
-
-
-def test_a_loss_that_mixes_examples_is_found():
-    def normed(params, batch):
-        x = batch["x"] - batch["x"].mean(0, keepdims=True)  # of this device
-        return models.mlp_loss(params, {**batch, "x": x})
-
-    report = compare(normed)
-    assert min(report.loss, report.grad_norm) > 1e-2
-    assert report.drift > 0.1
 
 
 def test_a_weighted_loss_as_a_plain_mean_is_found():
@@ -141,9 +139,9 @@ def test_a_fault_of_jzero_is_found(monkeypatch):
 
     collective = _collectives.reduce_shard
     monkeypatch.setattr("jzero.engine.placed.reduce_shard", reduce_shard)
-    report = compare(config=make_config(1, "bf16"), batches=BATCHES[:1])
+    report = compare(line_loss, line_state(), config=make_config(1, "bf16"), batches=BATCHES[:1])
     assert max(report.loss, report.grad_norm) < 1e-3
-    with pytest.raises(AssertionError, match=r"'layer_\d/\w+' drifts .* 0\.1"):
+    with pytest.raises(AssertionError, match=r"'w' drifts .* 0\.1"):
         report.check(loss=1e-2, grad_norm=1e-2, params=0.1)
 
 
@@ -175,20 +173,38 @@ def test_a_loss_that_is_not_finite_fails():
 
 
 def test_batch_statistics_and_aux():
-    variables = jax.jit(Normed().init)(jax.random.key(0), BATCHES[0]["x"])
+    """Over a mesh of some devices and two axes, too."""
+    variables = draw_normed()
     state = BatchNormState.create(apply_fn=None, tx=optax.sgd(0.1), **variables)
-    options = {"state": state, "has_aux": True, "mutable": ("batch_stats",)}
-    report = compare(normed_loss(Normed(axis_name="data")), **options)
+    options = {"state": state, "has_aux": True, "mutable": ("batch_stats",), "batches": [models.mlp_batch(12)]}
+    options["mesh"] = jzero.make_mesh(devices=jax.devices()[:6], replica=2, data=3)
+    options["config"] = make_config(3, replica_axis="replica")
+    report = compare(normed_loss(Normed(axis_name=("replica", "data"))), **options)
     report.check()
+    assert report.num_shards == 3
     paths = {leaf.path for leaf in report.leaves}
     assert {"batch_stats/BatchNorm_0/mean", "batch_stats/BatchNorm_0/var", "Dense_0/kernel"} < paths
-    plain = lambda params, stats: normed_loss(Normed())(params, BATCHES[0], batch_stats=stats)[0]
-    loss = jax.jit(plain)(state.params, state.batch_stats)
-    assert report.steps[0].reference_loss == pytest.approx(float(loss), rel=1e-6)
+    want = normed_by_hand(variables["params"], models.mlp_batch(12))
+    assert report.steps[0].reference_loss == pytest.approx(want, rel=1e-6)
     per_device = compare(normed_loss(Normed()), **options)
     assert per_device.loss > 1e-2
     drifts = {leaf.path: leaf.drift for leaf in per_device.leaves}
     assert drifts["batch_stats/BatchNorm_0/var"] > 0.1
+
+
+def draw_normed():
+    shapes = jax.eval_shape(lambda: Normed().init(jax.random.key(0), BATCHES[0]["x"]))
+    stats = {"BatchNorm_0": {"mean": np.zeros(24, np.float32), "var": np.ones(24, np.float32)}}
+    return {"params": models.draw_like(shapes["params"]), "batch_stats": stats}
+
+
+def normed_by_hand(params, batch):
+    """The loss of `Normed` in NumPy."""
+    params = jax.tree.map(np.float64, params)
+    x = np.float64(batch["x"]) @ params["Dense_0"]["kernel"]
+    x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5) * params["BatchNorm_0"]["scale"] + params["BatchNorm_0"]["bias"]
+    out = np.maximum(x, 0) @ params["Dense_1"]["kernel"] + params["Dense_1"]["bias"]
+    return np.square(out - batch["y"]).mean()
 
 
 class NormedModel(nnx.Module):
@@ -206,42 +222,39 @@ def model_loss(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("precision", "together", "is_set"), [slow("fp32", False, False), ("fp32", True, True), slow("bf16", True, False)]
+    ("precision", "together", "is_set", "frozen"),
+    [
+        slow("fp32", False, False, ""),
+        slow("fp32", True, True, ""),
+        ("fp32", True, True, "a"),
+        slow("bf16", True, False, ""),
+        slow("bf16", False, False, "a"),
+    ],
 )
-def test_nnx(precision, together, is_set):
+def test_nnx(precision, together, is_set, frozen):
     model = NormedModel()
     tx = optax.sgd(0.1, momentum=0.9)
-    state = (
-        nnx.ModelAndOptimizer(model, tx, wrt=nnx.Param)
-        if together
-        else (model, nnx.Optimizer(model, tx, wrt=nnx.Param))
-    )
+    wrt = nnx.All(nnx.Param, nnx.Not(nnx.PathContains(frozen)))
+    state = nnx.ModelAndOptimizer(model, tx, wrt=wrt) if together else (model, nnx.Optimizer(model, tx, wrt=wrt))
     with jax.set_mesh(jzero.make_mesh()) if is_set else contextlib.nullcontext():
         report = compare(model_loss, state, config=make_config(3, precision))
     report.check(**({} if precision == "fp32" else {"loss": 1e-2, "grad_norm": 1e-2, "params": 1e-2}))
-    assert {"a/kernel", "rest/norm/mean"} < {leaf.path for leaf in report.leaves}
+    trained = ["b/bias", "b/kernel", "norm/bias", "norm/scale", *([] if frozen else ["a/kernel"])]
+    assert sorted(leaf.path for leaf in report.leaves if not leaf.path.startswith("rest")) == sorted(trained)
+    assert "rest/norm/mean" in {leaf.path for leaf in report.leaves}
     assert not np.any(model.norm.mean[...])  # not consumed, not trained
     model.norm.axis_name = None
     if precision == "fp32":
-        want, grads = nnx.jit(nnx.value_and_grad(model_loss))(model, BATCHES[0])
+        fn = nnx.value_and_grad(model_loss, argnums=nnx.DiffState(0, wrt))
+        want, grads = nnx.jit(fn)(model, BATCHES[0])
         assert_reference(dataclasses.replace(report, steps=report.steps[:1]), [want], [norm_of(grads)])
-
-
-def test_frozen_parameters_of_an_nnx_model():
-    model = NormedModel()
-    only_b = nnx.All(nnx.Param, nnx.PathContains("b"))
-    report = compare(
-        model_loss, (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=only_b)), config=make_config(3, "bf16")
-    )
-    report.check(loss=1e-2, grad_norm=1e-2, params=1e-2)
-    assert [leaf.path for leaf in report.leaves if not leaf.path.startswith("rest")] == ["b/bias", "b/kernel"]
 
 
 @pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
 def test_frozen_parameters_and_sharded_states(precision):
     config = make_config(3, precision)
     state = jzero.shard_train_state(
-        mlp_state(), config=config, trainable="layer_2/.*", mesh=jzero.make_mesh(devices=jax.devices()[:4])
+        mlp_state(), config=config, trainable="layer_1/.*", mesh=jzero.make_mesh(devices=jax.devices()[:4])
     )
     before = jax.tree.map(np.asarray, jzero.gather_params(state))
     report = jzero.check_equivalence(models.mlp_loss, state, BATCHES)
@@ -249,11 +262,11 @@ def test_frozen_parameters_and_sharded_states(precision):
     report.check(**({} if precision == "fp32" else {"loss": 1e-2, "grad_norm": 1e-2, "params": 1e-2}))
     leaves = {leaf.path: leaf for leaf in report.leaves}
     assert leaves["layer_0/kernel"].absolute == leaves["layer_0/kernel"].drift == 0
-    assert leaves["layer_2/kernel"].drift < 0.1
+    assert leaves["layer_1/kernel"].drift < 0.1
     jax.tree.map(np.testing.assert_array_equal, jzero.gather_params(state), before)  # not consumed
     if precision == "fp32":
         trained = plain_run(
-            lambda p, b: models.mlp_loss({**models.mlp_params(), "layer_2": p["layer_2"]}, b), mlp_state(), BATCHES
+            lambda p, b: models.mlp_loss({**mlp_state().params, "layer_1": p["layer_1"]}, b), mlp_state(), BATCHES
         )
         assert_reference(report, *trained[1:])
         elsewhere = jzero.check_equivalence(
@@ -281,7 +294,7 @@ def test_the_table():
     assert lines[7].split() == ["leaf", "absolute", "relative", "drift"]
     relative = [float(line.split()[2]) for line in lines[8:]]
     assert relative == sorted(relative, reverse=True)
-    assert len(relative) == 6
+    assert len(relative) == 4
     assert f"({report.worst}); largest drift: " in lines[1]
     assert lines[8].split()[0] == report.worst
     assert "... 4 more" in str(dataclasses.replace(report, steps=report.steps * 12))

@@ -19,34 +19,14 @@ from tests import models
 from tests.equivalence_cases import (
     BATCHES,
     ROWS,
-    BatchNormState,
-    Normed,
     assert_reference,
     compare,
     line_loss,
     line_state,
     make_config,
-    normed_loss,
     plain_run,
 )
 from tests.tiers import slow
-
-
-def test_two_axes_and_a_mesh_of_some_devices():
-    mesh = jzero.make_mesh(devices=jax.devices()[:6], replica=2, data=3)
-    variables = jax.jit(Normed().init)(jax.random.key(0), BATCHES[0]["x"])
-    state = BatchNormState.create(apply_fn=None, tx=optax.sgd(0.1), **variables)
-    report = compare(
-        normed_loss(Normed(axis_name=("replica", "data"))),
-        state,
-        batches=[models.mlp_batch(12)],
-        config=make_config(3, replica_axis="replica"),
-        mesh=mesh,
-        has_aux=True,
-        mutable=("batch_stats",),
-    )
-    report.check()
-    assert report.num_shards == 3
 
 
 def constrained(mesh, h):
@@ -73,7 +53,7 @@ def placed(mesh, h):
 
 @pytest.mark.parametrize(
     ("inside", "is_set"),
-    [slow(constrained, False), (constrained, True), (named, True), (manual, False), slow(placed, False)],
+    [slow(constrained, False), slow(constrained, True), (named, True), (manual, False), slow(placed, False)],
 )
 def test_losses_that_name_a_further_axis_of_the_mesh(inside, is_set):
     """The reference keeps the axes that the loss names, and is still one device's training."""
@@ -96,10 +76,11 @@ def test_losses_that_name_a_further_axis_of_the_mesh(inside, is_set):
     batches = [{**x, "y": jnp.tile(x["y"], 2)} for x in BATCHES]
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         report = compare(loss_fn, state, stage=3, batches=batches, mesh=mesh)
-        wrong = compare(of_local_rows, state, stage=3, batches=batches, mesh=mesh)
+        wrong = compare(of_local_rows, state, stage=3, batches=batches, mesh=mesh) if inside is not manual else None
     report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-5)
-    with pytest.raises(AssertionError, match="The loss deviates"):
-        wrong.check()
+    if wrong is not None:
+        with pytest.raises(AssertionError, match="The loss deviates"):
+            wrong.check()
     _, losses, norms = plain_run(functools.partial(with_activation, plain), state, batches)
     assert_reference(report, losses, norms)
 
@@ -130,20 +111,22 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "names"),
+    ("exchanges", "sizes", "names"),
     [
         ("callback", {"data": 8}, False),  # jax has none beside automatic axes
-        ("gather", {"data": 4, "replica": 2}, False),
-        ("mean", {"model": 2, "data": 4}, False),
-        ("scatter", {"data": 4, "model": 2}, True),
-        ("all_to_all", {"data": 2, "model": 2, "replica": 2}, True),
+        ("gather mean", {"data": 2, "model": 2, "replica": 2}, False),
+        ("scatter all_to_all", {"data": 2, "model": 2, "replica": 2}, True),
+        slow("gather", {"data": 4, "replica": 2}, False),
+        slow("mean", {"model": 2, "data": 4}, False),
+        slow("scatter", {"data": 4, "model": 2}, True),
+        slow("all_to_all", {"data": 2, "model": 2, "replica": 2}, True),
         slow("gather", {"data": 2, "model": 2, "replica": 2}, True),
         slow("mean", {"data": 4, "model": 2}, True),
         slow("scatter", {"data": 4, "replica": 2}, False),
         slow("all_to_all", {"model": 2, "data": 4}, False),
     ],
 )
-def test_losses_that_exchange_among_the_devices_of_the_batch(name, sizes, names):
+def test_losses_that_exchange_among_the_devices_of_the_batch(exchanges, sizes, names):
     """For the reference these are one device, as all of the batch is; `names` says whether the loss names its mesh."""
     mesh = jzero.make_mesh(**sizes)
     axes = tuple(x for x in ("replica", "data") if x in sizes)
@@ -153,7 +136,10 @@ def test_losses_that_exchange_among_the_devices_of_the_batch(name, sizes, names)
         return jnp.square(jnp.tanh(exchange(h)) - batch["y"]).mean()
 
     def inside(h):
-        return EXCHANGES[name](constrained(mesh, h) if names else h, axes)
+        h = constrained(mesh, h) if names else h
+        for name in exchanges.split():
+            h = EXCHANGES[name](jnp.sin(h), axes)
+        return h
 
     state = jzero.TrainState.create(params={"w": models.mlp_params()["layer_0"]["kernel"][:, :16]}, tx=optax.sgd(0.1))
     batches = [{**x, "y": np.tile(x["y"], 2)[:, :16]} for x in BATCHES]
@@ -163,7 +149,10 @@ def test_losses_that_exchange_among_the_devices_of_the_batch(name, sizes, names)
 
     def plain(h):
         h = jax.nn.silu(h) if names else h
-        return h - h.mean(0, keepdims=True) if name in ("gather", "mean") else h
+        for name in exchanges.split():
+            h = jnp.sin(h)
+            h = h - h.mean(0, keepdims=True) if name in ("gather", "mean") else h
+        return h
 
     _, losses, norms = plain_run(functools.partial(loss_of, plain), state, batches)
     assert_reference(report, losses, norms)
