@@ -28,8 +28,9 @@ def params():
     return {name: to_jax(rng.normal(size=shape) / 4, jnp.float32) for name, shape in shapes.items()}
 
 
-def sharded(tx):
-    plain = TrainState.create(apply_fn=None, params=params(), tx=tx)
+def sharded(tx, names=("embed", "layers", "kernel")):
+    some = {name: x for name, x in params().items() if name in names}
+    plain = TrainState.create(apply_fn=None, params=some, tx=tx)
     return plain, jzero.shard_train_state(plain, config=CONFIG)
 
 
@@ -44,13 +45,12 @@ def loss(params, tokens):
 def test_a_loop_of_ones_own_over_padded_leaves_is_right():
     plain, state = sharded(optax.adamw(1e-2, weight_decay=0.1))
 
-    def steps(state):
-        for _ in range(2):
-            value, grads = jax.value_and_grad(loss)(state.params, TOKENS)
-            state = state.apply_gradients(grads=grads)
-        return state, value, optax.tree.norm(grads)
+    @jax.jit
+    def step(state):
+        value, grads = jax.value_and_grad(loss)(state.params, TOKENS)
+        return state.apply_gradients(grads=grads), value, optax.tree.norm(grads)
 
-    (want, *numbers), (new, *got) = jax.jit(steps)(plain), jax.jit(steps)(state)
+    (want, *numbers), (new, *got) = step(step(plain)[0]), step(step(state)[0])
     np.testing.assert_allclose(got, numbers, rtol=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), jzero.gather_params(new), want.params)
     assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -97,7 +97,8 @@ def test_what_is_made_of_padding_is_refused():
 
 @jax.jit
 def step_by_hand(plain):
-    return plain.apply_gradients(grads=jax.grad(loss)(plain.params, TOKENS))
+    grads = jax.grad(loss)(plain.params, TOKENS)
+    return plain.apply_gradients(grads=grads), grads
 
 
 def assert_close(found, want, **tolerance):
@@ -109,34 +110,38 @@ def test_functions_of_parameters_gradients_and_optimizer_state_see_one_shape(sta
     plain, _ = sharded(contrib.schedule_free_adamw(1e-2))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
     _, grads = jzero.value_and_grad(loss)(state, TOKENS)
-    want, new = step_by_hand(plain), state.apply_gradients(grads=grads)
+    (want, plain_grads), new = step_by_hand(plain), state.apply_gradients(grads=grads)
     for made in (contrib.schedule_free_eval_params, lambda opt_state, params: opt_state.z):
         found = made(new.opt_state, new.params)
         assert jax.tree.map(lambda x: x.shape, found, is_leaf=is_padded) == jax.tree.map(jnp.shape, params())
         assert_close({name: np.asarray(x) for name, x in found.items()}, made(want.opt_state, want.params))
     moved = jax.tree.map(lambda p, g: p - g, state.params, grads)
-    want = jax.jit(lambda params: jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, TOKENS)))(
-        plain.params
-    )
+    want = jax.tree.map(lambda p, g: np.asarray(p) - np.asarray(g), plain.params, plain_grads)
     assert_close({name: np.asarray(x) for name, x in moved.items()}, want)
 
 
-def line_search(value_and_grad, params_of):
-    fn = lambda params: loss(params, TOKENS)
+def small_loss(params, tokens=TOKENS):
+    logits = jnp.tanh(params["embed"][tokens]) @ params["embed"].T
+    rest = [jnp.square(x).mean() for name, x in params.items() if name != "embed"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean() + sum(rest)
 
+
+def line_search(value_and_grad, params_of):
     @jax.jit
     def step(state):
-        value, grads = value_and_grad(fn)(params_of(state), state=state.opt_state)
-        updates, opt_state = state.tx.update(grads, state.opt_state, state.params, value=value, grad=grads, value_fn=fn)
+        value, grads = value_and_grad(small_loss)(params_of(state), state=state.opt_state)
+        extra = {"value": value, "grad": grads, "value_fn": small_loss}
+        updates, opt_state = state.tx.update(grads, state.opt_state, state.params, **extra)
         return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
 
     return lambda state: step(step(state))
 
 
 def test_the_gradient_that_a_line_search_keeps_is_that_of_the_stored_parameters():
-    plain, state = sharded(optax.lbfgs())
+    tx = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15, store_grad=True))
+    plain, state = sharded(tx, ("embed",))
     step = line_search(optax.value_and_grad_from_state, lambda state: state.params)
-    assert_close(jzero.gather_params(step(state)), step(plain).params, atol=1e-3)
+    assert_close(jzero.gather_params(step(state)), step(plain).params)
     with pytest.raises(TypeError, match="stored with padding"):
         line_search(optax.value_and_grad_from_state, jzero.natural_params)(state)
     with pytest.raises(ValueError, match=r"stored with padding: .*plain arrays"):
@@ -159,7 +164,7 @@ ADAM, ADAFACTOR = optax.adam(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor
     ],
 )
 def test_a_second_optimizer_over_padded_parameters(create, tx, tmp_path):
-    plain, first = sharded(optax.sgd(0.1))
+    plain, first = sharded(optax.sgd(0.1), ("embed", "kernel"))
 
     def second(params):
         return create(params=params, tx=tx)
@@ -169,11 +174,15 @@ def test_a_second_optimizer_over_padded_parameters(create, tx, tmp_path):
             jzero.shard_train_state(second(first.params), config=CONFIG)
         return
     state = jzero.shard_train_state(second(first.params), config=CONFIG, donate=True)
-    assert jzero.plan_of(state).leaves == jzero.plan_of(jzero.shard_train_state(second(params()), config=CONFIG)).leaves
-    state, _ = jzero.make_train_step(loss)(state, TOKENS)
+    assert (
+        jzero.plan_of(state).leaves
+        == jzero.plan_of(jzero.shard_train_state(second(plain.params), config=CONFIG)).leaves
+    )
+    state, _ = jzero.make_train_step(small_loss)(state, TOKENS)
     jzero.save_checkpoint(tmp_path / "checkpoint", state)
-    whole = jzero.restore_checkpoint(tmp_path / "checkpoint", jzero.shard_train_state(second(params()), stage=1))
-    assert_close(jzero.gather_params(whole), step_by_hand(second(params())).params)
+    whole = jzero.restore_checkpoint(tmp_path / "checkpoint", jzero.shard_train_state(second(plain.params), stage=1))
+    by_hand = jax.jit(lambda state: state.apply_gradients(grads=jax.grad(small_loss)(state.params)))
+    assert_close(jzero.gather_params(whole), by_hand(second(plain.params)).params)
 
 
 def test_a_step_refuses_leaves_that_another_plan_laid_out():
@@ -202,9 +211,10 @@ def test_two_optimizers_of_one_nnx_model_take_turns():
     wrts = [nnx.All(nnx.Param, lambda path, _, names=names: path[0] in names) for names in ("ab", "cd")]
     txs = [optax.adam(1e-2), optax.sgd(0.1, momentum=0.9)]
 
-    @functools.partial(nnx.jit, static_argnums=3)
-    def plain_step(model, optimizer, x, wrt):
-        optimizer.update(model, nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model, x))
+    @nnx.jit
+    def plain_steps(model, optimizers, x):
+        for optimizer, wrt in zip(optimizers, wrts, strict=True):
+            optimizer.update(model, nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model, x))
 
     model, want = Two(), Two()
     optimizers = [nnx.Optimizer(want, tx, wrt=wrt) for tx, wrt in zip(txs, wrts, strict=True)]
@@ -213,9 +223,9 @@ def test_two_optimizers_of_one_nnx_model_take_turns():
         model, optimizer = jzero.shard_train_state((model, nnx.Optimizer(model, tx, wrt=wrt)), config=CONFIG)
         pairs.append(optimizer)
     for _ in range(2):
-        for i, wrt in enumerate(wrts):
-            (model, pairs[i]), _ = steps[i]((model, pairs[i]), x)
-            plain_step(want, optimizers[i], x, wrt)
+        for i, step in enumerate(steps):
+            (model, pairs[i]), _ = step((model, pairs[i]), x)
+        plain_steps(want, optimizers, x)
     assert_close(jzero.gather_params((model, pairs[0])), nnx.as_pure(nnx.state(want, wrts[0])))
 
 
