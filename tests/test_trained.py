@@ -17,14 +17,14 @@ import jzero
 from tests.stablehlo import in_line
 from tests.tiers import default_for, singles, stages
 
-D, R, ROWS = 256, 4, 16
+D, R, ROWS, LAYERS = 256, 4, 16, 2
 
 
 def lora_params(dtype=jnp.float32):
     rng = np.random.default_rng(0)
     make = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype)
     layer = lambda: {"kernel": make(D, D), "lora_a": make(D, R), "lora_b": make(R, D)}
-    return {f"layer_{i}": layer() for i in range(3)}
+    return {f"layer_{i}": layer() for i in range(LAYERS)}
 
 
 def lora_loss(params, batch):
@@ -107,8 +107,8 @@ def test_equals_training_the_adapters_alone(way, stage):
 @pytest.mark.parametrize("way", WAYS)
 def test_frozen_leaves_cost_their_shard_alone(way):
     """Ψ frozen fp32 weights cost 4Ψ/N, whatever the loss sees, and nothing else; the adapters their full state."""
-    frozen = 3 * D * D
-    adapters = 3 * 2 * D * R
+    frozen = LAYERS * D * D
+    adapters = LAYERS * 2 * D * R
     for precision, width in (("fp32", 4), ("bf16", 2)):
         plan = jzero.plan_of(make_state(way, 3, precision))
         have = plan.bytes_per_device
@@ -144,10 +144,10 @@ def test_no_gradient_is_computed_or_communicated(way):
     """Nothing of a frozen kernel's size is reduced, nor made in the backward pass."""
     text = in_line(jzero.make_train_step(lora_loss).lower(make_state(way, 3), batch()).as_text())
     reduced = re.findall(r'"stablehlo\.reduce_scatter".*?\) : \(tensor<([^>]*)>\)', text, flags=re.DOTALL)
-    assert sorted(reduced) == sorted([f"{D}x{R}xf32", f"{R}x{D}xf32"] * 3)
+    assert sorted(reduced) == sorted([f"{D}x{R}xf32", f"{R}x{D}xf32"] * LAYERS)
     gathered = re.findall(r'"stablehlo\.all_gather".*?-> tensor<([^>]*)>', text, flags=re.DOTALL)
-    # Forward all three; backward all but the first, whose input needs no gradient.
-    assert gathered.count(f"{D}x{D}xf32") == 5
+    # Forward all; backward all but the first, whose input needs no gradient.
+    assert gathered.count(f"{D}x{D}xf32") == 2 * LAYERS - 1
 
 
 def test_gradients_of_frozen_leaves_are_scalar_zeros():
@@ -249,7 +249,7 @@ def test_trees_of_booleans_and_prefixes_select():
     by_tree = jzero.plan_train_state(plain, stage=3, trainable=jax.tree.map(lambda x: x == "train", labels(params)))
     by_path = jzero.plan_train_state(plain, stage=3, trainable=LORA)
     assert by_tree == by_path
-    prefix = {"layer_0": True, "layer_1": False, "layer_2": False}
+    prefix = {"layer_0": True, "layer_1": False}
     trained = [leaf.path for leaf in jzero.plan_train_state(plain, stage=3, trainable=prefix).leaves if leaf.trained]
     assert trained == ["layer_0/kernel", "layer_0/lora_a", "layer_0/lora_b"]
     assert jzero.plan_train_state(plain, stage=3, trainable=".*") == jzero.plan_train_state(plain, stage=3)
@@ -261,7 +261,7 @@ def test_trees_of_booleans_and_prefixes_select():
         ("nothing", "selects no parameter. The first paths are 'layer_0/kernel'"),
         ("(", "not a regular expression"),
         ({"layer_0": True}, "structure of the parameters"),
-        ({"layer_0": 1.0, "layer_1": True, "layer_2": True}, "layer_0: 1.0"),
+        ({"layer_0": 1.0, "layer_1": True}, "layer_0: 1.0"),
     ],
 )
 def test_bad_masks(trainable, message):
@@ -279,7 +279,8 @@ def test_laid_out_anew_and_whole_again():
         jzero.shard_train_state(state, stage=3, trainable=".*/lora_a")
     state, _ = step(state, batch(1))
     whole = jzero.unshard_train_state(state)
-    whole = whole.apply_gradients(grads=jax.grad(lora_loss)(whole.params, batch(2)))  # plain optax goes on
+    by_hand = jax.jit(lambda state, batch: state.apply_gradients(grads=jax.grad(lora_loss)(state.params, batch)))
+    whole = by_hand(whole, batch(2))  # plain optax goes on
     _, params = plain_run(3)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), whole.params, params)
 
@@ -307,7 +308,7 @@ class LoraNet(nnx.Module):
             "lora_a": getattr(self, f"a_{i}")[...],
             "lora_b": getattr(self, f"b_{i}")[...],
         }
-        return {f"layer_{i}": layer(i) for i in range(3)}
+        return {f"layer_{i}": layer(i) for i in range(LAYERS)}
 
 
 @stages(3, of=(1, 3))
@@ -316,7 +317,7 @@ def test_nnx_parameters_outside_wrt_are_partitioned(stage):
     pair = (model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     pair = jzero.shard_train_state(pair, config=config)
-    frozen, adapters = 3 * D * D, 3 * 2 * D * R
+    frozen, adapters = LAYERS * D * D, LAYERS * 2 * D * R
     have = jzero.plan_of(pair).bytes_per_device
     assert have.params == 4 * (frozen + adapters) / (8 if stage == 3 else 1)
     kernel = pair[0].kernel_0[...]
@@ -340,13 +341,16 @@ def test_rules_hold_for_nnx_parameters_outside_wrt():
     config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0, rules=rules)
     model, optimizer = jzero.shard_train_state(pair, config=config)
     seen = []
-    jzero.make_eval_step(
-        lambda model, batch: seen.extend(getattr(model, f"kernel_{i}")[...].dtype for i in range(3)) or batch.mean()
-    )((model, optimizer), batch())
-    assert seen == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
-    assert [getattr(model, f"kernel_{i}")[...].dtype for i in range(3)] == [jnp.float32] * 3, "as they came"
-    parts = [getattr(model, f"kernel_{i}")[...].addressable_shards[0].data.size for i in range(3)]
-    assert parts == [D * D // 8, D * D, D * D // 8]
+
+    def look(model, batch):
+        seen.extend(getattr(model, f"kernel_{i}")[...].dtype for i in range(LAYERS))
+        return batch.mean()
+
+    jzero.make_eval_step(look)((model, optimizer), batch())
+    assert seen == [jnp.float32, jnp.bfloat16]
+    assert [getattr(model, f"kernel_{i}")[...].dtype for i in range(LAYERS)] == [jnp.float32] * LAYERS, "as they came"
+    parts = [getattr(model, f"kernel_{i}")[...].addressable_shards[0].data.size for i in range(LAYERS)]
+    assert parts == [D * D // 8, D * D]
     with pytest.raises(ValueError, match="decide nothing"):
         jzero.plan_train_state(pair, config=jzero.ZeroConfig(stage=3, rules={"nowhere": jzero.LeafRule(dim=0)}))
 
