@@ -27,14 +27,30 @@ def make_config(stage, precision="fp32", **options):
     return jzero.ZeroConfig(stage=stage, precision=precision, **{"persistence_threshold": 0, **options})
 
 
+def make_params():
+    return models.mlp_params(sizes=models.TWO_LAYERS)
+
+
 ADAM = optax.adam(1e-3, eps=1e-6)
 STEP = jzero.make_train_step(models.mlp_loss)
 """One step for all tests: of states with equal plans and one optimizer it compiles one program."""
 
 
-def sharded(config, tx=ADAM, cls=TrainState, **options):
-    plain = cls.create(apply_fn=None, params=models.mlp_params(), tx=tx)
+def sharded(config, tx=ADAM, cls=TrainState, params=None, **options):
+    plain = cls.create(apply_fn=None, params=params or make_params(), tx=tx)
     return jzero.shard_train_state(plain, config=config, **options)
+
+
+def one_kernel():
+    """For optimizers whose update takes long to compile."""
+    return {"layer_0": {"kernel": make_params()["layer_0"]["kernel"]}}
+
+
+def one_kernel_loss(params, batch):
+    return jnp.square(jnp.tanh(batch["x"] @ params["layer_0"]["kernel"])).mean()
+
+
+ONE_KERNEL_STEP = jzero.make_train_step(one_kernel_loss)
 
 
 def train(state, num_steps=2):
@@ -55,7 +71,7 @@ def plain_adam(compute_dtype, num_steps=2):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    params = models.mlp_params()
+    params = make_params()
     opt_state = tx.init(params)
     for seed in range(num_steps):
         params, opt_state = step(params, opt_state, models.mlp_batch(ROWS, seed))
@@ -85,13 +101,13 @@ CELLS = default_for([(1, "fp32"), (2, "bf16"), (3, MOMENTS)], CELLS)
 @pytest.mark.parametrize(("stage", "precision"), CELLS)
 def test_parameters_and_moments_are_those_of_one_device(stage, precision):
     state = sharded(make_config(stage, precision), cls=jzero.TrainState if stage == 1 else TrainState)
-    start = models.mlp_params()
+    start = make_params()
     np.testing.assert_array_equal(jzero.get_full_param(state, KERNEL), start["layer_0"]["kernel"])
     assert not np.any(jzero.get_full_opt_state(state, KERNEL, name="mu"))
     state = train(state)
     params, adam = plain_adam(jnp.float32 if precision == "fp32" else BF16)
     tolerance = {"fp32": 1e-5, "bf16": 1e-2, MOMENTS: 2e-2}[precision]
-    for layer, kind in (("layer_0", "kernel"), ("layer_2", "bias")):
+    for layer, kind in (("layer_0", "kernel"), ("layer_1", "bias")):
         of = lambda tree, layer=layer, kind=kind: tree[layer][kind]
         path, shape = f"{layer}/{kind}", of(start).shape
         found = jzero.get_full_param(state, path)
@@ -111,9 +127,9 @@ def test_gradient_is_that_of_one_device(stage, precision):
     state = sharded(make_config(stage, precision))
     _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(ROWS))
     dtype = jnp.float32 if precision == "fp32" else BF16
-    params = jax.tree.map(lambda x: x.astype(dtype), models.mlp_params())
+    params = jax.tree.map(lambda x: x.astype(dtype), make_params())
     want = plain_gradient(params, models.mlp_batch(ROWS))
-    for layer, kind in (("layer_0", "kernel"), ("layer_2", "bias")):
+    for layer, kind in (("layer_0", "kernel"), ("layer_1", "bias")):
         found = jzero.get_full_grad(state, f"{layer}/{kind}", grads=grads)
         assert_whole(found, shape=want[layer][kind].shape)
         assert_near(found, want[layer][kind], 1e-5 if precision == "fp32" else 2e-2)
@@ -123,12 +139,12 @@ def test_flattened_leaf():
     params = {"w": jnp.arange(15.0).reshape(3, 5)}
     tx = optax.sgd(0.5, momentum=0.9)
     state = jzero.TrainState.create(params=params, tx=tx)
+    loss = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+    batch = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+    grad = 2 / 40 * batch.T @ (batch @ np.asarray(params["w"]))
     for stage in (1, 3):
         ours = jzero.shard_train_state(state, config=make_config(stage))
         assert jzero.plan_of(ours).leaves[0].grad.cut.flat
-        loss = lambda params, batch: jnp.square(batch @ params["w"]).mean()
-        batch = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
-        grad = jax.grad(loss)(params, batch)["w"]
         np.testing.assert_allclose(
             jzero.get_full_grad(ours, "w", grads=jzero.value_and_grad(loss)(ours, batch)[1]), grad, rtol=1e-5
         )
@@ -155,12 +171,12 @@ def test_a_parameter_that_was_set_is_trained_on(stage, precision):
     kept = value.astype(np.float32).astype(BF16 if precision == MASTERS else np.float32)
     np.testing.assert_array_equal(jzero.get_full_param(edited, KERNEL), kept)
     np.testing.assert_array_equal(
-        jzero.get_full_param(state, KERNEL), models.mlp_params()["layer_0"]["kernel"].astype(kept.dtype)
+        jzero.get_full_param(state, KERNEL), make_params()["layer_0"]["kernel"].astype(kept.dtype)
     )
     assert [(x.aval, x.sharding) for x in jax.tree.leaves(edited)] == [
         (x.aval, x.sharding) for x in jax.tree.leaves(state)
     ]
-    params = models.mlp_params()
+    params = make_params()
     params["layer_0"]["kernel"] = jnp.asarray(kept)
     seen = jax.tree.map(lambda x: x.astype(jnp.float32 if precision == "fp32" else BF16), params)
     loss, grads = jax.jit(jax.value_and_grad(models.mlp_loss))(seen, models.mlp_batch(ROWS))
@@ -181,7 +197,7 @@ def test_a_master_that_was_set_keeps_the_bits_that_its_parameter_loses():
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [slow(0, "fp32"), (1, "bf16"), slow(2, MOMENTS), slow(3, "fp32"), (3, MOMENTS)]
+    ("stage", "precision"), [slow(0, "fp32"), slow(1, "bf16"), slow(2, MOMENTS), slow(3, "fp32"), (3, MOMENTS)]
 )
 def test_optimizer_state_that_was_set_is_used(stage, precision):
     state = sharded(make_config(stage, precision), tx=optax.sgd(1.0, momentum=0.5))
@@ -222,7 +238,8 @@ def test_nnx(stage, precision, together):
     state = jzero.shard_train_state(plain, config=make_config(stage, precision))
     batch = models.mlp_batch(ROWS)
     seen = jax.tree.map(lambda x: x.astype(jnp.float32 if precision == "fp32" else BF16), nnx.state(model))
-    want = jax.grad(lambda params: nnx_loss(nnx.merge(nnx.graphdef(model), params), batch))(seen)["a"]["kernel"][...]
+    gradient = jax.jit(jax.grad(lambda params: nnx_loss(nnx.merge(nnx.graphdef(model), params), batch)))
+    want = gradient(seen)["a"]["kernel"][...]
     tolerance = 1e-5 if precision == "fp32" else 2e-2
     _, grads = jzero.value_and_grad(nnx_loss)(state, batch)
     assert_near(jzero.get_full_grad(state, "a/kernel", grads=grads), want, tolerance)
@@ -238,11 +255,11 @@ def test_nnx(stage, precision, together):
 
 
 def test_a_parameter_that_is_not_trained():
-    state = sharded(make_config(2, "bf16"), trainable="layer_2/.*")
+    state = sharded(make_config(2, "bf16"), trainable="layer_1/.*")
     _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(ROWS))
     assert_whole(jzero.get_full_param(state, KERNEL))
-    assert_whole(jzero.get_full_grad(state, "layer_2/bias", grads=grads), shape=(11,))
-    assert not np.any(jzero.get_full_opt_state(state, "layer_2/bias", name="mu"))
+    assert_whole(jzero.get_full_grad(state, "layer_1/bias", grads=grads), shape=(11,))
+    assert not np.any(jzero.get_full_opt_state(state, "layer_1/bias", name="mu"))
     with pytest.raises(ValueError, match=r"layer_0/kernel' .* no gradient\."):
         jzero.get_full_grad(state, KERNEL, grads=grads)
     with pytest.raises(ValueError, match="nothing for 'layer_0/kernel', "):
@@ -272,14 +289,14 @@ def test_a_parameter_that_no_optimizer_knows(prefix):
     batch = models.mlp_batch(ROWS)
     graphdef, variables = nnx.split(model)
     variables["a"]["kernel"][...] = jnp.full((37, 61), 0.5)
-    want = nnx_loss(nnx.merge(graphdef, variables), batch)
+    want = jax.jit(lambda x: nnx_loss(nnx.merge(graphdef, x), batch))(variables)
     _, metrics = jzero.make_train_step(nnx_loss)(edited, batch)
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
 
 
 def test_names_of_a_chain_of_two():
     tx = optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale_by_adam(), optax.scale(-1e-3))
-    state = train(sharded(make_config(3), tx=tx), 1)
+    state, _ = ONE_KERNEL_STEP(sharded(make_config(3), tx=tx, params=one_kernel()), models.mlp_batch(ROWS))
     with pytest.raises(ValueError, match=r"several .*\['0/mu', '2/mu'\]"):
         jzero.get_full_opt_state(state, KERNEL, name="mu")
     first, second = (jzero.get_full_opt_state(state, KERNEL, name=name) for name in ("0/mu", "2/exp_avg"))
@@ -305,14 +322,16 @@ def test_a_whole_name_goes_before_the_end_of_another():
 
 
 def test_leaves_of_another_shape_and_of_wrapped_optimizers():
-    state = train(sharded(make_config(3), tx=optax.adafactor(1e-2, min_dim_size_to_factor=32)), 1)
-    rows = jzero.get_full_opt_state(state, KERNEL, name="v_row")
-    assert rows.shape == (37,)
-    assert np.all(rows > 0)
-    state = train(sharded(make_config(3), tx=optax.MultiSteps(optax.adam(1e-3), 2)), 1)
-    want = plain_gradient(models.mlp_params(), models.mlp_batch(ROWS))["layer_0"]["kernel"]
+    tx = optax.MultiSteps(optax.adafactor(1e-2, min_dim_size_to_factor=32), 2)
+    state = sharded(make_config(3), tx=tx, params=one_kernel())
+    batch = models.mlp_batch(ROWS)
+    state, _ = ONE_KERNEL_STEP(state, batch)
+    want = jax.jit(jax.grad(one_kernel_loss))(one_kernel(), batch)["layer_0"]["kernel"]
     assert_near(jzero.get_full_opt_state(state, KERNEL, name="acc_grads"), want, 1e-5)
-    assert not np.any(jzero.get_full_opt_state(state, KERNEL, name="mu"))
+    assert jzero.get_full_opt_state(state, KERNEL, name="v_row").shape == (37,)
+    assert not np.any(jzero.get_full_opt_state(state, KERNEL, name="v_row"))
+    state, _ = ONE_KERNEL_STEP(state, batch)
+    assert np.all(jzero.get_full_opt_state(state, KERNEL, name="v_row") > 0)
 
 
 def test_errors_name_what_there_is():
@@ -342,15 +361,15 @@ def test_errors_name_what_there_is():
         jzero.set_full_param(state, KERNEL, value=np.zeros((37, 128)))
     with pytest.raises(ValueError, match=shapes.format("'0/mu/layer_0/kernel'")):
         jzero.set_full_opt_state(state, KERNEL, name="mu", value=np.zeros((37, 128)))
-    with pytest.raises(ValueError, match=r"1 leaves, .* 6 parameters"):
+    with pytest.raises(ValueError, match=r"1 leaves, .* 4 parameters"):
         jzero.get_full_grad(state, KERNEL, grads=grads["layer_0"]["kernel"])
-    natural = plain_gradient(models.mlp_params(), models.mlp_batch(ROWS))
+    natural = plain_gradient(make_params(), models.mlp_batch(ROWS))
     with pytest.raises(ValueError, match=r"\(37, 127\), .*\(37, 128\)"):
         jzero.get_full_grad(state, KERNEL, grads=natural)
 
 
 def test_states_that_cannot_be_looked_at():
-    plain = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.sgd(0.1))
+    plain = TrainState.create(apply_fn=None, params=make_params(), tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"nothing for 'layer_0/kernel'\."):
         jzero.get_full_opt_state(jzero.shard_train_state(plain, stage=1), KERNEL, name="trace")
     with pytest.raises(TypeError, match="shard"):
