@@ -23,11 +23,12 @@ N = 8
 
 @functools.cache
 def _lowered(
-    stage, scan=True, remat=None, tx="adam", layers=3, vocab=512, tied=False, recompute=None, micro=1, **options
+    stage, scan=True, remat=None, tx="momentum", layers=None, vocab=512, tied=False, recompute=None, micro=1, **options
 ):
     layer = light_decoder.apply_layer if remat is None else jax.checkpoint(light_decoder.apply_layer, **dict(remat))
-    sizes = {"layers": layers, "width": 128, "vocab": vocab, "scan": scan, "tied": tied}
-    tx = {"adam": optax.adam, "muon": optax.contrib.muon, "lion": optax.lion, "sgd": optax.sgd}[tx](1e-3)
+    sizes = {"layers": layers or (3 if scan else 2), "width": 128, "vocab": vocab, "scan": scan, "tied": tied}
+    optimizers = {"adam": optax.adam, "muon": optax.contrib.muon, "lion": optax.lion, "sgd": optax.sgd}
+    tx = optax.sgd(1e-3, momentum=0.9) if tx == "momentum" else optimizers[tx](1e-3)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
     state = jzero.abstract_train_state(jax.eval_shape(lambda: light_decoder.make_state(tx, **sizes)), config=config)
     step = jzero.make_train_step(light_decoder.loss_with(layer), remat=recompute, accumulate_steps=micro)
@@ -105,7 +106,7 @@ def test_stage_3_gathers_once_per_use_and_scatters_once_per_leaf():
 
 def test_what_is_recomputed_gathers_no_parameter_a_third_time():
     """By default: of the layers the biases are wanted again as well, but for that of their last product."""
-    state, lowered = _lowered(3, scan=False)
+    state, lowered = _lowered(3, scan=False, layers=3)
     cut = [leaf.path for leaf in jzero.plan_of(state).leaves if leaf.param.cut is not None]
     needed_again = [x for x in cut if re.search("kernel|scale|layer_.*bias", x) and not x.endswith("down/bias")]
     text = in_line(lowered.as_text())
@@ -173,15 +174,15 @@ def test_scan_keeps_no_stack_of_gathered_weights():
     assert saved >= 0.6 * stack  # 2 of 3 layers: at least one is whole at any time
 
 
-@pytest.mark.parametrize("tx", ["lion", slow("sgd")])
+@pytest.mark.parametrize("tx", ["adam", slow("lion"), slow("sgd")])
 def test_elementwise_optimizers_add_no_collective(tx):
-    _, _, adam = _compiled(3)
+    _, _, momentum = _compiled(3)
     _, _, other = _compiled(3, tx=tx)
     count = lambda collectives: sorted((c.kind, c.shapes, c.times) for c in collectives if c.kind != "all-reduce")
-    assert count(other) == count(adam)
+    assert count(other) == count(momentum)
     _, lowered = _lowered(3)
     explicit = lowered.as_text().count("stablehlo.all_gather")
-    assert sum(len(c.shapes) for c in _of(adam, "all-gather")) <= explicit
+    assert sum(len(c.shapes) for c in _of(momentum, "all-gather")) <= explicit
 
 
 @stages(3, of=[1, 2, 3])
@@ -223,7 +224,7 @@ def test_donated_state_is_reused(stage):
 
 
 def mlp_state(stage, tx, threshold=0, devices=N):
-    plain = jzero.TrainState.create(params=models.mlp_params(), tx=tx)
+    plain = jzero.TrainState.create(params=models.mlp_params(sizes=models.TWO_LAYERS), tx=tx)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=threshold)
     return jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:devices]))
 
@@ -271,7 +272,7 @@ def test_all_copies_of_replicated_values_are_equal(stage):
         assert all((first == other).all() for other in others)
 
 
-@stages(1, 3, of=(1, 2, 3))
+@stages(3, of=(1, 2, 3))
 def test_padding_stays_zero(stage):
     state, step = mlp_state(stage, optax.adamw(1e-2), devices=7), jzero.make_train_step(models.mlp_loss)
     for seed in range(3):
@@ -282,6 +283,6 @@ def test_padding_stays_zero(stage):
         *zip(jax.tree.leaves(state.opt_state), plan.opt_leaves, strict=True),
     ]
     padded = [(np.asarray(x), leaf.cut) for x, leaf in leaves if leaf.cut is not None and leaf.cut.is_padded]
-    assert len(padded) > 10
+    assert len(padded) == (12 if stage == 3 else 8)  # parameters and two moments, or these alone
     for x, cut in padded:
         assert not np.take(x, range(cut.natural_size, cut.stored_size), axis=cut.dim).any()
