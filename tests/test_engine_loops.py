@@ -19,16 +19,15 @@ from tests.tiers import stages
 @stages(2)
 def test_accumulated_micro_batches_equal_the_whole_batch(stage):
     batch = engine_losses.batch(rows=48)
-    once = jzero.make_train_step(scan_and_plain)
     thrice = jzero.make_train_step(scan_and_plain, accumulate_steps=3, clip_norm=0.1)
     clipped = jzero.make_train_step(scan_and_plain, clip_norm=0.1)
     fresh = lambda: jzero.shard_train_state(
         engine_losses.sharded(stage, 8), config=jzero.plan_of(engine_losses.sharded(stage, 8)).config
     )
-    a, b, c = (step(fresh(), batch) for step in (once, thrice, clipped))
+    a, b = (step(fresh(), batch) for step in (clipped, thrice))
     np.testing.assert_allclose(a[1]["loss"], b[1]["loss"], rtol=1e-6)
     np.testing.assert_allclose(a[1]["grad_norm"], b[1]["grad_norm"], rtol=2e-6)
-    pair = jzero.gather_params(b[0]), jzero.gather_params(c[0])
+    pair = jzero.gather_params(b[0]), jzero.gather_params(a[0])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *pair)
 
     @jax.jit
@@ -47,7 +46,8 @@ def test_plain_jit_step_with_apply_gradients(stage):
 
     Two updates in a row and two in a scan.
     """
-    state = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.adamw(1e-2))
+    params = models.mlp_params(sizes=models.TWO_LAYERS)
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
     reference = state
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
 
