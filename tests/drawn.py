@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,3 +20,12 @@ def to_jax(x: Any, dtype: Any = None) -> jax.Array:
 def zeros_of(make: Any, *args: Any) -> Any:
     """Returns zeros, as NumPy's arrays, of the shapes that a function returns, such as `optax.adam(1e-3).init`."""
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(make, *args))
+
+
+def initializer(seed: int) -> Callable[..., jax.Array]:
+    """Returns an initializer of kernels that needs no key: each shape that jax draws compiles a program."""
+
+    def init(key: Any, shape: Sequence[int], dtype: Any = np.float32, **_: Any) -> jax.Array:
+        return to_jax(np.random.default_rng(seed).normal(size=shape) / math.sqrt(shape[0]), dtype)
+
+    return init

@@ -17,6 +17,7 @@ from flax import nnx
 import jzero
 from jzero.arrays import collectives as _collectives
 from tests import models
+from tests.drawn import initializer
 from tests.equivalence_cases import (
     BATCHES,
     ROWS,
@@ -209,9 +210,9 @@ def normed_by_hand(params, batch):
 
 class NormedModel(nnx.Module):
     def __init__(self):
-        self.a = nnx.Linear(37, 24, use_bias=False, rngs=nnx.Rngs(0))
+        self.a = nnx.Linear(37, 24, use_bias=False, kernel_init=initializer(0), rngs=nnx.Rngs(0))
         self.norm = nnx.BatchNorm(24, axis_name="data", rngs=nnx.Rngs(0))
-        self.b = nnx.Linear(24, 11, rngs=nnx.Rngs(1))
+        self.b = nnx.Linear(24, 11, kernel_init=initializer(1), rngs=nnx.Rngs(0))
 
     def __call__(self, x):
         return self.b(nnx.relu(self.norm(self.a(x))))

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from tests import models
+from tests.drawn import initializer
 from tests.tiers import default_for, slow
 
 BF16 = jnp.bfloat16
@@ -215,8 +216,8 @@ def test_optimizer_state_that_was_set_is_used(stage, precision):
 
 class Model(nnx.Module):
     def __init__(self):
-        self.a = nnx.Linear(37, 61, rngs=nnx.Rngs(0))
-        self.b = nnx.Linear(61, 11, rngs=nnx.Rngs(1))
+        self.a = nnx.Linear(37, 61, kernel_init=initializer(0), rngs=nnx.Rngs(0))
+        self.b = nnx.Linear(61, 11, kernel_init=initializer(1), rngs=nnx.Rngs(0))
 
     def __call__(self, x):
         return self.b(jnp.tanh(self.a(x)))

@@ -15,7 +15,7 @@ from optax import contrib
 
 import jzero
 from jzero.layout.padded import is_padded
-from tests.drawn import to_jax
+from tests.drawn import initializer, to_jax
 from tests.tiers import stages
 
 CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0)
@@ -197,8 +197,9 @@ def test_a_step_refuses_leaves_that_another_plan_laid_out():
 
 class Two(nnx.Module):
     def __init__(self):
-        layers = lambda seed: [nnx.Linear(5, 23, rngs=nnx.Rngs(seed)), nnx.Linear(23, 3, rngs=nnx.Rngs(seed))]
-        (self.a, self.b), (self.c, self.d) = layers(0), layers(1)
+        linear = lambda m, n, seed: nnx.Linear(m, n, kernel_init=initializer(seed), rngs=nnx.Rngs(0))
+        self.a, self.b = linear(5, 23, 0), linear(23, 3, 1)
+        self.c, self.d = linear(5, 23, 2), linear(23, 3, 3)
 
     def __call__(self, x):
         softmax = lambda h: jax.nn.softmax(h * 5)  # padding would change it
