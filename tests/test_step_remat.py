@@ -233,6 +233,7 @@ def test_what_the_loss_recomputes_around_its_scan_is_said_to_be_gathered_again()
         config=config_of(3),
         hbm_bytes=1.01 * twice.peak,  # no room for whole parameters
         remat=["as_written"],
+        max_accumulate_steps=1,
         confirm=False,
     )
     assert any("1.50 times" in note for note in choice.notes), choice
