@@ -278,9 +278,10 @@ class DroppingLayer(nn.Module):
         return x + nn.Dropout(0.5, deterministic=False)(nn.Dense(WIDTH)(x))
 
 
-@pytest.mark.parametrize("way", [WAYS["by the loss"], WAYS["stage 2"]], ids=["by the loss", "stage 2"])
+@pytest.mark.parametrize("way", ["by the loss", slow("stage 2")])
 def test_layers_that_drop_are_shared_and_draw_for_themselves(way):
     """Other masks than those of plain jax would give other gradients."""
+    way = WAYS[way]
 
     def case(layers):
         model, key = Dropping(layers, remat=way.stage == 3), lambda: jax.random.key(5)
