@@ -15,6 +15,7 @@ from optax import contrib
 
 import jzero
 from jzero.layout.padded import is_padded
+from tests import models
 from tests.drawn import initializer, to_jax
 from tests.tiers import stages
 
@@ -75,8 +76,8 @@ def test_a_padded_leaf_is_used_as_an_array():
 
 
 def test_layers_take_padded_leaves():
-    module, x = nn.Dense(9), jnp.ones((16, 13))
-    variables = module.init(jax.random.key(0), x)
+    module, x = nn.Dense(9), np.ones((16, 13), np.float32)
+    variables = {"params": models.draw_params(module, x)}
     state = TrainState.create(apply_fn=module.apply, params=variables["params"], tx=optax.sgd(0.1))
     state = jzero.shard_train_state(state, config=CONFIG)
     np.testing.assert_allclose(state.apply_fn({"params": state.params}, x), module.apply(variables, x), rtol=1e-5)
