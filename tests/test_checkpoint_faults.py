@@ -25,10 +25,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def make_state(size=61):
-    params = {
-        "odd": jax.random.normal(jax.random.key(0), (size, 509)),
-        "even": jax.random.normal(jax.random.key(1), (64,)),
-    }
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in (("odd", (size, 509)), ("even", 64))}
     state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1, momentum=0.9))
     return jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=10))
 

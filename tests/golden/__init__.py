@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import jzero
+from tests.drawn import to_jax
 
 PATH = pathlib.Path(__file__).parent / "checkpoint_v1"
 SHAPES = {"even": (8, 4), "odd": (9, 100), "flat": (5, 3), "scalar": ()}
@@ -18,10 +19,18 @@ SHAPES = {"even": (8, 4), "odd": (9, 100), "flat": (5, 3), "scalar": ()}
 
 def make() -> jzero.TrainState:
     """Returns a state whose numbers can be told by hand: each leaf counts up from its number."""
-    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-    state = jzero.TrainState.create(params={**params, "half": jnp.zeros(7, jnp.bfloat16)}, tx=optax.adam(1e-3))
-    leaves, treedef = jax.tree.flatten(state)
-    return treedef.unflatten([(jnp.arange(x.size).reshape(x.shape) + i).astype(x.dtype) for i, x in enumerate(leaves)])
+    leaves, treedef = jax.tree.flatten(shapes())
+    return treedef.unflatten([to_jax(np.arange(x.size).reshape(x.shape) + i, x.dtype) for i, x in enumerate(leaves)])
+
+
+def shapes() -> jzero.TrainState:
+    """Returns the state's shapes."""
+
+    def zeros() -> jzero.TrainState:
+        params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+        return jzero.TrainState.create(params={**params, "half": jnp.zeros(7, jnp.bfloat16)}, tx=optax.adam(1e-3))
+
+    return jax.eval_shape(zeros)
 
 
 def expected() -> dict[str, np.ndarray]:
@@ -32,7 +41,7 @@ def expected() -> dict[str, np.ndarray]:
 def like(stage: int, mesh: Any) -> Any:
     """Returns the shapes of the state, to restore into."""
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
-    return jzero.abstract_train_state(jax.eval_shape(make), config=config, mesh=mesh)
+    return jzero.abstract_train_state(shapes(), config=config, mesh=mesh)
 
 
 def write() -> None:
