@@ -55,10 +55,10 @@ def make_state(key: jax.Array) -> jzero.TrainState:
     size, hidden, last = models.MLP_SIZES[0], models.MLP_SIZES[1], models.MLP_SIZES[-1]  # four divides none
     rng = np.random.default_rng(0)
     layer = {
-        "kernel": jnp.asarray(rng.normal(size=(size, hidden)) / np.sqrt(size), jnp.float32),
-        "bias": jnp.asarray(rng.normal(size=hidden) / 10, jnp.float32),
+        "kernel": np.float32(rng.normal(size=(size, hidden)) / np.sqrt(size)),
+        "bias": np.float32(rng.normal(size=hidden) / 10),
     }
-    out = jnp.asarray(rng.normal(size=(hidden, last)) / np.sqrt(hidden), jnp.float32)
+    out = np.float32(rng.normal(size=(hidden, last)) / np.sqrt(hidden))
     params = {"layer_0": layer, "layer_1": {"kernel": out}, "shift": jax.random.normal(key, (size,)) / 10}
     return jzero.TrainState.create(params=params, tx=TX)
 
@@ -67,7 +67,7 @@ def make_pair(tx: optax.GradientTransformation = TX) -> jzero.TrainState:
     """Makes a sharded kernel and a vector that is kept whole: each leaf of records is several programs."""
     size, hidden = models.MLP_SIZES[:2]
     kernel = np.random.default_rng(0).normal(size=(size, hidden)) / np.sqrt(size)
-    params = {"kernel": kernel.astype(np.float32), "shift": np.full(size, 0.1, np.float32)}
+    params = {"kernel": np.float32(kernel), "shift": np.full(size, 0.1, np.float32)}
     return jzero.TrainState.create(params=params, tx=tx)
 
 

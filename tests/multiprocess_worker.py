@@ -275,7 +275,7 @@ def failing(step: Any, state: Any, batch: Any, what: str) -> str:
 
 def one_dies(directory: pathlib.Path) -> None:
     """Saves twice; the second process is killed while the second checkpoint is written."""
-    state = sharded(make_state(jax.random.key(0)), config(3))
+    state = sharded(make_pair(), config(3))
     with jzero.CheckpointManager(directory) as manager:
         manager.save(state, step=1)
         manager.wait()

@@ -124,7 +124,13 @@ def test_plan_of_an_nnx_pair_that_is_made_from_a_key(run):
 # analyze
 
 
+def kept_bytes(of_a_layer):
+    """Returns the bytes of the activations of `users:factory` that one device keeps."""
+    return 4 * cli_models.BATCH // 8 * LAYERS * of_a_layer + 4 * WIDTH * cli_models.BATCH // 8
+
+
 def test_analyze_as_json(run):
+    """By default, what is kept of a layer are its input and its product."""
     result = run("analyze users:factory --json --verify")
     found = data_of(result)
     assert found["communication_elements"] == pytest.approx(3 * PSI, rel=0.02)
@@ -132,6 +138,7 @@ def test_analyze_as_json(run):
     state, batch = 3 * 4 * PSI // 8 + 8, cli_models.BATCH * WIDTH * 4 // 8
     assert found["memory"]["arguments"] == pytest.approx(state + batch, rel=0.01)
     assert "a module that prints" in result.stderr
+    assert found["estimated"]["activation_bytes"] == pytest.approx(kept_bytes(WIDTH + 4 * WIDTH), abs=8)
 
 
 def test_analyze_options(run):
@@ -141,15 +148,11 @@ def test_analyze_options(run):
 
 
 def test_analyze_with_and_without_remat(run):
-    """What is kept of a layer: its input; by default its product, too; else hyperbolic tangents t and, as jax has it,
-    1 - t.
-    """
+    """What is kept of a layer: its input; or beside it hyperbolic tangents t and, as jax has it, 1 - t."""
     kept = [data_of(run(f"analyze users:factory {option} --json"))["estimated"]["activation_bytes"]
-            for option in ("--remat", "--no-remat", "")]  # fmt: skip
-    rows, last = cli_models.BATCH // 8, 4 * WIDTH * cli_models.BATCH // 8
-    assert kept[0] == pytest.approx(4 * rows * LAYERS * WIDTH + last, abs=8)
-    assert kept[1] == pytest.approx(4 * rows * LAYERS * (WIDTH + 2 * 4 * WIDTH) + last, abs=8)
-    assert kept[2] == pytest.approx(4 * rows * LAYERS * (WIDTH + 4 * WIDTH) + last, abs=8)
+            for option in ("--remat", "--no-remat")]  # fmt: skip
+    assert kept[0] == pytest.approx(kept_bytes(WIDTH), abs=8)
+    assert kept[1] == pytest.approx(kept_bytes(WIDTH + 2 * 4 * WIDTH), abs=8)
 
 
 def test_analyze_of_an_nnx_pair_that_is_made_from_a_key(run):

@@ -296,9 +296,7 @@ def test_a_process_that_dies_while_saving_loses_no_checkpoint(tmp_path):
     (first, _, errors), (second, _, _) = run_processes("one_dies", tmp_path)
     assert second == -signal.SIGKILL
     assert first != 0, errors
-    state = multiprocess_worker.sharded(
-        multiprocess_worker.make_state(jax.random.key(0)), multiprocess_worker.config(3)
-    )
+    state = multiprocess_worker.sharded(multiprocess_worker.make_pair(), multiprocess_worker.config(3))
     with jzero.CheckpointManager(tmp_path / "one_dies") as manager:
         assert manager.all_steps() in ([1], [1, 2]), "the second one is complete or does not count"
         for step in manager.all_steps():
