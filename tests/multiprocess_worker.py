@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import pathlib
@@ -379,6 +380,7 @@ def main() -> None:
         name, *argument = scenario.split(":")
         result = SCENARIOS[name](pathlib.Path(directory) / name, *argument)
         print(RESULT, json.dumps(result), flush=True)  # noqa: T201  # on a line among those of gloo
+    gc.freeze()  # Python would search all that jax holds for garbage before it ends
 
 
 if __name__ == "__main__":
