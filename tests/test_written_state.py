@@ -243,12 +243,15 @@ def test_frozen_parameters_that_the_loss_writes_go_from_micro_batch_to_micro_bat
     step = jzero.make_train_step(lambda model, batch: model.loss(batch["x"]), accumulate_steps=STEPS)
     plain = make()
     optimizer = nnx.Optimizer(plain, optax.sgd(0.1), wrt=wrt)
+
+    @nnx.jit
+    def step_on_one_device(model, optimizer, parts):
+        grads = [nnx.grad(Online.loss, argnums=nnx.DiffState(0, wrt))(model, x) for x in parts]
+        optimizer.update(model, jax.tree.map(lambda *g: sum(g) / STEPS, *grads))
+
     for _ in range(2):
         pair, _ = step(pair, BATCH)
-        grads = [
-            nnx.grad(lambda model, x: model.loss(x), argnums=nnx.DiffState(0, wrt))(plain, x) for x in micro_batches(X)
-        ]
-        optimizer.update(plain, jax.tree.map(lambda *g: sum(g) / STEPS, *grads))
+        step_on_one_device(plain, optimizer, micro_batches(X))
     whole, _ = jzero.unshard_train_state(pair)
     for name in ("online", "target"):
         np.testing.assert_allclose(
