@@ -11,6 +11,7 @@ import jzero
 from tests import models, optimizers
 from tests.checkpoint_states import arrays
 
+ONE_LAYER = (37, 11)
 HOST = jzero.Offload(optimizer="host")
 SMALL = jzero.Offload(optimizer="host", chunk_bytes=2048)
 
@@ -37,9 +38,9 @@ def mlp_state(stage, precision="fp32", offload=HOST, tx=ADAMW, **options):
     return jzero.shard_train_state(state, config=config(stage, precision, offload, **options))
 
 
-def small_state(stage, precision="fp32", offload=HOST, tx=ADAMW, **options):
+def small_state(stage, precision="fp32", offload=HOST, tx=ADAMW, sizes=models.TWO_LAYERS, **options):
     """As `mlp_state`, with two layers; programs of leaves and of records are fewer by a third."""
-    state = jzero.TrainState.create(params=models.mlp_params(sizes=models.TWO_LAYERS), tx=tx)
+    state = jzero.TrainState.create(params=models.mlp_params(sizes=sizes), tx=tx)
     return jzero.shard_train_state(state, config=config(stage, precision, offload, **options))
 
 

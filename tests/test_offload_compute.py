@@ -18,6 +18,7 @@ from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.offload_states import (
     ADAMW,
+    ONE_LAYER,
     SMALL,
     STEPS_AND_ULPS,
     assert_close,
@@ -261,17 +262,17 @@ def test_batch_statistics_do_not_wait():
 
 
 def test_checkpoints_lose_no_gradient(tmp_path):
-    state, _ = train(small_state(3, "bf16", LATE), steps=3)
+    state, _ = train(small_state(3, "bf16", LATE, sizes=ONE_LAYER), steps=3)
     done = jzero.apply_pending(state)
     with jzero.CheckpointManager(tmp_path / "run") as manager:
         assert manager.save(state)
         manager.wait()
         assert manager.latest_step() == 3 == int(done.step)
-        restored = manager.restore(small_state(1, "fp32", jzero.Offload()))
+        restored = manager.restore(small_state(1, "fp32", jzero.Offload(), sizes=ONE_LAYER))
     assert int(restored.step) == 3
     expected = arrays(jzero.unshard_train_state(done).params)
     assert_same_bits(arrays(jzero.gather_params(restored)), expected)
-    late = jzero.restore_checkpoint(tmp_path / "run" / "3", small_state(2, "bf16", LATE))
+    late = jzero.restore_checkpoint(tmp_path / "run" / "3", small_state(2, "bf16", LATE, sizes=ONE_LAYER))
     assert not bool(late.opt_state.disk.waiting)
     assert_same_bits(arrays(jzero.gather_params(late, masters=True)), expected)
     assert int(state.step) == 2, "saving does not consume the state"
