@@ -13,6 +13,7 @@ import jzero
 from jzero.engine.placed import PLACED, operations_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
+from tests.drawn import to_jax
 from tests.tiers import slow
 
 ALL = jzero.Offload(params="host", optimizer="host", chunk_bytes=4096)
@@ -202,8 +203,12 @@ def test_nnx_and_frozen_parameters():
         def __call__(self, x):
             return self.head(jnp.tanh(self.base(x)))
 
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+    drawn = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 5, shapes)
+
     def run(offload):
-        model = Net(nnx.Rngs(0))
+        model = nnx.merge(graph, jax.tree.map(to_jax, drawn))
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.PathContains("head"))
         pair = jzero.shard_train_state((model, optimizer), config=config(offload, "bf16"))
         step = jzero.make_train_step(lambda model, batch: jnp.square(model(batch)).mean())
@@ -221,7 +226,7 @@ def test_nnx_and_frozen_parameters():
 
 def test_linen_with_trainable_parameters():
     model = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(16)])
-    params = model.init(jax.random.key(0), jnp.zeros((1, 24)))["params"]
+    params = models.draw_params(model, np.zeros((1, 24), np.float32))
 
     def run(offload):
         state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
