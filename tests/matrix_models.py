@@ -25,7 +25,7 @@ def params(kind, width=WIDTH, hidden=HIDDEN, scale=0.1):
     found = {"in": normal(NUM_IN, width)}
     if kind == "unrolled":
         layer = lambda: {"a": normal(width, hidden), "b": normal(hidden, width), "s": jnp.ones(width)}
-        found["layers"] = [layer() for _ in range(3)]
+        found["layers"] = [layer() for _ in range(2)]
     elif kind == "experts":
         return found | {"stack": {"a": normal(3, 5, width, hidden), "b": normal(3, 5, hidden, width)}}
     else:
@@ -52,14 +52,14 @@ def loss(params, batch):
 
 def batch(seed):
     rng = np.random.default_rng(100 + seed)
-    return to_jax(rng.normal(size=(ROWS, NUM_IN))), to_jax(rng.normal(size=(ROWS, NUM_OUT)))
+    return rng.normal(size=(ROWS, NUM_IN)), rng.normal(size=(ROWS, NUM_OUT))
 
 
 def grads(params, seed, dtype=None):
     """Returns a gradient of full rank for each parameter, no two of them equal, rounded to a dtype."""
     rng = np.random.default_rng(seed)
     rounded = lambda x, like: (x if dtype is None else x.astype(dtype)).astype(like.dtype)
-    return jax.tree.map(lambda x: to_jax(rounded(rng.normal(size=x.shape), x)), params)
+    return jax.tree.map(lambda x: rounded(rng.normal(size=x.shape), x), params)
 
 
 def dimension_numbers(params):
@@ -74,6 +74,17 @@ def dimension_numbers(params):
 
 def muon(**options):
     return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dimension_numbers, **options)
+
+
+MUON = {
+    "default": {},
+    "adaptive_aol": {"adaptive": True, "preconditioning": "aol"},
+    "schatten": {"preconditioning": "schatten"},
+    "spectral": {"preconditioning": "spectral"},
+    "dion": {"ns_coeffs": "dion"},
+    "no_nesterov": {"nesterov": False},
+}
+"""Options of Muon, and what to call them."""
 
 
 def _over_stack(fn, ndim):

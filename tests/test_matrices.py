@@ -10,6 +10,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,6 +20,7 @@ from jzero import _compat
 from jzero.analysis.collectives import find_collectives
 from jzero.plan import matrices
 from tests import matrix_models as models
+from tests.drawn import to_jax
 from tests.tiers import default_for, slow, stages
 
 STEPS = 3
@@ -33,15 +35,6 @@ def _in_float64():
         yield
 
 
-MUON = {
-    "default": {},
-    "adaptive_aol": {"adaptive": True, "preconditioning": "aol"},
-    "schatten": {"preconditioning": "schatten"},
-    "spectral": {"preconditioning": "spectral"},
-    "dion": {"ns_coeffs": "dion"},
-    "no_nesterov": {"nesterov": False},
-}
-
 OPTIMIZERS = {
     "muon": models.muon,
     "soap": models.soap,
@@ -52,7 +45,7 @@ OPTIMIZERS = {
 
 @functools.cache
 def trained_alone(kind, variant="default"):
-    return models.train_alone(models.params(kind), models.muon(**MUON[variant]), STEPS)
+    return models.train_alone(models.params(kind), models.muon(**models.MUON[variant]), STEPS)
 
 
 @functools.cache
@@ -69,12 +62,12 @@ def check(state, reference, within=CLOSE):
 @pytest.mark.parametrize(
     ("variant", "kind", "stage"),
     default_for(
-        [("default", "unrolled", 1), ("adaptive_aol", "stack11", 3), ("schatten", "stack8", 2)],
-        itertools.product(MUON, ["unrolled", "stack11", "stack8"], [3, 0, 1, 2]),
+        [("adaptive_aol", "stack11", 3)],
+        itertools.product(models.MUON, ["unrolled", "stack11", "stack8"], [3, 0, 1, 2]),
     ),
 )
 def test_muon_trains_like_optax_on_one_device(kind, variant, stage):
-    state = models.train(models.params(kind), models.muon(**MUON[variant]), STEPS, stage=stage)
+    state = models.train(models.params(kind), models.muon(**models.MUON[variant]), STEPS, stage=stage)
     check(state, trained_alone(kind, variant))
 
 
@@ -99,7 +92,7 @@ def test_each_matrix_gets_what_belongs_to_its_parameter_and_its_layer(kind):
     check(state, models.update_alone(params, models.weighted_products(), STEPS))
     work = jzero.plan_of(state).matrices
     assert not work.whole
-    assert max(kind.num for kind in work.kinds) >= 3
+    assert max(kind.num for kind in work.kinds) >= 2
 
 
 @stages(3)
@@ -110,22 +103,25 @@ def test_galore_updates_like_on_one_device(stage):
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "sizes"),
+    ("kind", "variant", "config", "sizes"),
     [
-        ("unrolled", {"persistence_threshold": 3000}, {}),
-        slow("stack11", {"persistence_threshold": 3000}, {}),
-        slow("stack8", {"replica_axis": "replica"}, {"replica": 2, "data": 4}),
-        slow("unrolled", {"node_axis": "node"}, {"node": 2, "data": 4}),
-        ("stack8", {"node_axis": "node", "secondary_params": True}, {"node": 4, "data": 2}),
-        slow("stack8", {"node_axis": "node", "replica_axis": "replica"}, {"replica": 2, "node": 2, "data": 2}),
-        slow("unrolled", {"stage": 2, "offload": jzero.Offload()}, {}),
+        ("unrolled", "default", {"persistence_threshold": 3000}, {}),
+        slow("stack11", "default", {"persistence_threshold": 3000}, {}),
+        slow("stack8", "default", {"replica_axis": "replica"}, {"replica": 2, "data": 4}),
+        slow("unrolled", "default", {"node_axis": "node"}, {"node": 2, "data": 4}),
+        ("stack8", "schatten", {"node_axis": "node", "secondary_params": True}, {"node": 4, "data": 2}),
+        slow(
+            "stack8", "default", {"node_axis": "node", "replica_axis": "replica"}, {"replica": 2, "node": 2, "data": 2}
+        ),
+        slow("unrolled", "default", {"stage": 2, "offload": jzero.Offload()}, {}),
     ],
 )
-def test_other_layouts_train_like_one_device(kind, config, sizes):
+def test_other_layouts_train_like_one_device(kind, variant, config, sizes):
     devices = jax.devices()[: math.prod(sizes.values())] if sizes else None
     mesh = jzero.make_mesh(devices=devices, **sizes) if sizes else None
-    state = models.train(models.params(kind), models.muon(), STEPS, mesh=mesh, **{"stage": 3, **config})
-    check(state, trained_alone(kind))
+    config = {"stage": 3, **config}
+    state = models.train(models.params(kind), models.muon(**models.MUON[variant]), STEPS, mesh=mesh, **config)
+    check(state, trained_alone(kind, variant))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +148,7 @@ def test_state_on_the_host_is_updated_like_on_one_device(stage):
 @stages(1)
 def test_masters_of_16_bit_parameters_are_updated_in_32_bits(stage):
     with jax.enable_x64(False):
-        params = models.params("unrolled")
+        params = models.params("stack5")
         reference = models.update_alone(params, models.muon(), STEPS, "bfloat16")
         state = models.update(params, models.muon(), STEPS, "bfloat16", stage=stage, precision="bf16")
         check(state, reference, 4e-6)
@@ -205,8 +201,8 @@ def collectives(kind, name, stage):
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(jzero.TrainState.create(params=models.params(kind), tx=tx), config=config)
     step = jzero.make_train_step(models.loss)
-    lowered = step.lower(state, models.batch(0))
-    return jzero.plan_of(state), step.trace(state, models.batch(0)).jaxpr, find_collectives(lowered.compile().as_text())
+    traced = step.trace(state, models.batch(0))
+    return jzero.plan_of(state), traced.jaxpr, find_collectives(traced.lower().compile().as_text())
 
 
 def sent(found, kind):
@@ -373,8 +369,8 @@ def test_matrices_that_wait_for_others_are_computed_after_them():
         weight = jnp.linalg.norm(first) / (1 + jnp.linalg.norm(g["b"]))
         return {"a": first, "b": ((g["b"] @ g["b"].T) * weight) @ g["b"]}
 
-    keys = jax.random.split(jax.random.key(0))
-    params = {"a": 0.1 * jax.random.normal(keys[0], (16, 24)), "b": 0.1 * jax.random.normal(keys[1], (40, 7))}
+    draw = np.random.default_rng(0).normal
+    params = {"a": to_jax(0.1 * draw(size=(16, 24))), "b": to_jax(0.1 * draw(size=(40, 7)))}
     state = models.update(params, without_state(update), STEPS, stage=3)
     check(state, models.update_alone(params, without_state(update), STEPS))
     kinds = jzero.plan_of(state).matrices.kinds
@@ -389,7 +385,8 @@ def test_cpus_factorize_a_stack_that_cannot_be_sliced_on_each_device():
         q = jnp.linalg.qr(jnp.swapaxes(g["w"], 1, 2))[0]
         return {"w": jnp.swapaxes(q - q.mean(0, keepdims=True), 1, 2)}
 
-    params, tx = {"w": 0.1 * jax.random.normal(jax.random.key(0), (3, 16, 24))}, without_state(update)
+    params = {"w": to_jax(0.1 * np.random.default_rng(0).normal(size=(3, 16, 24)))}
+    tx = without_state(update)
     state = models.update(params, tx, STEPS, stage=3)
     check(state, models.update_alone(params, tx, STEPS))
     (whole,) = jzero.plan_of(state).matrices.whole
