@@ -223,7 +223,7 @@ def loops_after_whole_numbers(p, batch):
         carry, count = layer(carry, whole)
         return carry, counts.sum() + count
 
-    carry = (batch["x"], (0, True, jax.random.key(0)))
+    carry = (batch["x"], (0, True, jax.random.key(0, impl="unsafe_rbg")))
     carry, counts = lax.scan(layer, carry, p["stack"])
     carry, more = lax.scan(layers, carry, None, length=2)
     (h, (count, flag, key)), last = jax.jit(jax.checkpoint(layer))(carry, whole)

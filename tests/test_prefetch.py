@@ -42,7 +42,6 @@ def together(p, batch):
 OFTEN = {
     together,
     engine_losses.scan_reversed_with_outputs,
-    engine_losses.loop_after_layers_that_count,
     engine_losses.loops_after_whole_numbers,
 }
 
@@ -57,7 +56,7 @@ def test_gradients_equal_plain_jax(loss_fn):
 
 def scan_with_everything(p, batch):
     """A constant with a gradient, an integer carry, integers and keys among the rows, results of both kinds."""
-    keys = jax.random.split(jax.random.key(3), 6)
+    keys = jax.random.split(jax.random.key(3, impl="unsafe_rbg"), 6)
     constant = jnp.cos(p["b"][None] * batch["x"])
 
     def layer(carry, row):
@@ -100,7 +99,7 @@ def scan_of_remat_with_keys(p, batch):
         w, key = row
         return (dropped(h, w, jax.random.fold_in(key, i)) * 2.0, i + 1), None
 
-    rows = (p["stack"], jax.random.split(jax.random.key(3), 6))
+    rows = (p["stack"], jax.random.split(jax.random.key(3, impl="unsafe_rbg"), 6))
     return engine_losses.out(p, lax.scan(layer, (batch["x"], jnp.int32(0)), rows)[0][0], batch)
 
 
@@ -133,7 +132,7 @@ def all_scans(p, batch):
 @pytest.mark.parametrize(
     ("limit", "loss_fn"),
     default_for(
-        [(AMPLE, all_scans), (D * D * 4, scan_with_everything)],
+        [(AMPLE, all_scans), (D * D * 4, scan_of_a_call)],
         itertools.product([AMPLE, D * D * 4, 0], [all_scans, *SCANS]),
     ),
     ids=lambda x: getattr(x, "__name__", None),
@@ -205,7 +204,7 @@ def test_a_gather_ahead_travels_in_the_dtype_that_the_layer_casts_to():
 def test_evaluation_gathers_ahead_too():
     state, batch = stack_state(AMPLE), jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32)
     evaluate = jzero.make_eval_step(lambda params, batch: {"loss": two_products(params, batch)})
-    want = two_products(jzero.gather_params(state), batch)
+    want = jax.jit(two_products)(jzero.gather_params(state), batch)
     np.testing.assert_allclose(evaluate(state, batch)["loss"], want, rtol=2e-6)
     (shapes,) = carried_shapes(evaluate, state, batch)
     assert (32, 64) in shapes
@@ -232,7 +231,8 @@ def test_training_with_micro_batches_and_16_bits_is_the_same(precision):
 def test_beside_other_axes(axes):
     mesh, batch = jzero.make_mesh(**axes), jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32)
     params = jzero.gather_params(stack_state(None))
-    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.jit(jax.grad(two_products))(params, batch))
+    grads = jax.jit(jax.grad(two_products))(params, batch)
+    expected = jax.tree.map(lambda p, g: np.asarray(p) - 0.1 * np.asarray(g), params, grads)
     specs = {"up": PartitionSpec(None, None, "model"), "down": PartitionSpec(None, "model", None)}
     if "model" in axes:
         params = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
