@@ -16,11 +16,10 @@ import jzero
 from jzero.checkpoint.parts import Part, read_parts
 from tests.checkpoint_states import linen_state, nnx_state, sharded
 from tests.export_states import ODD, numbers, odd_state
-from tests.tiers import stages
+from tests.tiers import singles, stages
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@singles(stage=[0, 1, 3], precision=["fp32", "bf16"])
 def test_exported_parameters_are_read_by_safetensors(stage, precision, tmp_path):
     plain, _ = odd_state()
     state = sharded(plain, stage, 8, precision=precision)
