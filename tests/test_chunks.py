@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +51,7 @@ def test_chunks_are_no_larger_than_they_must_be(shape, num_bytes, chunk_bytes, t
 @settings(max_examples=15, deadline=None)  # each shape is a new program
 def test_every_element_is_read_and_written_once(shape, chunk_bytes, tiled):
     pieces = split(shape, 4, chunk_bytes, tiled=tiled)
-    x = jnp.arange(math.prod(shape), dtype=jnp.float32).reshape(pieces.view)
+    x = np.arange(math.prod(shape), dtype=np.float32).reshape(pieces.view)
 
     def body(chunk, carry):
         x, indices, count = carry
@@ -60,10 +59,10 @@ def test_every_element_is_read_and_written_once(shape, chunk_bytes, tiled):
         found = [write_chunk(y, chunk_index(dim, shape, chunk, pieces), chunk, pieces) for dim, y in enumerate(indices)]
         return write_chunk(x, new, chunk, pieces), found, count + 1
 
-    start = (x, [jnp.full(pieces.view, -1, jnp.int32) for _ in shape], 0)
+    start = (x, [np.full(pieces.view, -1, np.int32) for _ in shape], 0)
     found, indices, count = jax.jit(lambda carry: for_each_chunk(body, carry, pieces))(start)
     assert count == len(chunks_of(pieces))
-    np.testing.assert_array_equal(found, 2 * np.asarray(x) + 1)
+    np.testing.assert_array_equal(found, 2 * x + 1)
     for index, expected in zip(indices, np.indices(shape), strict=True):
         np.testing.assert_array_equal(np.asarray(index).reshape(shape), expected)
 
