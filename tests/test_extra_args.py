@@ -11,6 +11,7 @@ from flax.training.train_state import TrainState
 from optax import contrib
 
 import jzero
+from tests.drawn import to_jax
 
 W = np.random.default_rng(0).normal(size=(5, 23)).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(16, 5)).astype(np.float32)
@@ -22,7 +23,7 @@ def loss(params, x):
 
 def sharded(tx, create=jzero.TrainState.create, stage=3, **kwargs):
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **kwargs)
-    return jzero.shard_train_state(create(params={"w": jnp.asarray(W)}, tx=tx), config=config)
+    return jzero.shard_train_state(create(params={"w": to_jax(W)}, tx=tx), config=config)
 
 
 def sees():

@@ -12,12 +12,15 @@ from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.products import cost_of, factorizes, mixes
 from jzero.jaxpr.regions import find_regions, flow_of
+from tests.drawn import to_jax
 
 A, B = (4, 6), (5, 3)
 
 
 def flat(fn, *shapes):
-    return _compat.open_jaxpr(flattened(jax.make_jaxpr(fn)(*(jnp.ones(shape) for shape in shapes))))[0]
+    return _compat.open_jaxpr(
+        flattened(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)))
+    )[0]
 
 
 def regions_of(fn, *shapes, anchors=()):
@@ -30,6 +33,11 @@ def regions_of(fn, *shapes, anchors=()):
 
 def names(jaxpr, region):
     return [jaxpr.eqns[i].primitive.name for i in sorted(region.eqns)]
+
+
+def drawn(*shapes):
+    rng = np.random.default_rng(0)
+    return [to_jax(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 def gram(x):
@@ -55,10 +63,11 @@ def test_a_region_computes_what_it_replaces():
     jaxpr, regions, refused = regions_of(fn, A, B)
     assert not refused
     assert [region.owner for region in regions] == [0, 1]
-    a, b = jax.random.normal(jax.random.key(0), A), jax.random.normal(jax.random.key(1), B)
+    a, b = drawn(A, B)
     values = dict(zip(jaxpr.invars, (a, b), strict=True))
     for eqn in jaxpr.eqns:
-        values.update(zip(eqn.outvars, _compat.bind(eqn, [read(values, v) for v in eqn.invars]), strict=True))
+        with _compat.equation_context(eqn):  # as `evaluate` does, so that both run one program
+            values.update(zip(eqn.outvars, _compat.bind(eqn, [read(values, v) for v in eqn.invars]), strict=True))
     for region in regions:
         given = [values[v] for v in (*region.inputs, *region.shared)]
         found = evaluate(region.jaxpr, given, _compat.bind)
@@ -154,9 +163,9 @@ def test_a_flat_program_computes_the_same(p):
         both = lambda a, b: (*jax.jit(inner)(a, b, jnp.linalg.norm(a)), jnp.ones(3))
         return jax.lax.cond(p > 0, both, lambda a, b: (2 * a, 3 * b, jnp.zeros(3)), a, b)
 
-    a, b = jax.random.normal(jax.random.key(0), A), jax.random.normal(jax.random.key(1), B)
+    a, b = drawn(A, B)
     found = evaluate(flattened(jax.make_jaxpr(fn)(p, a, b)), [p, a, b], _compat.bind)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), tuple(found), fn(p, a, b))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), tuple(found), jax.jit(fn)(p, a, b))
 
 
 def test_costs_are_those_of_products_in_loops_and_of_the_longest_branch():
