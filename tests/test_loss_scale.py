@@ -18,11 +18,12 @@ from tests.tiers import slow, stages
 
 ROWS = 16
 PARAMS = models.mlp_params(sizes=models.TWO_LAYERS)
+ONE_LAYER = models.mlp_params(sizes=(models.MLP_SIZES[0], models.MLP_SIZES[-1]))
 ADAMW = optax.adamw(1e-3)
 
 
-def make_state(stage, *, tx=ADAMW, precision="fp16", mesh=None, **config):
-    state = jzero.TrainState.create(params=PARAMS, tx=tx)
+def make_state(stage, *, tx=ADAMW, precision="fp16", mesh=None, params=PARAMS, **config):
+    state = jzero.TrainState.create(params=params, tx=tx)
     config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0, **config)
     return jzero.shard_train_state(state, config=config, mesh=mesh)
 
@@ -106,7 +107,9 @@ def test_fifty_steps_follow_deepspeeds_rules(stage, consecutive):
     assert np.mean(good[-10:]) < np.mean(good[:10])  # training recovers
     config = jzero.ZeroConfig(stage=4 - stage, precision=precision, persistence_threshold=0)
     moved = jzero.shard_train_state(state, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:4]))
-    assert float(moved.opt_state.loss_scale.scale) == expected_scales(OVERFLOWS, 51, **options)[-1] != 2.0**10
+    scale = float(moved.opt_state.loss_scale.scale)
+    assert scale == expected_scales(OVERFLOWS, 51, **options)[-1]
+    assert consecutive or scale != 2.0**10
     assert_same_bits(jzero.gather_params(state, masters=True), jzero.gather_params(moved, masters=True))
 
 
@@ -280,9 +283,11 @@ def test_scaling_saves_small_gradients():
     norms = {}
     for name, scale in (("with", "dynamic"), ("without", 1.0)):
         precision = jzero.Precision(compute_dtype="float16", loss_scale=scale)
-        _, metrics = jzero.make_train_step(small)(make_state(3, precision=precision), models.mlp_batch(ROWS))
+        _, metrics = jzero.make_train_step(small)(
+            make_state(3, precision=precision, params=ONE_LAYER), models.mlp_batch(ROWS)
+        )
         norms[name] = float(metrics["grad_norm"])
-    plain = jax.jit(jax.grad(models.mlp_loss))(PARAMS, models.mlp_batch(ROWS))
+    plain = jax.jit(jax.grad(models.mlp_loss))(ONE_LAYER, models.mlp_batch(ROWS))
     want = 1e-7 * norm_of(plain)
     assert norms["with"] == pytest.approx(want, rel=1e-2)
     assert abs(norms["without"] / want - 1) > 0.05
@@ -298,9 +303,9 @@ def test_weighted_sums_are_scaled_as_means(accumulate_steps):
 
     weight = np.full(ROWS, 1e5, np.float32)
     step = jzero.make_train_step(weighted, accumulate_steps=accumulate_steps, check_rows=False)
-    _, metrics = step(make_state(2), {**models.mlp_batch(ROWS), "weight": weight})
+    _, metrics = step(make_state(2, params=ONE_LAYER), {**models.mlp_batch(ROWS), "weight": weight})
     assert bool(metrics["step_applied"])
-    want = jax.jit(jax.grad(models.mlp_loss))(PARAMS, models.mlp_batch(ROWS))
+    want = jax.jit(jax.grad(models.mlp_loss))(ONE_LAYER, models.mlp_batch(ROWS))
     assert float(metrics["grad_norm"]) == pytest.approx(norm_of(want), rel=5e-3)
 
 

@@ -59,17 +59,21 @@ def test_who_holds_which_dtype(stage):
 
 
 @functools.cache
-def trained_on_one_device():
-    """Gradients of 8 slices in bf16, summed and applied in fp32 by plain optax; returns the losses and the masters."""
+def trained_on_one_device(dtype, loss_scale):
+    """Gradients of 8 slices in 16 bits, summed and applied in fp32 by plain optax: the losses, and the masters."""
     masters, losses = mlp_params(), []
     opt_state = ADAMW.init(masters)
 
+    def scaled_loss(params, part):
+        loss = models.mlp_loss(params, part)
+        return loss * loss_scale, loss
+
     @jax.jit
     def step(masters, opt_state, batch):
-        params = jax.tree.map(lambda x: x.astype(BF16), masters)
+        params = jax.tree.map(lambda x: x.astype(dtype), masters)
         slices = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
-        losses, grads = jax.lax.map(lambda part: jax.value_and_grad(models.mlp_loss)(params, part), slices)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32).mean(0), grads)
+        grads, losses = jax.lax.map(lambda part: jax.grad(scaled_loss, has_aux=True)(params, part), slices)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32).mean(0) / loss_scale, grads)
         updates, opt_state = ADAMW.update(grads, opt_state, masters)
         return optax.apply_updates(masters, updates), opt_state, losses.mean()
 
@@ -79,18 +83,22 @@ def trained_on_one_device():
     return losses, masters
 
 
-@stages(1, 3)
-def test_equals_one_device_with_masters(stage):
+@pytest.mark.parametrize(
+    ("stage", "dtype", "loss_scale"), [(1, "bfloat16", None), (3, "bfloat16", None), (1, "float16", 2.0**10)]
+)
+def test_equals_one_device_with_masters(stage, dtype, loss_scale):
     """The same up to summation order; parameters stay the rounded masters."""
-    policy = jzero.Precision(compute_dtype="bfloat16", reduce_dtype="float32", accumulate_dtype="float32")
+    policy = jzero.Precision(
+        compute_dtype=dtype, reduce_dtype="float32", accumulate_dtype="float32", loss_scale=loss_scale
+    )
     state, losses = train(mlp_state(make_config(stage, policy)))
-    want, expected = trained_on_one_device()
+    want, expected = trained_on_one_device(dtype, loss_scale or 1.0)
     # A flip of one bf16 rounding (2^-9) of a parameter, or of a sum inside a product, is the least that can differ.
     np.testing.assert_allclose(losses, want, rtol=1e-3)
     assert losses[-1] < losses[0]
     masters = host(jzero.gather_params(state, masters=True))
     assert gap(masters, expected) < 2e-3
-    rounded = jax.tree.map(lambda x: x.astype(BF16), masters)
+    rounded = jax.tree.map(lambda x: x.astype(dtype), masters)
     assert_same(rounded, jzero.natural_params(state))
     assert gap(masters, rounded) > 0  # they do hold more
 
