@@ -215,19 +215,18 @@ def test_parameters_that_the_loss_constrains(stage):
 
 @stages(3, of=(3, 1, 0))
 def test_shardings_of_calls_are_constraints(stage):
-    """Those of arguments in the first of two layers, and of the result in the second."""
+    """Those of arguments in one layer, and of the result in another."""
     mesh = jzero.make_mesh(data=4, model=2)
     rng = np.random.default_rng(0)
-    sizes = {"u": (64, 32), "v": (32, 48), "w": (48, 12)}
-    params = {name: rng.normal(size=size).astype(np.float32) / 4 for name, size in sizes.items()}
+    sizes = {"u": (64, 32), "v": (64, 48), "w": (32, 12), "x": (48, 12)}
+    params = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
     batch = rng.normal(size=(32, 64)).astype(np.float32) / 8
     rows, columns = NamedSharding(mesh, P("data", None)), NamedSharding(mesh, P(None, "model"))
     calls = {"in_shardings": (rows, columns)}, {"out_shardings": NamedSharding(mesh, P("data", "model"))}
 
     def loss_fn(p, batch, calls=calls):
-        hidden = jax.jit(lambda x, w: jnp.tanh(x @ w), **calls[0])(batch, p["u"])
-        hidden = jax.jit(lambda x, w: jnp.tanh(x @ w), **calls[1])(hidden, p["v"])
-        return jnp.square(hidden @ p["w"]).mean()
+        first, second = (jax.jit(lambda x, w: jnp.tanh(x @ w), **call) for call in calls)
+        return jnp.square(first(batch, p["u"]) @ p["w"] + second(batch, p["v"]) @ p["x"]).mean()
 
     want, want_grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, ({}, {}))))(params)
     plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
