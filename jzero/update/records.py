@@ -146,7 +146,7 @@ class RecordRun:
             ]
             self.calls[i, device] = _Call(
                 near=[np.asarray(x[device]) if self.cpu else x[device] for x in near],
-                numbers=[jax.device_put(x[device], at) for x in counts],
+                numbers=jax.device_put([x[device] for x in counts], at),
                 parts=[np.zeros(shape, x) if on_host else jnp.zeros(shape, x, device=device) for x in dtypes],
                 sums=sums,
             )
@@ -159,7 +159,7 @@ class RecordRun:
             return None
         call, views, place = self.calls[record.param, record.device], self.files.views(number, buffer), record.place
         start, at = np.array(place.start, np.int32), self.cpu or record.device
-        fields = [jax.device_put(views[x.number], at) for x in visit.sources if x.kind == "disk"]
+        fields = jax.device_put([views[x.number] for x in visit.sources if x.kind == "disk"], at)
         slices = [
             jax.device_put(x[place.slices], at) if isinstance(x, np.ndarray) else _cut(x, start, shape=place.shape)
             for x in call.near
