@@ -81,8 +81,8 @@ MUTANTS = [
     Mutant(
         "recomputation_compared_at_stage_0",
         "analysis/search.py",
-        "placed = self.placed(self._config(self.stages[0], 1), 1)",
-        "placed = self.placed(self._config(0, 1), 1)",
+        "config = self._config(self.stages[0], 1)",
+        "config = self._config(0, 1)",
         "test_fit.py::test_what_the_configuration_excludes_is_not_searched",
         "host",
     ),
