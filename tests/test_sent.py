@@ -219,6 +219,15 @@ def test_gathers_of_the_loss_may_have_the_name_of_the_update(facts):
     assert find_violations(dataclasses.replace(compiled, collectives=collectives), plan) == before
 
 
+@pytest.mark.parametrize(("rules", "found"), [({}, "flattened leaves"), ({"w": jzero.LeafRule(dim=1)}, None)])
+def test_updates_gather_what_is_flattened_but_not_what_is_padded(rules, found):
+    """By default (21, 35) is flattened: to pad either dimension to a multiple of 8 adds a seventh."""
+    state = abstract_state({"w": (21, 35)}, optax.sgd(1e-3, momentum=0.9), stage=1, rules=rules)
+    loss = lambda params, x: jnp.square(x @ params["w"]).mean()
+    violations = jzero.analyze(jzero.make_train_step(loss), state, np.ones((16, 21), np.float32)).violations
+    assert [found in x for x in violations] == ([True] if found else []), violations
+
+
 # Matrix work of the update.
 
 

@@ -161,6 +161,8 @@ class _Amounts:
       traced: What all collectives of the traced program move.
       compiled: What all collectives of the compiled program move.
       updates: What the update moves in both.
+      params: All parameters, once.
+      padding: The padding of their gradients, which a compiler gathers with new parameters, but the trace does not.
     """
 
     def __init__(self, compiled: Compiled, plan: ZeroPlan) -> None:
@@ -188,7 +190,9 @@ class _Amounts:
             self.compiled[key] += amount
             after[key] += amount * (UPDATE in c.op_name)
         self.updates = before & after
-        self.params = sum(x.param.size * (jnp.dtype(x.compute_dtype).itemsize if by_bytes else 1) for x in plan.leaves)
+        sizes = [(x, jnp.dtype(x.compute_dtype).itemsize if by_bytes else 1) for x in plan.leaves]
+        self.params = sum(x.param.size * size for x, size in sizes)
+        self.padding = sum((math.prod(x.grad.stored_shape) - x.grad.size) * size for x, size in sizes if x.trained)
         self.unit = "B" if by_bytes else "elements"
 
     def missing(self, kind: str) -> tuple[str, bool] | None:
@@ -219,9 +223,22 @@ def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     for key in [
         (kind, crosses) for kind in ("all-gather", "reduce-scatter", "all-to-all") for crosses in (False, True)
     ]:
-        if amounts.compiled[key] - amounts.traced[key] > EXCESS * max(amounts.placed[key], amounts.params):
+        excess = amounts.compiled[key] - amounts.traced[key] - amounts.padding
+        if excess > EXCESS * max(amounts.placed[key], amounts.params):
             why = "arrays are wider than planned, or exchanged whole where each device holds a part."
-            yield True, f"{amounts.say(key)}: {why}"
+            yield True, f"{amounts.say(key)}: {why}{_on_flattened(plan) if key[0] == 'all-gather' else ''}"
+
+
+def _on_flattened(plan: ZeroPlan) -> str:
+    """Returns what updates of flattened leaves gather, if there are any."""
+    cuts = [(leaf.path, leaf.grad.cut) for leaf in plan.leaves if leaf.trained]
+    flat = [path for path, cut in cuts if cut is not None and cut.flat]
+    if not flat:
+        return ""
+    return (
+        " The update gathers the optimizer state of flattened leaves, since the optimizer takes natural shapes: "
+        f"{flat[:3]}{' and more' if len(flat) > 3 else ''}. `LeafRule(dim=...)` pads one dimension instead."
+    )
 
 
 def _compiler_reductions(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
