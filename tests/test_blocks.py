@@ -128,6 +128,7 @@ LIGHT_FUNCTIONS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("fn", LIGHT_FUNCTIONS.values(), ids=LIGHT_FUNCTIONS.keys())
 def test_activations_and_norms_are_recomputed(fn):
     """In all that differentiation makes of them, too, in this version of jax: whatever is unknown would be kept."""

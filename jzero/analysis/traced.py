@@ -50,7 +50,7 @@ from jzero.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_
 FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
 REDUCTIONS = primitives_with(Trait.REDUCTION) | {"gather"}
 """Operations that elementwise operations are fused into, but not through."""
-COSTLY = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "sin", "cos", "pow"}
+COSTLY = {"exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "erf", "sin", "cos", "pow"}
 """Elementwise operations that compilers do not repeat in each reader."""
 TRANSFERS = {
     "all_gather": "all-gather",

@@ -54,8 +54,8 @@ _ROWS: tuple[tuple[Trait, str], ...] = (
     (
         Trait.ELEMENTWISE,
         "acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp complex conj cos cosh div eq erf erf_inv "
-        "erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p logistic lt max min mul "
-        "ne nextafter not one_minus_square or population_count pow real rem round rsqrt shift_left "
+        "erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p log2 logistic lt max min mul "
+        "ne nextafter not one_minus_square or polynomial population_count pow real rem round rsqrt shift_left "
         "shift_right_arithmetic shift_right_logical sin sinh sqrt square tan tanh xor",
     ),
     (Trait.ELEMENTWISE | Trait.KEEPS_ZERO, "abs add add_any convert_element_type neg select_n sign sub"),
