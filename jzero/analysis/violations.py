@@ -162,7 +162,7 @@ class _Amounts:
       compiled: What all collectives of the compiled program move.
       updates: What the update moves in both.
       params: All parameters, once.
-      padding: The padding of their gradients, which a compiler gathers with new parameters, but the trace does not.
+      padding: What a compiler gathers, but not the trace, of parameters that come whole from a padded update.
     """
 
     def __init__(self, compiled: Compiled, plan: ZeroPlan) -> None:
@@ -192,7 +192,8 @@ class _Amounts:
         self.updates = before & after
         sizes = [(x, jnp.dtype(x.compute_dtype).itemsize if by_bytes else 1) for x in plan.leaves]
         self.params = sum(x.param.size * size for x, size in sizes)
-        self.padding = sum((math.prod(x.grad.stored_shape) - x.grad.size) * size for x, size in sizes if x.trained)
+        after_update = [(x.grad, size) for x, size in sizes if x.trained and x.param.cut is None]
+        self.padding = sum((math.prod(grad.stored_shape) - grad.size) * size for grad, size in after_update)
         self.unit = "B" if by_bytes else "elements"
 
     def missing(self, kind: str) -> tuple[str, bool] | None:
@@ -223,15 +224,16 @@ def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     for key in [
         (kind, crosses) for kind in ("all-gather", "reduce-scatter", "all-to-all") for crosses in (False, True)
     ]:
-        excess = amounts.compiled[key] - amounts.traced[key] - amounts.padding
+        gathers = key[0] == "all-gather"
+        excess = amounts.compiled[key] - amounts.traced[key] - amounts.padding * gathers
         if excess > EXCESS * max(amounts.placed[key], amounts.params):
             why = "arrays are wider than planned, or exchanged whole where each device holds a part."
-            yield True, f"{amounts.say(key)}: {why}{_on_flattened(plan) if key[0] == 'all-gather' else ''}"
+            yield True, f"{amounts.say(key)}: {why}{_on_flattened(plan) if gathers else ''}"
 
 
 def _on_flattened(plan: ZeroPlan) -> str:
     """Returns what updates of flattened leaves gather, if there are any."""
-    cuts = [(leaf.path, leaf.grad.cut) for leaf in plan.leaves if leaf.trained]
+    cuts = [(x.path, x.grad.cut) for i, x in enumerate(plan.leaves) if x.trained and i not in plan.offloaded]
     flat = [path for path, cut in cuts if cut is not None and cut.flat]
     if not flat:
         return ""
