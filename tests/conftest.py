@@ -31,7 +31,7 @@ CACHE = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps what XLA compiles, since tests make the same steps again and again: about an eighth of the time.
+    """Keeps what XLA compiles, since tests make some steps again and again: about a twentieth of the time.
 
     Each process has a folder of its own: jax would read files that another is still writing.
     """

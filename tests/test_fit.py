@@ -76,6 +76,19 @@ def test_the_less_memory_the_more_is_given_up():
     assert all(a[0] <= 1.01 * b[0] for a, b in itertools.pairwise(costs)), costs
 
 
+def test_no_candidate_is_traced_twice(monkeypatch):
+    traced = []
+
+    def note(step, arguments, hardware):
+        plan = jzero.plan_of(arguments[0])
+        traced.append((plan.config, plan.mesh, step.micro, step.remat))
+        return reckoned_once(step, arguments, hardware)
+
+    monkeypatch.setattr(search, "memory_of_step", note)
+    tried = fitted(6, confirm=False).tried
+    assert len(traced) == len(set(traced)) == len(tried) + 1, "and what integers on the links would save"
+
+
 def test_near_the_limit_a_reckoned_choice_says_so():
     options = {"stages": (0,), "remat": ("as_written",), "max_accumulate_steps": 1}
     peak = fitted(40, confirm=False, **options).chosen.peak

@@ -1,15 +1,15 @@
 """Layout arithmetic: properties of every cut that can be chosen, and where scanned stacks are seen."""
 
-import functools
 import math
-import random
 
 import flax.linen as nn
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
 
 from jzero import LeafRule
 from jzero._text import key_names
@@ -17,35 +17,27 @@ from jzero.layout.cut import Cut
 from jzero.plan.choice import MAX_PADDING, choose_cut, find_scan_dims
 
 PRIMES = [2, 3, 5, 7, 11, 13, 31, 61, 127, 257, 509, 1009]
+pure = settings(max_examples=150, deadline=None, derandomize=True)  # no device: thousands a second
 
 
-@functools.cache
-def leaves(number=1000, max_shards=512):
+@st.composite
+def leaves(draw, *, max_shards=512):
     """Draws `(shape, num_shards)`: rank 0-4; sizes 0, 1, primes, multiples of N and their neighbours, anything."""
-    rng, found = random.Random(0), []
-    for _ in range(number):
-        num_shards = rng.randint(1, max_shards) if rng.random() < 0.7 else rng.randint(1, 16)
-        multiple = lambda num_shards=num_shards: rng.randint(1, 4) * num_shards
-        sizes = [
-            lambda: rng.randint(0, 2),
-            lambda: rng.choice(PRIMES),
-            multiple,
-            lambda multiple=multiple: max(0, multiple() + rng.choice((-1, 1))),
-            lambda: rng.randint(1, 2048),
-        ]
-        found.append((tuple(rng.choice(sizes)() for _ in range(rng.randint(0, 4))), num_shards))
-    return found
+    num_shards = draw(st.integers(1, max_shards))
+    multiples = st.integers(1, 4).map(lambda k: k * num_shards)
+    near = st.tuples(multiples, st.sampled_from([-1, 1])).map(lambda pair: max(0, sum(pair)))
+    sizes = st.one_of(st.integers(0, 2), st.sampled_from(PRIMES), multiples, near, st.integers(1, 2048))
+    return tuple(draw(st.lists(sizes, max_size=4))), num_shards
 
 
-@functools.cache
-def constrained_leaves():
+@st.composite
+def constrained_leaves(draw):
     """Draws `(shape, num_shards, scan_dim, taken_dims)`."""
-    rng, found = random.Random(1), []
-    for shape, num_shards in leaves():
-        dims = range(len(shape))
-        taken = rng.sample(dims, min(len(shape), rng.randint(0, 2)))
-        found.append((shape, num_shards, rng.choice([None, *dims]), frozenset(taken)))
-    return found
+    shape, num_shards = draw(leaves())
+    dims = range(len(shape))
+    scan_dim = draw(st.sampled_from([None, *dims]))
+    taken = draw(st.sets(st.sampled_from(list(dims)), max_size=2)) if shape else set()
+    return shape, num_shards, scan_dim, frozenset(taken)
 
 
 def choose(shape, num_shards, scan_dim=None, taken_dims=frozenset(), dim=None):
@@ -58,58 +50,62 @@ def swallowed_dims(cut: Cut) -> set[int]:
 
 
 @pytest.mark.smoke
-def test_every_device_holds_an_equal_part_and_together_they_hold_the_leaf():
-    for leaf in constrained_leaves():
-        shape, num_shards, scan_dim, taken = leaf
-        cut, reason = choose(shape, num_shards, scan_dim, taken)
-        assert (cut is None) == bool(reason), "a leaf that stays whole says why, and no other does"
-        if cut is None:
-            continue
-        assert cut.shape == shape
-        assert cut.stored_shape[cut.dim] % num_shards == 0
-        parts = list(cut.stored_shape)
-        parts[cut.dim] //= num_shards
-        assert cut.shard_shape == tuple(parts)
-        assert math.prod(cut.shard_shape) * num_shards == math.prod(cut.stored_shape) >= math.prod(shape)
-        assert cut.padding == math.prod(cut.stored_shape) - math.prod(shape)
-        assert cut.is_padded == (cut.padding > 0)
-        assert cut.is_stored_naturally == (cut.stored_shape == shape and not cut.flat)
+@pure
+@given(constrained_leaves())
+def test_every_device_holds_an_equal_part_and_together_they_hold_the_leaf(leaf):
+    shape, num_shards, scan_dim, taken = leaf
+    cut, reason = choose(shape, num_shards, scan_dim, taken)
+    assert (cut is None) == bool(reason), "a leaf that stays whole says why, and no other does"
+    if cut is None:
+        return
+    assert cut.shape == shape
+    assert cut.stored_shape[cut.dim] % num_shards == 0
+    parts = list(cut.stored_shape)
+    parts[cut.dim] //= num_shards
+    assert cut.shard_shape == tuple(parts)
+    assert math.prod(cut.shard_shape) * num_shards == math.prod(cut.stored_shape) >= math.prod(shape)
+    assert cut.padding == math.prod(cut.stored_shape) - math.prod(shape)
+    assert cut.is_padded == (cut.padding > 0)
+    assert cut.is_stored_naturally == (cut.stored_shape == shape and not cut.flat)
 
 
-def test_natural_shape_is_the_stored_one_without_padding_and_flattening():
-    for leaf in constrained_leaves():
-        cut, _ = choose(*leaf)
-        if cut is None:
-            continue
-        sliced = list(cut.stored_shape)
-        sliced[cut.dim] = cut.natural_size
-        assert cut.natural_size <= cut.stored_size < cut.natural_size + cut.num_shards
-        assert math.prod(sliced) == math.prod(leaf[0])
-        assert tuple(sliced[: cut.dim]) == leaf[0][: cut.dim]
-        if not cut.flat:
-            assert tuple(sliced) == leaf[0]
+@pure
+@given(constrained_leaves())
+def test_natural_shape_is_the_stored_one_without_padding_and_flattening(leaf):
+    cut, _ = choose(*leaf)
+    if cut is None:
+        return
+    sliced = list(cut.stored_shape)
+    sliced[cut.dim] = cut.natural_size
+    assert cut.natural_size <= cut.stored_size < cut.natural_size + cut.num_shards
+    assert math.prod(sliced) == math.prod(leaf[0])
+    assert tuple(sliced[: cut.dim]) == leaf[0][: cut.dim]
+    if not cut.flat:
+        assert tuple(sliced) == leaf[0]
 
 
-def test_scanned_dimensions_and_those_of_other_axes_are_never_cut():
-    for leaf in constrained_leaves():
-        shape, num_shards, scan_dim, taken = leaf
-        cut, _ = choose(shape, num_shards, scan_dim, taken)
-        if cut is not None:
-            assert scan_dim not in swallowed_dims(cut)
-            assert not taken & swallowed_dims(cut)
+@pure
+@given(constrained_leaves())
+def test_scanned_dimensions_and_those_of_other_axes_are_never_cut(leaf):
+    shape, num_shards, scan_dim, taken = leaf
+    cut, _ = choose(shape, num_shards, scan_dim, taken)
+    if cut is not None:
+        assert scan_dim not in swallowed_dims(cut)
+        assert not taken & swallowed_dims(cut)
 
 
-def test_largest_dimension_that_divides_or_the_first_of_a_stack_is_cut_without_padding():
-    for leaf in constrained_leaves():
-        shape, num_shards, scan_dim, taken = leaf
-        even = [d for d, size in enumerate(shape) if size % num_shards == 0 and d != scan_dim and d not in taken]
-        if num_shards == 1 or not even or math.prod(shape) < num_shards:
-            continue
-        cut, _ = choose(shape, num_shards, scan_dim, taken)
-        assert cut is not None
-        assert cut.is_stored_naturally
-        largest = max(even, key=lambda d: (shape[d], -d))  # the earliest among equals
-        assert cut.dim == (largest if scan_dim is None else even[0])
+@pure
+@given(constrained_leaves())
+def test_largest_dimension_that_divides_or_the_first_of_a_stack_is_cut_without_padding(leaf):
+    shape, num_shards, scan_dim, taken = leaf
+    even = [d for d, size in enumerate(shape) if size % num_shards == 0 and d != scan_dim and d not in taken]
+    if num_shards == 1 or not even or math.prod(shape) < num_shards:
+        return
+    cut, _ = choose(shape, num_shards, scan_dim, taken)
+    assert cut is not None
+    assert cut.is_stored_naturally
+    largest = max(even, key=lambda d: (shape[d], -d))  # the earliest among equals
+    assert cut.dim == (largest if scan_dim is None else even[0])
 
 
 @pytest.mark.parametrize(
@@ -129,50 +125,55 @@ def test_stacks_are_cut_on_their_first_dimension(shape, scan_dim, dim):
     assert cut.dim == dim
 
 
-def test_no_other_layout_wastes_less_than_one_that_wastes_much():
-    for leaf in constrained_leaves():
-        shape, num_shards, scan_dim, taken = leaf
-        cut, _ = choose(shape, num_shards, scan_dim, taken)
-        if cut is None or cut.padding <= MAX_PADDING * math.prod(shape):
-            continue
-        free = [d for d in range(len(shape)) if d != scan_dim and d not in taken]
-        others = [Cut(d, shape, num_shards) for d in free]
-        behind_scan = 0 if scan_dim is None else scan_dim + 1
-        if behind_scan < len(shape) and not any(d in taken for d in range(behind_scan, len(shape))):
-            others.append(Cut(behind_scan, shape, num_shards, flat=True))
-        assert cut.padding == min(other.padding for other in others)
+@pure
+@given(constrained_leaves())
+def test_no_other_layout_wastes_less_than_one_that_wastes_much(leaf):
+    shape, num_shards, scan_dim, taken = leaf
+    cut, _ = choose(shape, num_shards, scan_dim, taken)
+    if cut is None or cut.padding <= MAX_PADDING * math.prod(shape):
+        return
+    free = [d for d in range(len(shape)) if d != scan_dim and d not in taken]
+    others = [Cut(d, shape, num_shards) for d in free]
+    behind_scan = 0 if scan_dim is None else scan_dim + 1
+    if behind_scan < len(shape) and not any(d in taken for d in range(behind_scan, len(shape))):
+        others.append(Cut(behind_scan, shape, num_shards, flat=True))
+    assert cut.padding == min(other.padding for other in others)
 
 
-def test_unconstrained_leaf_is_cut_fairly():
-    for leaf in leaves():
-        shape, num_shards = leaf
-        size = math.prod(shape)
-        cut, reason = choose(shape, num_shards)
-        if num_shards == 1 or size < num_shards:
-            assert cut is None, "some devices would hold nothing but padding"
-            assert reason
-        else:
-            assert cut is not None
-            assert cut.padding <= 0.125 * size or cut.padding < num_shards, "less than an element a device"
-            assert math.prod(cut.shard_shape) <= max(1.125 * size / num_shards, math.ceil(size / num_shards))
+@pure
+@given(leaves())
+def test_unconstrained_leaf_is_cut_fairly(leaf):
+    shape, num_shards = leaf
+    size = math.prod(shape)
+    cut, reason = choose(shape, num_shards)
+    if num_shards == 1 or size < num_shards:
+        assert cut is None, "some devices would hold nothing but padding"
+        assert reason
+    else:
+        assert cut is not None
+        assert cut.padding <= 0.125 * size or cut.padding < num_shards, "less than an element a device"
+        assert math.prod(cut.shard_shape) <= max(1.125 * size / num_shards, math.ceil(size / num_shards))
 
 
-def test_constrained_leaf_is_cut_only_if_that_saves_memory():
-    for leaf in constrained_leaves():
-        cut, _ = choose(*leaf)
-        if cut is not None:
-            assert math.prod(cut.shard_shape) < math.prod(leaf[0])
+@pure
+@given(constrained_leaves())
+def test_constrained_leaf_is_cut_only_if_that_saves_memory(leaf):
+    cut, _ = choose(*leaf)
+    if cut is not None:
+        assert math.prod(cut.shard_shape) < math.prod(leaf[0])
 
 
-def test_rule_decides_the_dimension():
-    for shape, num_shards in leaves():
-        if num_shards == 1 or math.prod(shape) == 0:
-            continue
-        for dim in range(len(shape)):
-            cut, reason = choose(shape, num_shards, dim=dim)
-            assert cut == Cut(dim, shape, num_shards)
-            assert not reason
-            assert not cut.flat
+@pure
+@given(leaves(), st.data())
+def test_rule_decides_the_dimension(leaf, data):
+    shape, num_shards = leaf
+    if not shape or num_shards == 1 or math.prod(shape) == 0:
+        return
+    dim = data.draw(st.sampled_from(range(len(shape))))
+    cut, reason = choose(shape, num_shards, dim=dim)
+    assert cut == Cut(dim, shape, num_shards)
+    assert not reason
+    assert not cut.flat
 
 
 @pytest.mark.parametrize(
