@@ -28,7 +28,7 @@ from jzero.layout.placement import copy_array, is_on_cpu, on_device
 
 FACTOR = 0x9E3779B1
 CHUNK = 1 << 16
-"""Words that `host_checksum` mixes at once, in a core's cache."""
+"""Words that the host mixes at once, in a core's cache."""
 
 
 def checksums(arrays: Sequence[jax.Array], cuts: Sequence[Cut | None]) -> list[int]:
