@@ -188,6 +188,12 @@ def test_other_numbers_come_near(text):
     assert sizes.d_model == sizes.num_heads * 128
 
 
+def test_a_number_of_heads_is_that_of_keys_too():
+    sizes = model_sizes("20M", {"num_heads": 4})
+    assert (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (4, 4, sizes.d_model // 4)
+    assert model_sizes("20M", {"num_heads": 4, "num_kv_heads": 2}).num_kv_heads == 2
+
+
 def test_what_is_made_has_the_parameters_that_are_counted():
     for sizes in (model_sizes("20M", {}), model_sizes("1B", {"vocab_size": 61, "num_layers": 19})):
         for rank in (0, 4):

@@ -124,8 +124,7 @@ def _by_rule(target: int, sizes: Mapping[str, int]) -> ModelConfig:
         heads = max(1, d_model // HEAD)
         hidden = -(-8 * d_model // 3 // 256) * 256  # up to whole multiples
         base = llama(d_model, num_layers, heads, heads, hidden, VOCABULARY)
-        heads = sizes.get("num_heads", heads)
-        return _replaced(base, {"num_heads": heads, "num_kv_heads": heads, **sizes, "num_layers": num_layers})
+        return _replaced(base, {**sizes, "num_layers": num_layers})
 
     def depth(d_model: int) -> int:
         return sizes.get("num_layers", max(1, d_model // HEAD))
