@@ -130,6 +130,8 @@ def test_notebooks_run_on_other_numbers_of_devices(num_devices):
 @pytest.mark.slow
 def test_notebooks_run_in_a_kernel(tmp_path):
     """As `tests.execute_notebooks` runs them; needs the extra `notebooks`."""
+    for package in ("ipykernel", "nbclient"):
+        pytest.importorskip(package)
     for folder in ("notebooks", "examples"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.ipynb"))
     main = "import pathlib, sys; from tests import execute_notebooks as x; x.main(pathlib.Path(sys.argv[1]))"
