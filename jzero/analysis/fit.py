@@ -21,7 +21,7 @@ from jzero.analysis.relocation import plan_of_argument
 from jzero.analysis.search import Search, Stage
 from jzero.analysis.step_memory import gathers_more
 from jzero.config.offload import Offload
-from jzero.config.settings import FLAG, check, number, optional, some_of, whole
+from jzero.config.settings import FLAG, check, integer, number, optional, some_of
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
 from jzero.plan.table import format_bytes
@@ -120,7 +120,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     """
     stages = check("stages", stages, some_of(*STAGES))
     remat = check("remat", remat, some_of(*(x.remat for x in RECOMPUTED)))
-    check("max_accumulate_steps", max_accumulate_steps, whole(1))
+    check("max_accumulate_steps", max_accumulate_steps, integer(1))
     check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
     check("confirm", confirm, FLAG)
     check("offload", offload, FLAG)

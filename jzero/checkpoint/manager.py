@@ -29,7 +29,7 @@ from jzero.checkpoint.restoring import Choice, read_extra, restore_from, warn_un
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import checkpoint_items, meet
 from jzero.checkpoint.writer import Writer
-from jzero.config.settings import check, one_of, optional, whole
+from jzero.config.settings import check, integer, one_of, optional
 from jzero.state.adapter import StateAdapter, adapt_sharded
 from jzero.state.pending import apply_pending, settled_step
 
@@ -92,9 +92,9 @@ class CheckpointManager:
         preemption_exit_code: int | None = 0,
         check_processes: bool | float = True,
     ) -> None:
-        check("max_to_keep", max_to_keep, optional(whole(1)))
-        check("save_interval_steps", save_interval_steps, whole(1))
-        check("keep_every_steps", keep_every_steps, optional(whole(1)))
+        check("max_to_keep", max_to_keep, optional(integer(1)))
+        check("save_interval_steps", save_interval_steps, integer(1))
+        check("keep_every_steps", keep_every_steps, optional(integer(1)))
         best_mode = check("best_mode", best_mode, one_of("max", "min", says="'max' or 'min'"))
         self.directory = absolute(directory)
         self.last_restore: RestoreReport | None = None

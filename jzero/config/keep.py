@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from jzero.config.settings import Setting, check_fields, one_of, whole
+from jzero.config.settings import Setting, check_fields, integer, one_of
 
 
 def _patterns(value: object) -> str | tuple[str, ...]:
@@ -54,7 +54,7 @@ class Keep:
     def __post_init__(self) -> None:
         allowed = {
             "params": Setting("'all', or regular expressions over paths of parameters", _patterns),
-            "blocks": whole(0),
+            "blocks": integer(0),
             "remat": one_of("cheap", "as_written", True, False),
         }
         check_fields(self, allowed, prefix="Keep.")

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from jzero.config.precision import DTYPE, STATE_DTYPE, DtypeName
-from jzero.config.settings import FLAG, check_fields, one_of, optional, whole
+from jzero.config.settings import FLAG, check_fields, integer, one_of, optional
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,10 @@ class LeafRule:
 
     def __post_init__(self) -> None:
         allowed = {
-            "dim": optional(whole(0)),
+            "dim": optional(integer(0)),
             "persistent": one_of(None, True, False, says="None, True or False"),
             "replicated": FLAG,
-            "scan_dim": optional(whole(-1)),
+            "scan_dim": optional(integer(-1)),
             "compute_dtype": DTYPE,
             "state_dtype": STATE_DTYPE,
             "offload": one_of(None, True, False, says="None, True or False"),

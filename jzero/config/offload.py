@@ -6,12 +6,12 @@ import dataclasses
 import os
 from typing import Literal
 
-from jzero.config.settings import FLAG, Setting, check_fields, number, one_of, optional, whole
+from jzero.config.settings import FLAG, Setting, check_fields, integer, number, one_of, optional
 
 
 def num_bytes(least: int) -> Setting[int]:
     """A number of bytes of at least `least`."""
-    return whole(least, says=f"a number of bytes, an integer >= {least}")
+    return integer(least, says=f"a number of bytes, an integer >= {least}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ class ZenFlow:
     def __post_init__(self) -> None:
         allowed = {
             "topk_ratio": number("a number from 0 to 1", lambda x: 0 <= x <= 1),
-            "update_interval": whole(1),
-            "select_interval": whole(1),
+            "update_interval": integer(1),
+            "select_interval": integer(1),
             "overlap": FLAG,
-            "warm_up_steps": whole(0),
+            "warm_up_steps": integer(0),
         }
         check_fields(self, allowed, prefix="ZenFlow.")
         for name in ("select_interval", "warm_up_steps"):
@@ -178,7 +178,7 @@ class Offload:
             "delay": one_of(0, 1, says="0 or 1"),
             "zenflow": optional(Setting("a `jzero.ZenFlow`", _zenflow)),
             "path": optional(Setting("a folder, as text or as a `pathlib.Path`", _path)),
-            "disk_threads": whole(1),
+            "disk_threads": integer(1),
             "disk_checksum": FLAG,
         }
         check_fields(self, allowed, prefix="Offload.")

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jzero._types import DType
-from jzero.config.settings import FLAG, Setting, check_fields, number, optional, whole
+from jzero.config.settings import FLAG, Setting, check_fields, integer, number, optional
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 MAX_LOSS_SCALE = 2.0**100
@@ -48,7 +48,7 @@ class DynamicLossScale:
     consecutive_hysteresis: bool = False
 
     def __post_init__(self) -> None:
-        scale, count = number("a number > 0, up to 2^100", _is_scale), whole(1)
+        scale, count = number("a number > 0, up to 2^100", _is_scale), integer(1)
         allowed = {"initial": scale, "minimum": scale, "window": count, "hysteresis": count}
         check_fields(self, {**allowed, "consecutive_hysteresis": FLAG}, prefix="DynamicLossScale.")
         if self.minimum > self.initial:

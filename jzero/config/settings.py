@@ -68,7 +68,7 @@ def some_of(*choices: T) -> Setting[tuple[T, ...]]:
     return Setting(f"some of {choices}, at least one", convert)
 
 
-def whole(least: int, says: str | None = None) -> Setting[int]:
+def integer(least: int, says: str | None = None) -> Setting[int]:
     """An integer of at least `least`."""
 
     def convert(value: object) -> int:

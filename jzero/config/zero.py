@@ -13,7 +13,7 @@ from jzero.config.leaf_rule import LeafRule
 from jzero.config.offload import Offload, num_bytes
 from jzero.config.precision import Precision, resolve_precision
 from jzero.config.quantization import Quantization
-from jzero.config.settings import FLAG, Setting, check_fields, one_of, optional, whole
+from jzero.config.settings import FLAG, Setting, check_fields, integer, one_of, optional
 
 STAGES = (0, 1, 2, 3)
 
@@ -104,7 +104,7 @@ class ZeroConfig:
             f"a mesh axis other than `axis` ({self.axis!r:.80}) and `replica_axis` ({self.replica_axis!r:.80})",
             functools.partial(_axis_name, but=(self.axis, self.replica_axis)),
         )
-        elements = whole(0, says="a number of elements, an integer >= 0")
+        elements = integer(0, says="a number of elements, an integer >= 0")
         allowed = {
             "stage": one_of(*STAGES),
             "axis": name,

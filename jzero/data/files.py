@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jzero.config.settings import check, whole
+from jzero.config.settings import check, integer
 from jzero.data.exchange import exchange
 from jzero.data.interleave import Lanes
 from jzero.data.sequential import SequentialFile
@@ -67,8 +67,8 @@ class FileSource:
         interleave: int = 1,
         max_open_files: int = 256,
     ) -> None:
-        check("interleave", interleave, whole(1))
-        check("max_open_files", max_open_files, whole(1))
+        check("interleave", interleave, integer(1))
+        check("max_open_files", max_open_files, integer(1))
         self.sequential = read is not None
         self._open_file, self._count_file = _reader(open_file, read)
         self.paths = _unite([os.fspath(path) for path in paths])

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import grain
 
-from jzero.config.settings import check, whole
+from jzero.config.settings import check, integer
 from jzero.data.pipeline import Pipeline
 from jzero.data.position import Position
 
@@ -86,7 +86,7 @@ class LoaderIterator:
                 + "\n".join(rows)
                 + "\nMake the loader as it was, or restore without `data_iterator` to start from the beginning."
             )
-        epoch, example = (check(f"state[{name!r}]", state[name], whole(0)) for name in ("epoch", "example"))
+        epoch, example = (check(f"state[{name!r}]", state[name], integer(0)) for name in ("epoch", "example"))
         _close(self._ahead)
         self._position = Position(epoch, example)
 

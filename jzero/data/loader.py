@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero.config.settings import check, optional, whole
+from jzero.config.settings import check, integer, optional
 from jzero.config.zero import ZeroConfig
 from jzero.data.exchange import check_agreement, exchange
 from jzero.data.iterator import LoaderIterator
@@ -91,12 +91,12 @@ def make_loader(
     pipelines: list[Pipeline] = []
 
     def attempt() -> Mapping[str, Any]:
-        check("batch_size", batch_size, whole(1))
-        check("num_epochs", num_epochs, optional(whole(1)))
-        check("shuffle_window", shuffle_window, optional(whole(1)))
-        check("seed", seed, whole(0))
-        check("prefetch", prefetch, whole(0))
-        check("num_workers", num_workers, whole(0))
+        check("batch_size", batch_size, integer(1))
+        check("num_epochs", num_epochs, optional(integer(1)))
+        check("shuffle_window", shuffle_window, optional(integer(1)))
+        check("seed", seed, integer(0))
+        check("prefetch", prefetch, integer(0))
+        check("num_workers", num_workers, integer(0))
         if shuffle_window is not None and not shuffle:
             raise ValueError(f"`shuffle_window={shuffle_window}` means nothing without `shuffle=True`.")
         config = ZeroConfig(axis=axis, node_axis=node_axis, replica_axis=replica_axis)

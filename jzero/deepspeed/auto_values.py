@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jzero.config.precision import Precision
-from jzero.config.settings import check, number, one_of, optional, whole
+from jzero.config.settings import check, integer, number, one_of, optional
 from jzero.deepspeed.key import Block
 from jzero.deepspeed.keys import KEYS, PARAMS
 from jzero.deepspeed.paths import AUTO, canonical, paths_of, value_at, with_value
@@ -96,7 +96,7 @@ def decide(
         raise ValueError(f'`auto` must be a dictionary from keys that are "auto" to values: got {auto!r:.200}.')
     for path, value in _by_path(raw, auto or {}).items():
         raw = with_value(raw, path, value)
-    if check("batch_size", batch_size, optional(whole(1))) is not None:
+    if check("batch_size", batch_size, optional(integer(1))) is not None:
         written = raw.get("train_batch_size")
         if written not in (None, AUTO, batch_size):
             raise ValueError(f"`batch_size={batch_size}` contradicts `train_batch_size` ({written!r}): leave one out.")
@@ -129,7 +129,7 @@ def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, obj
     if name == "learning_rate":
         return {**dict.fromkeys(TRAINER[name], value), "scheduler.params.warmup_min_lr": 0}
     if name == "warmup_ratio":
-        total = check("auto['max_steps']", auto.get("max_steps"), whole(1, "known where `warmup_ratio` is, >= 1"))
+        total = check("auto['max_steps']", auto.get("max_steps"), integer(1, "known where `warmup_ratio` is, >= 1"))
         return dict.fromkeys(TRAINER[name], math.ceil(total * value))
     if name == "hidden_size":  # in elements, by the trainer's rule
         sizes = (value * value, int(0.9 * value * value), 10 * value)

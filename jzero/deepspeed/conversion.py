@@ -10,7 +10,7 @@ import optax
 
 from jzero.config.offload import Offload
 from jzero.config.precision import Precision
-from jzero.config.settings import check, optional, whole
+from jzero.config.settings import check, integer, optional
 from jzero.config.zero import ZeroConfig
 from jzero.deepspeed.auto_values import decide
 from jzero.deepspeed.batch import BatchSizes, solve_batch
@@ -106,7 +106,7 @@ def _convert(
     auto: Block | None,
 ) -> tuple[ConfigFields, DeepSpeedReport]:
     """Returns what goes into a `ZeroConfig`, and the report."""
-    check("num_devices", num_devices, optional(whole(1)))
+    check("num_devices", num_devices, optional(integer(1)))
     if optimizer is not None and not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(f"`optimizer` must be an optax transformation: got {optimizer!r:.200}.")
     raw, processes = read_source(source)

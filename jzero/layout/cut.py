@@ -191,7 +191,7 @@ class Cut:
           sizes: The size of each mesh axis.
         """
 
-        def kept(d: int, names: AxisNames) -> AxisNames:
+        def remaining(d: int, names: AxisNames) -> AxisNames:
             if not isinstance(names, str | tuple) or d == self.dim or (self.flat and d > self.dim):
                 return None
             names = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if sizes[n] > 1)
@@ -201,7 +201,7 @@ class Cut:
         if not any(axes) and not self.other_axes:
             return self
         entries = [*axes, *[None] * len(self.shape)][: len(self.shape)]
-        other_axes = tuple(kept(d, names) for d, names in enumerate(entries))
+        other_axes = tuple(remaining(d, names) for d, names in enumerate(entries))
         return dataclasses.replace(self, other_axes=other_axes if any(other_axes) else ())
 
     def spec(self, base: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jzero.config.settings import FLAG, check, optional, whole
+from jzero.config.settings import FLAG, check, integer, optional
 from jzero.monitor.profiler import StepProfiler
 from jzero.monitor.progress import Bar, Lines, make_display
 from jzero.monitor.readings import PREFIX, fetch, peak_device_bytes, scalars
@@ -97,10 +97,10 @@ class Monitor:
     ) -> None:
         check("every_process", every_process, FLAG)
         check("progress", progress, FLAG)
-        check("total_steps", total_steps, optional(whole(1)))
-        check("every", every, whole(1))
-        check("tokens_per_step", tokens_per_step, optional(whole(1)))
-        check("start_step", start_step, whole(0))
+        check("total_steps", total_steps, optional(integer(1)))
+        check("every", every, integer(1))
+        check("tokens_per_step", tokens_per_step, optional(integer(1)))
+        check("start_step", start_step, integer(0))
         if config is not None and not isinstance(config, Mapping):
             raise TypeError(f"`config` must be a dictionary of settings: got {type(config).__name__}.")
         not_callable = [sink for sink in sinks if not callable(sink)]

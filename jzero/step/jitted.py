@@ -21,7 +21,7 @@ from jax.tree_util import PyTreeDef
 from jzero import _compat
 from jzero._types import Jitted, PyTree, State, TrainStateLike
 from jzero.config.keep import Keep
-from jzero.config.settings import FLAG, NAMES, Setting, check, one_of, whole
+from jzero.config.settings import FLAG, NAMES, Setting, check, integer, one_of
 from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
 from jzero.engine.merge import MERGES
 from jzero.engine.recompute import Remat
@@ -109,7 +109,7 @@ class Step:
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
-        check("accumulate_steps", micro.steps, whole(1))
+        check("accumulate_steps", micro.steps, integer(1))
         has_aux, mutable = check("has_aux", has_aux, FLAG), check("mutable", mutable, NAMES)
         if mutable and not has_aux:
             raise ValueError(
