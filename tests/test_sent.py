@@ -97,11 +97,11 @@ def test_micro_batches_and_replicas_count():
     )
 
 
-def abstract_state(shapes, tx, **options):
+def abstract_state(shapes, tx, trainable=None, **options):
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple)
     plain = jax.eval_shape(lambda params: jzero.TrainState.create(params=params, tx=tx), params)
     config = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **options})
-    return jzero.abstract_train_state(plain, config=config)
+    return jzero.abstract_train_state(plain, config=config, trainable=trainable)
 
 
 def stack_loss(params, batch):
@@ -226,6 +226,27 @@ def test_updates_gather_what_is_flattened_but_not_what_is_padded(rules, found):
     loss = lambda params, x: jnp.square(x @ params["w"]).mean()
     violations = jzero.analyze(jzero.make_train_step(loss), state, np.ones((16, 21), np.float32)).violations
     assert [found in x for x in violations] == ([True] if found else []), violations
+
+
+def test_padding_may_be_gathered_with_new_parameters_but_not_exchanged():
+    state = abstract_state({"w": (21, 35)}, optax.sgd(1e-3), stage=1, rules={"w": jzero.LeafRule(dim=1)})
+    loss = lambda params, x: jnp.square(x @ params["w"]).mean()
+    _, (compiled, plan) = analyzed(jzero.make_train_step(loss), state, np.ones((16, 21), np.float32))
+    (gather,) = (x for x in compiled.collectives if x.kind == "all-gather")
+    padding = dataclasses.replace(gather, results=(gather.results[0]._replace(shape=(21, 5)),))
+    for kind in ("reduce-scatter", "all-to-all"):
+        collectives = (*compiled.collectives, dataclasses.replace(padding, kind=kind))
+        violations, _ = find_violations(dataclasses.replace(compiled, collectives=collectives), plan)
+        assert any(kind in x for x in violations), kind
+
+
+def test_flattened_leaves_on_the_host_and_frozen_ones_are_not_gathered():
+    shapes = dict.fromkeys(("far", "frozen", "near"), (21, 35))
+    options = {"offload": jzero.Offload(optimizer="host"), "rules": {"near": jzero.LeafRule(offload=False)}}
+    state = abstract_state(shapes, optax.sgd(1e-3, momentum=0.9), trainable="far|near", stage=1, **options)
+    loss = lambda params, x: sum(jnp.square(x @ w).mean() for w in params.values())
+    violations = jzero.analyze(jzero.make_train_step(loss), state, np.ones((16, 21), np.float32)).violations
+    assert any("flattened leaves" in x and "['near']" in x for x in violations), violations
 
 
 # Matrix work of the update.

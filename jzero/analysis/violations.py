@@ -192,7 +192,7 @@ class _Amounts:
         self.updates = before & after
         sizes = [(x, jnp.dtype(x.compute_dtype).itemsize if by_bytes else 1) for x in plan.leaves]
         self.params = sum(x.param.size * size for x, size in sizes)
-        after_update = [(x.grad, size) for x, size in sizes if x.trained and x.param.cut is None]
+        after_update = [(x.grad, size) for x, size in sizes if x.param.cut is None]
         self.padding = sum((math.prod(grad.stored_shape) - grad.size) * size for grad, size in after_update)
         self.unit = "B" if by_bytes else "elements"
 
@@ -233,7 +233,7 @@ def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
 
 def _on_flattened(plan: ZeroPlan) -> str:
     """Returns what updates of flattened leaves gather, if there are any."""
-    cuts = [(x.path, x.grad.cut) for i, x in enumerate(plan.leaves) if x.trained and i not in plan.offloaded]
+    cuts = [(x.path, x.grad.cut) for i, x in enumerate(plan.leaves) if i not in plan.offloaded]  # frozen: none
     flat = [path for path, cut in cuts if cut is not None and cut.flat]
     if not flat:
         return ""
