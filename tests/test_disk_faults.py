@@ -301,6 +301,36 @@ def test_ctrl_c_at_any_line(folder):
         signal.signal(signal.SIGINT, before)
 
 
+def test_ctrl_c_twice_leaves_no_read_under_way(folder, monkeypatch):
+    """The second ends the wait for the first's readers; whoever uses the pipeline next still waits for them."""
+    pipeline, real, go_on, ended = Pipeline(DiskStore(folder, FEW), threads=1), DiskStore.read, threading.Event(), []
+
+    def slow(store, record, buffer, **slot):
+        go_on.wait(WAIT)
+        real(store, record, buffer, **slot)
+        ended.append(record)
+
+    def interrupt():
+        for _ in range(2):
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        go_on.set()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(DiskStore, "read", slow)
+    thread = threading.Thread(target=interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            thread.start()
+            pipeline.run(adam_like(0))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    pipeline.cancel()
+    assert ended == [0]
+    thread.join()
+
+
 # Forks.
 
 

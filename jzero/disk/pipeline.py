@@ -6,12 +6,14 @@ round between the three, and is all the memory that this takes: they queue befor
 reader takes record and buffer together, so the next record to be visited always has one, and nothing hangs.
 
 Ctrl-C interrupts the calling thread at any line. All that this thread does to the others is to put something into a
-queue or to get something out, which happens or does not. A pass that ends early is thrown away with its threads and
-queues, once no read or write is under way; the buffers are kept.
+queue or to get something out, which happens or does not. It counts those that have ended, and never joins them: if
+Ctrl-C ends a `Thread.join`, Python 3.11 and 3.12 take a thread that still runs for one that has ended. A pass that ends
+early is thrown away with its threads and queues, once no read or write is under way; the buffers are kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -23,6 +25,9 @@ import numpy as np
 
 from jzero.disk.files import page_aligned
 from jzero.disk.stores import Store
+
+WAKE_S = 0.1
+"""Seconds until a thread that waits for an end looks again: Ctrl-C may have taken what would have woken it."""
 
 Finish = Callable[[np.ndarray], object]
 Visit = Callable[[int, np.ndarray], Finish | None]
@@ -103,7 +108,8 @@ class Pipeline:
     def cancel(self) -> None:
         """Drops what was read ahead. Waits until no read or write is under way."""
         if self._pass is not None:
-            self._pass.end()
+            if self._process == os.getpid():  # a forked child has none of the threads
+                self._pass.end()
             self._pass = None  # not before: if Ctrl-C ends the wait, the next call waits again
 
     def close(self) -> None:
@@ -171,11 +177,14 @@ class _Pass:
         self._visited: queue.SimpleQueue[_Visited | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
         self._stopped = False
+        self._begun: list[None] = []  # one entry per thread: to append is one step, which Ctrl-C cannot divide
+        self._ended: list[None] = []
+        self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes who waits for an end
         for buffer in buffers:
             self._free.put(buffer)
         # Daemons: reading ahead must not keep a program from ending, and an unfinished pass is of no use after it.
         self._threads = [
-            threading.Thread(target=work, name=f"jzero disk {number}", daemon=True)
+            threading.Thread(target=self._until_end, args=(work,), name=f"jzero disk {number}", daemon=True)
             for work in (self._read_records, self._write_records)
             for number in range(threads)
         ]
@@ -202,7 +211,7 @@ class _Pass:
         started = time.perf_counter()
         for _ in self._threads:
             self._visited.put(None)
-        self._join()
+        self._wait_for_ends(self._threads)
         self._raise_first()
         return waited + time.perf_counter() - started
 
@@ -216,13 +225,23 @@ class _Pass:
     def end(self) -> None:
         """Stops, and waits until nothing is under way."""
         self.stop()
-        self._join()
+        self._wait_for_ends(self._begun)  # one that begins later finds the pass stopped
         self._errors.clear()  # their tracebacks lead to this pass, which would keep its store until a collection
 
-    def _join(self) -> None:
-        for thread in self._threads:
-            if thread.is_alive():  # after Ctrl-C some may not even have been started
-                thread.join()
+    def _until_end(self, work: Callable[[], None]) -> None:
+        """Is what each thread runs."""
+        self._begun.append(None)
+        try:
+            work()
+        finally:
+            self._ended.append(None)
+            self._ends.put(None)
+
+    def _wait_for_ends(self, of: Sequence[object]) -> None:
+        """Waits until as many threads have ended as there are entries."""
+        while len(self._ended) < len(of):
+            with contextlib.suppress(queue.Empty):
+                self._ends.get(timeout=WAKE_S)
 
     def _next_arrived(self) -> tuple[int, np.ndarray]:
         arrived = self._arrived.get()
