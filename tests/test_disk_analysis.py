@@ -59,7 +59,7 @@ def test_programs_are_those_of_the_step(tmp_path):
 
 def test_a_state_that_is_not_donated_is_found(tmp_path, monkeypatch):
     state = state_on_disk(tmp_path, 1, "bf16")
-    update = record_update(jzero.plan_of(state))
+    update = record_update(state.tx)
     monkeypatch.setattr(update, "rest", jax.jit(update._rest))
     report = jzero.analyze(jzero.make_train_step(loss_fn), state, models.mlp_batch(48))
     with pytest.raises(jzero.PlanViolation, match="it is not donated"):

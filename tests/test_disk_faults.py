@@ -322,8 +322,7 @@ def test_ctrl_c_twice_leaves_no_read_under_way(folder, monkeypatch):
     thread = threading.Thread(target=interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            thread.start()
-            pipeline.run(adam_like(0))
+            run_until_interrupted(pipeline, thread)
     finally:
         signal.signal(signal.SIGINT, before)
     pipeline.cancel()

@@ -3,6 +3,10 @@
 import copy
 import itertools
 import math
+import os
+import signal
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +17,10 @@ from safetensors.numpy import save_file
 
 import jzero
 from jzero.disk.files import DiskError, UnnamedFile
+from jzero.disk.stores import RamStore
+from jzero.state import zenflow
 from jzero.state.disk import files_of
+from jzero.state.threads import in_thread
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.offload_states import ADAMW, step_of, whole
@@ -321,6 +328,50 @@ def test_an_update_that_fails_after_its_step_is_tried_again(tmp_path, monkeypatc
     assert_same_bits(arrays(jzero.gather_params(state)), before)
     expected, _ = train(sharded(offload, precision="bf16"), steps=2)
     assert_same_bits(whole(jzero.apply_pending(state)), whole(expected))
+
+
+def test_ctrl_c_while_a_step_waits_starts_no_second_update(monkeypatch):
+    """The update that the step waits for goes on, and the next step waits for the same one."""
+    offload, step, go_on = flow(topk_ratio=0, update_interval=1), step_of(), threading.Event()
+    expected, _ = train(sharded(offload), steps=3)
+    state, real, running, updates = sharded(offload), RamStore.write, [], []
+
+    def slow(*args):
+        running.append(True)
+        go_on.wait(60)
+        real(*args)
+
+    def counted(update):  # a second one beside the first would wait for ever
+        updates.append(in_thread(update) if go_on.is_set() or not updates else updates[0])
+        return updates[-1]
+
+    def interrupt():
+        while not running:
+            time.sleep(0.01)
+        time.sleep(0.2)  # until the step waits
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        go_on.set()
+
+    def interrupted_step():
+        thread.start()
+        step(state, models.mlp_batch(48, seed=1))
+
+    thread = threading.Thread(target=interrupt)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(RamStore, "write", slow)
+    monkeypatch.setattr(zenflow, "in_thread", counted)
+    try:
+        state, _ = step(state, models.mlp_batch(48, seed=0))  # its update begins
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_step()
+        assert len(updates) == 1
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        go_on.set()
+    thread.join()
+    state, _ = train(state, steps=2, start=1)
+    assert_same_bits(whole(state), whole(expected))
 
 
 def test_what_cannot_be(tmp_path):

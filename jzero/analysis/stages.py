@@ -7,7 +7,6 @@ the results of other programs. See [Note: Records outside of a program] in `jzer
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from jzero.state.next_state import StepGrads
 from jzero.step.inputs import optional_rng
 from jzero.step.outside import OutsideStep
 from jzero.step.train_step import TrainStep
+from jzero.update.find_visits import NextPass
 from jzero.update.visits import FromDisk, SumTarget, Visit, VisitOperands
 from jzero.update.whole import Grad
 
@@ -130,7 +130,7 @@ def check_on_records(step: TrainStep, state: State, batch: PyTree, rng: jax.Arra
     state, batch, rng = step.abstract_arguments(state, batch, rng=rng)
     outside, state = step.program(state), detached(state)
     step_grads, _, _ = outside.gradients.trace(state, batch, **optional_rng(rng)).out_info
-    outside.update.numbers.trace(0, state, step_grads, {})
+    outside.update.next_pass.trace(state, step_grads, {})
 
 
 class _Largest(NamedTuple):
@@ -182,17 +182,16 @@ class _Stages:
         """Returns the programs of all passes, and their results; `live` bytes are on a device before."""
         stages: list[Stage] = []
         sums: dict[int, PyTree] = {}
-        for level in itertools.count():
-            traced = self.update.numbers.trace(level, self.state, step_grads, sums)
+        while True:
+            traced = self.update.next_pass.trace(self.state, step_grads, sums)
             stages.append(self._stage("numbers of the update", traced, live))
-            operands, sums = stages[-1].results
-            visits, needs_grads = self.update.visits[level]
-            results = _PassResults(
-                FromDisk(sums, self._results(visits)), needs_grads, live + _num_bytes((operands, sums))
-            )
+            found: NextPass = stages[-1].results
+            visits, sums = found.programs.visits, found.sums
+            disk = FromDisk(sums, self._results(visits))
+            results = _PassResults(disk, found.needs_grads, live + _num_bytes(found))
             results = results._replace(num_bytes=results.num_bytes + _num_bytes(results.disk.results))
             if self.plan.config.offload.compute == "device":
-                records = self._records(visits, operands, step_grads, level)
+                records = self._records(found, step_grads)
                 stages += [x._replace(beside=results.num_bytes) for x in records]
             targets = [x for visit in visits for x in visit.targets if isinstance(x, SumTarget)]
             if not targets:
@@ -201,13 +200,11 @@ class _Stages:
             sums = sums | {x.number: jax.ShapeDtypeStruct((), x.dtype, sharding=replicated) for x in targets}
         return stages, results
 
-    def _records(
-        self, visits: Sequence[Visit], operands: Sequence[VisitOperands], step_grads: StepGrads, level: int
-    ) -> list[Stage]:
+    def _records(self, found: NextPass, step_grads: StepGrads) -> list[Stage]:
         """Returns the programs of a pass over records, each for the largest record that it computes."""
         largest: dict[Any, _Largest] = {}
-        for visit, operand in zip(visits, operands, strict=True):
-            program = self.update.programs.compute(visit, level)
+        for visit, operand in zip(found.programs.visits, found.operands, strict=True):
+            program = found.programs.compute(visit)
             place = max(self.plan.records_of(visit.param), key=lambda x: x.size)
             if program not in largest or largest[program].place.size < place.size:
                 largest[program] = _Largest(visit, operand, place)

@@ -115,7 +115,7 @@ def _waits(state: TrainStateLike) -> bool:
 def _applied(state: TrainStateLike, files: StateFiles, target: StateFiles) -> State:
     """Returns the state after the update that waits, with its records in `target`; consumes one with these files."""
     plan, inside, waiting = state.tx.plan, detached(state), files.waiting
-    update, keeps = record_update(plan), target is not files
+    update, keeps = record_update(state.tx), target is not files
     both = CopyingStore(files.pipeline.store, target.pipeline.store)
     pipeline = Pipeline(both, threads=plan.config.offload.disk_threads) if keeps else files.pipeline
 

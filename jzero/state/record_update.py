@@ -23,8 +23,9 @@ from jzero.state.next_state import StepGrads, next_state, settled_state
 from jzero.state.train_state import map_state
 from jzero.update.columns import Columns
 from jzero.update.find_visits import NextPass, find_visits
-from jzero.update.records import PartsOnHost, Programs, RecordRun, StepArrays
-from jzero.update.visits import FromDisk, Visit, VisitOperands
+from jzero.update.records import PartsOnHost, RecordRun, StepArrays
+from jzero.update.transformation import ZeroTransformation
+from jzero.update.visits import FromDisk
 from jzero.update.whole import Grad
 
 
@@ -43,21 +44,19 @@ class Prepared(NamedTuple):
 
 
 class RecordUpdate:
-    """The programs of the update of all states of a plan.
+    """The programs of the update of all states of one plan and optimizer.
 
     Args:
       plan: The plan.
 
     Attributes:
-      programs: Those of records.
-      numbers: The jitted program before a pass, given its number, the state, the gradients and the sums so far.
+      next_pass: The jitted program before a pass, given the state, the gradients and the sums so far.
       rest: The jitted program after the last pass.
-      visits: What each pass computes, and whether the rest needs gradients of it; known once `numbers` is traced.
+      is_one_pass: Whether one pass over all records was enough for the last step, as it probably is for the next one.
     """
 
     def __init__(self, plan: ZeroPlan) -> None:
         self.plan = plan
-        self.programs = Programs(plan)
         # Nothing reads the old parameters, whose memory the new ones take over: unused arguments would not be donated.
         self.rest = jax.jit(self._rest, donate_argnums=0, keep_unused=True)
         self.settled = jax.jit(self._settled, donate_argnums=0, keep_unused=True)
@@ -65,15 +64,9 @@ class RecordUpdate:
         self.rest_with_columns = jax.jit(self._rest_with_columns, donate_argnums=(0, 6), keep_unused=True)
         self.land = jax.jit(self._land, donate_argnums=0)
         self.land_copy = jax.jit(self._land)
-        self.numbers = jax.jit(self._find, static_argnums=0)
-        self._late_numbers = jax.jit(self._find_late)
-        self._late_visits: list[Visit] = []
-        self.visits: dict[int, tuple[list[Visit], bool]] = {}  # by the number of the pass, from its trace
-
-    @property
-    def is_one_pass(self) -> bool:
-        """Whether one pass over all records is known to be enough."""
-        return list(self.visits) == [0]
+        self.next_pass = jax.jit(self._find)
+        self._late_pass = jax.jit(self._find_late)
+        self.is_one_pass = False
 
     def prepare(self, files: StateFiles, state: State, step_grads: StepGrads) -> Prepared:
         """Runs the passes that only read, and everything that the last one reads beside records.
@@ -93,41 +86,39 @@ class RecordUpdate:
             {i: params[i] for i in self.plan.disk_fields},
         )
         sums: dict[int, jax.Array] = {}
-        level = 0
+        self.is_one_pass = True
         while True:
-            operands, sums = self.numbers(level, state, step_grads, sums)
-            self.wait((operands, sums))
-            visits, needs_grads = self.visits[level]
-            run = RecordRun(files, self.programs, NextPass(visits, operands, sums, needs_grads), level, arrays)
+            found: NextPass = self.next_pass(state, step_grads, sums)
+            self.wait(found)
+            run = RecordRun(files, found.programs, found.operands, arrays)
             if run.writes:
-                return Prepared(run, sums, step_grads if needs_grads else step_grads._replace(grads=without_records))
+                light = step_grads if found.needs_grads else step_grads._replace(grads=without_records)
+                return Prepared(run, found.sums, light)
             run.run()
-            sums, level = sums | run.sums(), level + 1
+            sums, self.is_one_pass = found.sums | run.sums(), False
 
-    def numbers_of_late(self, state: State, step_grads: StepGrads) -> tuple[list[VisitOperands], dict[int, jax.Array]]:
-        """Returns what a pass with other gradients than those of a step reads beside records, and sums of the step.
+    def numbers_of_late(self, state: State, step_grads: StepGrads) -> tuple[NextPass, dict[int, jax.Array]]:
+        """Returns a pass with other gradients than those of a step, and sums of the step.
 
         Args:
           state: The state, detached.
           step_grads: The gradients of the step, whose numbers count.
         """
-        _, sums = self.numbers(0, state, step_grads, {})
-        self.wait(sums)
-        return self.late_operands(state, step_grads._replace(grads=[]), sums), sums
+        found: NextPass = self.next_pass(state, step_grads, {})
+        self.wait(found)
+        return self.late_pass(state, step_grads._replace(grads=[]), found.sums), found.sums
 
-    def late_operands(self, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]) -> list[VisitOperands]:
-        """Returns what such a pass reads beside records, given sums; `step_grads` has no gradients."""
-        operands: list[VisitOperands] = self._late_numbers(state, step_grads, sums)
-        self.wait(operands)
-        return operands
+    def late_pass(self, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]) -> NextPass:
+        """Returns such a pass, given sums; `step_grads` has no gradients."""
+        found: NextPass = self._late_pass(state, step_grads, sums)
+        self.wait(found)
+        return found
 
-    def late_run(
-        self, files: StateFiles, state: State, operands: Sequence[VisitOperands], grads: Mapping[int, PartsOnHost]
-    ) -> RecordRun:
+    def late_run(self, files: StateFiles, state: State, late: NextPass, grads: Mapping[int, PartsOnHost]) -> RecordRun:
         """Returns a pass with gradients in float32 from the host, by parameter and device, ready to run."""
         params = self.plan.flat_params(state.params)
         arrays = StepArrays(grads, {i: params[i] for i in self.plan.disk_fields})
-        return RecordRun(files, self.programs, NextPass(self._late_visits, list(operands), {}, False), -1, arrays)
+        return RecordRun(files, late.programs, late.operands, arrays)
 
     def wait(self, x: PyTree) -> None:
         """Waits for arrays where programs in flight could deadlock."""
@@ -138,16 +129,10 @@ class RecordUpdate:
         """Forgets all compiled programs."""
         for program in (x for x in vars(self).values() if hasattr(x, "clear_cache")):
             program.clear_cache()
-        self.programs = Programs(self.plan)
-        self.visits.clear()
 
-    def _find(
-        self, level: int, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]
-    ) -> tuple[list[VisitOperands], dict[int, jax.Array]]:
-        with jax.named_scope("zero_update"):
-            step_visits = _find_visits(state, step_grads, step_grads.grads, sums)
-        self.visits[level] = step_visits.visits, step_visits.needs_grads
-        return step_visits.operands, step_visits.sums
+    @jax.named_scope("zero_update")
+    def _find(self, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]) -> NextPass:
+        return _find_visits(state, step_grads, step_grads.grads, sums)
 
     @jax.named_scope("zero_update")
     def _rest(
@@ -156,13 +141,11 @@ class RecordUpdate:
         return self._laid_out(next_state(state, step_grads, changed, update and self._with_zeros(update), disk))
 
     @jax.named_scope("zero_update")
-    def _find_late(self, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]) -> list[VisitOperands]:
-        """Finds what a pass reads whose gradients are float32, without factors."""
+    def _find_late(self, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]) -> NextPass:
+        """Finds a pass whose gradients are float32, without factors."""
         leaves = (leaf.grad for leaf in self.plan.leaves)
         grads = [Grad(jnp.zeros(leaf.stored_shape, wide_dtype(leaf.dtype))) for leaf in leaves]
-        step_visits = _find_visits(state, step_grads, grads, sums)
-        self._late_visits = step_visits.visits
-        return step_visits.operands
+        return _find_visits(state, step_grads, grads, sums)
 
     def _rest_with_columns(  # noqa: PLR0913  # operands of a program
         self,
@@ -209,6 +192,6 @@ def _zeros(grad: Grad[jax.Array], leaf: StateLeaf) -> Grad[jax.Array]:
 
 
 @functools.lru_cache(maxsize=8)
-def record_update(plan: ZeroPlan) -> RecordUpdate:
-    """Returns the programs of the update of all states of a plan."""
-    return RecordUpdate(plan)
+def record_update(tx: ZeroTransformation) -> RecordUpdate:
+    """Returns the programs of the update of all states of one plan and optimizer."""
+    return RecordUpdate(tx.plan)

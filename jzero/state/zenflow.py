@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,20 @@ from jzero.state.record_update import RecordUpdate, record_update
 from jzero.state.threads import in_thread
 from jzero.update.columns import choose_columns
 from jzero.update.records import RecordRun, host_cpu
-from jzero.update.visits import VisitOperands
+
+
+class Noted(NamedTuple):
+    """What a pass with the mean of gradients reads of the last step of an interval.
+
+    Attributes:
+      numbers: Those of each visit.
+      sums: Sums over parameters in records.
+      scalars: The step's gradients, without arrays.
+    """
+
+    numbers: list[list[jax.Array]]
+    sums: dict[int, jax.Array]
+    scalars: StepGrads
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,7 +68,7 @@ class Flow:
       count: Number of gradients in the sums.
       run: The pass that runs beside steps, if one does.
       done: Its result.
-      operands, numbers, scalars: What the pass reads of the last step: see `note`.
+      noted: What the pass reads of the last step.
     """
 
     files: StateFiles
@@ -63,9 +77,7 @@ class Flow:
     count: int = 0
     run: RecordRun | None = None
     done: concurrent.futures.Future[RunStats] | None = None
-    operands: Sequence[VisitOperands] = ()
-    numbers: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    scalars: StepGrads | None = None
+    noted: Noted | None = None
 
     def __post_init__(self) -> None:
         self.columns = NearColumns(self.files)
@@ -80,11 +92,6 @@ class Flow:
         """How the state is updated."""
         assert self.plan.config.offload.zenflow is not None
         return self.plan.config.offload.zenflow
-
-    @property
-    def update(self) -> RecordUpdate:
-        """The programs of the state."""
-        return record_update(self.plan)
 
     @functools.cached_property
     def far(self) -> list[int]:
@@ -111,7 +118,7 @@ class Flow:
             self.join()
         if chooses:
             state = state if self.run is None else self.land(state)[0]
-            self.choose(step_grads)
+            self.choose(record_update(state.tx), step_grads)
         return state
 
     def end_step(self, state: State, number: int) -> tuple[State, RunStats | None]:
@@ -129,10 +136,10 @@ class Flow:
     def _is_last(self, number: int) -> bool:
         return (number + 1) % self.settings.update_interval == 0
 
-    def choose(self, step_grads: StepGrads) -> None:
+    def choose(self, update: RecordUpdate, step_grads: StepGrads) -> None:
         """Takes the columns with the largest gradients to the devices, in place of others; nothing may be late."""
         chosen = choose_columns(self.plan, {i: step_grads.grads[i].reduced for i in self.chooses})
-        self.update.wait(chosen)
+        update.wait(chosen)
         self.columns.take(chosen)
 
     def add(self, step_grads: StepGrads) -> None:
@@ -166,9 +173,9 @@ class Flow:
           state: The state before the step, detached.
           step_grads: The gradients of the step.
         """
-        self.operands, self.numbers = self.update.numbers_of_late(state, step_grads)
-        self.scalars = step_grads._replace(grads=[])
-        return self.numbers
+        late, sums = record_update(state.tx).numbers_of_late(state, step_grads)
+        self.noted = Noted([x.numbers for x in late.operands], sums, step_grads._replace(grads=[]))
+        return sums
 
     def begin(self, state: State) -> None:
         """Starts the pass with the mean of the gradients, in a thread; they are gone then."""
@@ -178,10 +185,11 @@ class Flow:
 
     def _late_run(self, files: StateFiles, state: State) -> RecordRun:
         """Returns the pass with the mean of the gradients, with the numbers of the last step."""
-        assert self.scalars is not None
-        near = self.update.late_operands(state, self.scalars, self.numbers)
-        operands = [VisitOperands(x.near, y.numbers) for x, y in zip(near, self.operands, strict=True)]
-        return self.update.late_run(files, state, operands, self._mean())
+        update, noted = record_update(state.tx), self.noted
+        assert noted is not None
+        late = update.late_pass(state, noted.scalars, noted.sums)
+        operands = [x._replace(numbers=y) for x, y in zip(late.operands, noted.numbers, strict=True)]
+        return update.late_run(files, state, dataclasses.replace(late, operands=operands), self._mean())
 
     def settle(self, state: State, target: StateFiles) -> State:
         """Returns a state in which everything counts, with all of it in the records of `target`.
@@ -190,8 +198,8 @@ class Flow:
           state: The state, detached; it stays as it is unless `target` are its own records.
           target: New records, or its own.
         """
-        keeps = target is not self.files
-        land = self.update.land_copy if keeps else self.update.land
+        keeps, update = target is not self.files, record_update(state.tx)
+        land = update.land_copy if keeps else update.land
         self.files.wait()
         if keeps:
             both = CopyingStore(self.files.pipeline.store, target.pipeline.store)
@@ -224,11 +232,10 @@ class Flow:
         assert done is not None
 
         def result() -> RunStats:
-            try:
-                return done.result()
-            except BaseException:
+            concurrent.futures.wait([done])  # if Ctrl-C ends this, the pass goes on, and the next call waits for it
+            if done.exception() is not None:
                 self.done = in_thread(run.run)
-                raise
+            return done.result()
 
         return succeed_together(result)
 
@@ -236,7 +243,7 @@ class Flow:
         """Returns the state once the pass is done and counts; consumes the state. Raises as `join` does."""
         stats = self.join()
         assert self.run is not None
-        landed = self.update.land(state, self.run.results(), self.columns.chosen)
+        landed = record_update(state.tx).land(state, self.run.results(), self.columns.chosen)
         self.files.pipeline.store.commit()
         self.run = self.done = None
         return landed, stats

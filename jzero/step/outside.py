@@ -22,7 +22,6 @@ from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import RunStats
 from jzero.engine.written_variables import Changed
-from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Metrics
 from jzero.state.disk import attached, check_newest, detached, files_of, for_loss, run_on_rows
 from jzero.state.next_state import StepGrads
@@ -32,6 +31,7 @@ from jzero.state.threads import in_thread
 from jzero.state.zenflow import flow_of
 from jzero.step.compiler_options import Options
 from jzero.step.inputs import optional_rng
+from jzero.update.transformation import ZeroTransformation
 from jzero.update.visits import NO_DISK, FromDisk
 
 Rng = Mapping[str, jax.Array]
@@ -43,7 +43,7 @@ class OutsideStep:
 
     Args:
       gradients: `fn(state, batch, rng=None)`: the step's gradients, what the loss wrote, and the metrics.
-      plan: The plan of the state.
+      tx: The transformation of the state.
       compiler_options: XLA options for the program of gradients.
       passes: The order in which that program takes rows of parameters on disk, see `RowReader.begin`.
     """
@@ -51,13 +51,13 @@ class OutsideStep:
     def __init__(
         self,
         gradients: Callable[..., tuple[StepGrads, Changed, Metrics]],
-        plan: ZeroPlan,
+        tx: ZeroTransformation,
         compiler_options: Options | None,
         passes: Sequence[int],
     ) -> None:
         self.gradients: Jitted = jax.jit(gradients, compiler_options=compiler_options)  # type: ignore[assignment]
         self.passes = passes
-        self.update = record_update(plan)
+        self.update = record_update(tx)
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
         """Returns the state after a step, and metrics; consumes `state`."""
@@ -76,9 +76,15 @@ class OutsideStep:
         if self.update.is_one_pass:
             files.pipeline.start_reading()
         if not self._are_applied(step_grads):
-            new = self.update.rest(state, step_grads, changed, step_grads, NO_DISK)
-            return attached(new, files), metrics | _rates(files, NOTHING, 0)
+            return self._skipped(files, state, step_grads, changed, metrics)
         return self._applied(files, state, step_grads, changed, metrics)
+
+    def _skipped(
+        self, files: StateFiles, state: State, step_grads: StepGrads, changed: Changed, metrics: Metrics
+    ) -> tuple[State, Metrics]:
+        """Applies nothing; the loss scale and the like may change."""
+        new = self.update.rest(state, step_grads, changed, None, NO_DISK)
+        return attached(new, files), metrics | _rates(files, NOTHING, 0)
 
     def _applied(
         self, files: StateFiles, state: State, step_grads: StepGrads, changed: Changed, metrics: Metrics
@@ -100,8 +106,7 @@ class OutsideStep:
         state, flow, number = detached(state), flow_of(files), int(state.step)
         step_grads, changed, metrics = self.gradients(state, batch, **rng)
         if not self._are_applied(step_grads):
-            new = self.update.rest(state, step_grads, changed, step_grads, NO_DISK)
-            return attached(new, files), metrics | _rates(files, NOTHING, 0)
+            return self._skipped(files, state, step_grads, changed, metrics)
         if number < flow.settings.warm_up_steps:
             return self._applied(files, state, step_grads, changed, metrics)
         begun = time.perf_counter()
@@ -157,11 +162,9 @@ class OutsideStep:
         return ready
 
     def _result_of(self, files: StateFiles, done: concurrent.futures.Future[RunStats]) -> RunStats:
-        try:
-            return done.result()
-        except BaseException:
+        if done.exception() is not None:
             files.waiting = files.waiting._replace(done=None)  # the next step begins it anew
-            raise
+        return done.result()
 
     def _are_applied(self, step_grads: StepGrads) -> bool:
         self.update.wait(step_grads)

@@ -100,7 +100,7 @@ class TrainStep(Step):
         if plan.has_files:
             check_can_compute(state)
             options = make_compiler_options(plan, self.compiler_options)
-            return OutsideStep(self._gradients, plan, options, self._passes(plan))
+            return OutsideStep(self._gradients, state.tx, options, self._passes(plan))
         return super()._make_jit(plan, state)
 
     def _gradients(

@@ -7,8 +7,8 @@ makes new records and parameters.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 from jax.extend.core import Var
@@ -23,24 +23,28 @@ from jzero.layout.on_disk import OnDisk, Stored
 from jzero.update.fields import far_params, owners_of_inputs, placed_fields
 from jzero.update.run import Run, Targets, numbers_of, traced
 from jzero.update.split import Kind
-from jzero.update.visits import Source, SumTarget, Visit, VisitOperands
+from jzero.update.visits import Programs, Source, SumTarget, Visit, VisitOperands
 from jzero.update.whole import Before, WholeUpdate
 
 
-class NextPass(NamedTuple):
-    """The next pass over records.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NextPass:
+    """The next pass over records: what the program that finds it returns.
+
+    A compiled program keeps its static fields, so what a pass computes always belongs to its operands.
 
     Attributes:
-      visits: What it computes, by parameter.
       operands: What each visit reads beside records.
       sums: All numbers over parameters in records that are known, by number.
+      programs: Its visits, and what computes them.
       needs_grads: Whether the rest of the update needs gradients of these parameters, too, other than their sums.
     """
 
-    visits: list[Visit]
     operands: list[VisitOperands]
     sums: dict[int, jax.Array]
-    needs_grads: bool
+    programs: Programs = dataclasses.field(metadata={"static": True})
+    needs_grads: bool = dataclasses.field(metadata={"static": True})
 
 
 def find_visits(update: WholeUpdate, stored: Before[Stored], sums: Mapping[int, jax.Array]) -> NextPass:
@@ -66,12 +70,12 @@ def find_visits(update: WholeUpdate, stored: Before[Stored], sums: Mapping[int, 
     visits = _sum_visits(run) if run.pending else [result_visit(run, i, x) for i, x in targets.items() if x]
     from_records = set().union(*targets.values())
     needs = _needs_grads(run, [v for k, v in enumerate(run.split.jaxpr.outvars) if k not in from_records])
-    return NextPass([x for x, _ in visits], [x for _, x in visits], run.sums, needs)
+    return NextPass([x for _, x in visits], run.sums, Programs(plan, [x for x, _ in visits]), needs)
 
 
 def check_adds_up(next_pass: NextPass) -> None:
     """Raises unless an update can take the mean over the gradients of several steps, element by element."""
-    if next_pass.needs_grads or any(visit.makes_sums for visit in next_pass.visits):
+    if next_pass.needs_grads or any(visit.makes_sums for visit in next_pass.programs.visits):
         raise ValueError(
             "`Offload.zenflow` applies means of gradients element by element, but this optimizer needs sums over its "
             "state (LAMB's norms), or rows of the gradient (Adafactor): use `delay=1`, or an optimizer such as AdamW."

@@ -15,7 +15,7 @@ equal updates share a program, and each shape of records has its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -29,14 +29,10 @@ from jzero.disk.pipeline import Pipeline, RunStats
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.placement import on_device
 from jzero.plan.plan import ZeroPlan
-from jzero.update.chunks import Part, number_of_part
-from jzero.update.find_visits import NextPass
 from jzero.update.split import REDUCTIONS
-from jzero.update.visits import SumTarget, Visit, VisitOperands
+from jzero.update.visits import Programs, SumTarget, Visit, VisitOperands
 
 PartsOnHost: TypeAlias = Mapping[jax.Device, jax.Array | np.ndarray]
-RecordResults: TypeAlias = tuple[list[jax.Array], list[jax.Array], list[jax.Array]]
-"""The new fields, the results and the numbers of a record."""
 
 
 class StepArrays(NamedTuple):
@@ -65,27 +61,6 @@ class _Call(NamedTuple):
     sums: list[jax.Array]
 
 
-class Programs:
-    """The jitted programs of records; one for all parameters that compute the same.
-
-    Args:
-      plan: The plan of the state.
-    """
-
-    def __init__(self, plan: ZeroPlan) -> None:
-        self.plan = plan
-        self._jitted: dict[Hashable, Callable[..., RecordResults]] = {}
-
-    def compute(self, visit: Visit, level: int) -> Callable[..., RecordResults]:
-        """Returns `_compute` for a visit; `level` is the number of the pass, whose structures it compares."""
-        leaf = self.plan.leaves[visit.param].grad
-        targets = tuple(x._replace(number=0) if isinstance(x, SumTarget) else x for x in visit.targets)
-        key = (level, visit.structure, visit.sources, targets, leaf.cut, leaf.shape)
-        if key not in self._jitted:
-            self._jitted[key] = jax.jit(functools.partial(_compute, visit, leaf), static_argnames="shape")
-        return self._jitted[key]
-
-
 class RecordRun:
     """One pass over the records of a state: first everything that it reads beside them, then `run`, then the results.
 
@@ -93,22 +68,21 @@ class RecordRun:
 
     Args:
       files: The files of the state.
-      programs: The programs of its records.
-      next_pass: The visits of the pass and their operands, as global arrays.
-      level: The number of the pass in its step.
-      step_arrays: What else the visits read.
+      programs: The visits of the pass.
+      operands: What each reads beside records, as global arrays.
+      step_arrays: What else they read.
     """
 
     def __init__(
-        self, files: StateFiles, programs: Programs, next_pass: NextPass, level: int, step_arrays: StepArrays
+        self, files: StateFiles, programs: Programs, operands: Sequence[VisitOperands], step_arrays: StepArrays
     ) -> None:
         self.files, self.plan = files, files.plan
-        self.visits = {visit.param: visit for visit in next_pass.visits}
-        self.compute = {visit.param: programs.compute(visit, level) for visit in next_pass.visits}
+        self.visits = {visit.param: visit for visit in programs.visits}
+        self.compute = {visit.param: programs.compute(visit) for visit in programs.visits}
         self.cpu = host_cpu() if self.plan.config.offload.compute == "host" else None
         self.calls: dict[tuple[int, jax.Device], _Call] = {}
-        for visit, operands in zip(next_pass.visits, next_pass.operands, strict=True):
-            self._prepare(visit, operands, step_arrays)
+        for visit, of_visit in zip(programs.visits, operands, strict=True):
+            self._prepare(visit, of_visit, step_arrays)
 
     @property
     def writes(self) -> bool:
@@ -213,44 +187,6 @@ def host_cpu() -> jax.Device:
             "`Offload(compute='host')` runs on jax's CPU backend, which this program has switched off: add 'cpu' to "
             "`JAX_PLATFORMS` (such as 'cuda,cpu'), or use `compute='device'`."
         ) from error
-
-
-def _compute(  # noqa: PLR0913  # operands of a program, by kind
-    visit: Visit,
-    leaf: StateLeaf,
-    fields: Sequence[jax.Array],
-    slices: Sequence[jax.Array],
-    numbers: Sequence[jax.Array],
-    start: jax.Array,
-    *,
-    shape: tuple[int, ...],
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Returns the new fields, the results and the numbers of one record.
-
-    Args:
-      visit: What to compute.
-      leaf: The layout of the parameter's gradient.
-      fields: The fields that it reads, [*shape].
-      slices: The same rectangle of arrays, [*shape].
-      numbers: 0-d arrays.
-      start: Its place in the stored array, int32 [ndim].
-      shape: The shape of the record.
-    """
-    part = Part(leaf, lambda dim: start[dim] + lax.broadcasted_iota(jnp.int32, shape, dim))
-    operands = {"disk": iter(fields), "near": iter(slices), "number": iter(numbers)}
-    operands |= {"grads": operands["near"], "params": operands["near"]}
-    values = [part.positions() if x.kind == "positions" else next(operands[x.kind]) for x in visit.sources]
-    outs = iter(visit.kernel(values, shape))
-    new: list[jax.Array] = []
-    results: list[jax.Array] = []
-    sums: list[jax.Array] = []
-    for target in visit.targets:
-        if isinstance(target, SumTarget):
-            factors = [next(outs) for _ in range(target.num_factors)]
-            sums.append(number_of_part(part, factors, target.how, target.dtype))
-        else:
-            (new if isinstance(target, int) else results).append(part.without_padding(next(outs), 0))
-    return new, results, sums
 
 
 @functools.partial(jax.jit, static_argnames="shape")

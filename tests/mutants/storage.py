@@ -197,6 +197,35 @@ MUTANTS = [
         "test_disk_files.py::test_rates_count_overlapping_calls_once",
     ),
     Mutant(
+        "a_pass_ends_before_its_readers",
+        "disk/pipeline.py",
+        "self._wait_for_ends(self._begun)",
+        "self._wait_for_ends(())",
+        "test_disk_faults.py::test_ctrl_c_twice_leaves_no_read_under_way",
+    ),
+    Mutant(
+        "optimizers_of_a_plan_share_an_update",
+        "state/record_update.py",
+        "jax.jit(self._find)",
+        "lambda *args, kept=[]: kept[0] if kept else kept.append(self._find(*args)) or kept[0]",
+        "test_in_turns.py::test_each_state_and_step_keeps_its_own",
+    ),
+    Mutant(
+        "skipped_step_updates_on_nothing",
+        "step/outside.py",
+        "new = self.update.rest(state, step_grads, changed, None, NO_DISK)",
+        "new = self.update.rest(state, step_grads, changed, step_grads, NO_DISK)",
+        "test_in_turns.py::test_a_step_that_overflows_is_skipped_by_an_optimizer_with_norms",
+    ),
+    Mutant(
+        "interrupted_wait_starts_the_update_again",
+        "state/zenflow.py",
+        "concurrent.futures.wait([done])  # if Ctrl-C ends this, the pass goes on, and the next call waits for it\n",
+        "try:\n                done.result()\n            except BaseException:\n                "
+        "self.done = in_thread(run.run)\n                raise\n",
+        "test_zenflow.py::test_ctrl_c_while_a_step_waits_starts_no_second_update",
+    ),
+    Mutant(
         "buffers_are_free_once_visited",
         "disk/pipeline.py",
         "self._visited.put(_Visited(",
