@@ -169,7 +169,8 @@ def _traced(update: Update, treedef: PyTreeDef, shapes: Sequence[Shape]) -> Clos
     leaves = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in shapes]
     params, opt_state = treedef.unflatten(leaves)
     try:
-        return jax.make_jaxpr(update)(params, opt_state, params)
+        with jax.numpy_dtype_promotion("standard"):  # what is found must not depend on what was set when
+            return jax.make_jaxpr(update)(params, opt_state, params)
     except Exception:  # it may say so by any exception
         return None
 
