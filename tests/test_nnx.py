@@ -130,6 +130,40 @@ def test_gradients_go_to_the_optimizers_own_update(stage):
     _assert_close(_params(jzero.unshard_train_state(state)[0]), reference)
 
 
+class Raw(nnx.Module):
+    """A module that holds arrays rather than variables, one of them not trained."""
+
+    def __init__(self):
+        self.w = jnp.asarray(_batch()[:5])
+        self.deep = nnx.List([jnp.ones((D, 3)) / D, nnx.Param(jnp.ones((D, 3)))])
+        self.shift = jnp.ones(())
+
+    def __call__(self, x):
+        return jnp.tanh(x[:, :5] @ self.w) @ (self.deep[0] + self.deep[1][...]) + self.shift
+
+
+def test_raw_arrays_chosen_by_path_and_shape_train_like_plain_nnx():
+    wrt = lambda path, x: path[-1] != "shift" and x.ndim == 2
+    make = lambda model: (model, nnx.Optimizer(model, TX, wrt=wrt))
+    (model, optimizer), step = make(Raw()), jzero.make_train_step(loss_fn)
+    pair = jzero.shard_train_state(make(Raw()), config=_config(3))
+    assert np.size(pair[0].w.addressable_shards[0].data) == 15  # padded: 115 elements on 8 devices
+
+    @nnx.jit
+    def plain_step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    for seed in range(2):
+        pair, metrics = step(pair, _batch(seed))
+        np.testing.assert_allclose(metrics["loss"], plain_step(model, optimizer, _batch(seed)), rtol=1e-5)
+    found = jzero.unshard_train_state(pair)[0]
+    for x, y in ((found.w, model.w), (found.deep[0], model.deep[0]), (found.deep[1][...], model.deep[1][...])):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(found.shift, 1)
+
+
 def test_tied_variables_are_stored_and_trained_once():
     plan = jzero.plan_train_state(_pair(), stage=3)
     assert sorted(leaf.path for leaf in plan.leaves) == ["a/bias", "a/kernel", "b/bias", "b/kernel"]

@@ -116,11 +116,17 @@ class NnxAdapter(NnxStateAdapter):
     """Presents an `nnx.ModelAndOptimizer`, or a `(model, optimizer)` pair, as an `NnxTrainState`."""
 
     def __init__(self, pair: Any, model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
-        parts: Any = nnx.split(model, optimizer.wrt, nnx.Param, ...)
-        graphdef, params, frozen, rest = parts
         self.model = model
+        self._pair, padded = nnx.split(pair), {}
+        if any(path[-1] == "" for path, _ in nnx.to_flat_state(self._pair[1])):  # the name of the array in a node
+            # A raw array of the model, which Flax takes for one more level of names, is one leaf here.
+            padded = {path: x for path, x in nnx.iter_graph(model) if is_padded(x)}
+            pair = nnx.recursive_map(lambda _, x: unbox(x), pair)
+            self._pair, (model, optimizer) = nnx.split(pair), _parts(pair)
+        parts: Any = nnx.split(model, nnx.Any(lambda path, _: path in padded, optimizer.wrt), nnx.Param, ...)
+        graphdef, params, frozen, rest = parts
+        params = nnx.map_state(lambda path, x: padded.get(path, x), params)
         self._params = params
-        self._pair = nnx.split(pair)
         super().__init__(
             NnxTrainState(
                 step=optimizer.step.get_value(),

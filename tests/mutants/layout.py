@@ -35,6 +35,13 @@ MUTANTS = [
         "[3]",
     ),
     Mutant(
+        "raw_nnx_leaves_chosen_by_their_stored_shape",
+        "integrations/nnx.py",
+        "nnx.split(model, nnx.Any(lambda path, _: path in padded, optimizer.wrt), nnx.Param, ...)",
+        "nnx.split(model, optimizer.wrt, nnx.Param, ...)",
+        "test_nnx.py::test_raw_arrays_chosen_by_path_and_shape_train_like_plain_nnx",
+    ),
+    Mutant(
         "layout_of_another_plan_not_seen",
         "step/inputs.py",
         "if isinstance(x, Padded) and x.cut != leaf.cut:",
