@@ -1,6 +1,7 @@
 """Optimizers that ask for more than gradients and parameters, or for gradients of another form."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax.training.train_state import TrainState
 from optax import contrib
 
 import jzero
+from jzero.update.extra_args import call_update
 from tests.drawn import to_jax
 
 W = np.random.default_rng(0).normal(size=(5, 23)).astype(np.float32)
@@ -52,11 +54,13 @@ def create_counted(**kwargs):
 
 
 PLATEAU = optax.chain(optax.sgd(0.3), contrib.reduce_on_plateau(patience=0, factor=0.5, accumulation_size=2, rtol=0.9))
+SAM = contrib.sam(optax.adam(1e-2), optax.chain(contrib.normalize(), optax.sgd(0.05)), sync_period=2, reset_state=False)
 CASES = {  # stage, settings of the state, settings of the step, where the state comes from
     "plateau": (PLATEAU, 2, {}, {}, jzero.TrainState.create),
     "momo_clip_own_update": (contrib.momo(0.1), 3, {}, {"clip_norm": 0.1}, create_counted),
     "polyak_micro_batches": (optax.polyak_sgd(1.0), 1, {}, {"accumulate_steps": 2}, jzero.TrainState.create),
     "fp16": (sees(), 3, {"precision": "fp16"}, {"clip_norm": 0.1}, jzero.TrainState.create),
+    "takes_neither": (optax.chain(optax.clip(1.0), SAM), 3, {}, {}, jzero.TrainState.create),
 }
 
 
@@ -71,7 +75,8 @@ def test_a_train_step_hands_over_the_loss_and_the_gradients(case):
         value, grads = jax.value_and_grad(loss)(params, X)
         if "clip_norm" in options:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1, 0.1 / optax.tree.norm(grads)), grads)
-        updates, opt_state = tx.update(grads, opt_state, params, value=value, grad=grads)
+        extra = {} if case == "takes_neither" else {"value": value, "grad": grads}
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
         return optax.apply_updates(params, updates), opt_state
 
     for _ in range(4):
@@ -81,6 +86,53 @@ def test_a_train_step_hands_over_the_loss_and_the_gradients(case):
     np.testing.assert_allclose(jzero.gather_params(state, masters=True)["w"], params["w"], **tolerance)
     found = jzero.unshard_train_state(state).opt_state
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), found, opt_state)
+
+
+def scaled(updates, state, params=None, *, value=1.0):
+    """An update that names the argument that it takes; it scales by that."""
+    return jax.tree.map(lambda g: g * value, updates), state
+
+
+def decorated(updates, state, params=None, **extra):
+    return scaled(updates, state, params, **extra)
+
+
+INIT = lambda params: optax.EmptyState()
+SCALED = optax.GradientTransformationExtraArgs(INIT, scaled)
+PARTS = {
+    "alone": SCALED,
+    "partial": SCALED._replace(update=functools.partial(scaled)),
+    "wraps": SCALED._replace(update=functools.wraps(scaled)(decorated)),
+    "passes_all_on": SCALED._replace(update=decorated),
+    "not_declared": optax.GradientTransformation(INIT, scaled),
+    "nested": optax.chain(optax.clip(9.0), optax.named_chain(("inner", optax.chain(SCALED)))),
+    "masked": optax.masked(SCALED, {"w": True}),
+    "partition": optax.partition({"one": SCALED}, {"w": "one"}),
+    "injected": optax.inject_hyperparams(lambda rate: optax.chain(SCALED, optax.scale(rate)))(rate=1.0),
+    "if_finite": optax.apply_if_finite(SCALED, 2),
+    "multi_steps": optax.MultiSteps(SCALED, 1),
+    "takes_all": SCALED._replace(update=lambda g, s, p=None, **extra: scaled(g, s, p, value=extra["value"])),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_part_of_an_optimizer_gets_the_arguments_that_it_takes(case):
+    tx, w = PARTS[case], {"w": np.float32([1, 2, 3])}
+    updates, _ = call_update(tx, {"value": 2.0, "grad": w}, w, tx.init(w), w)
+    np.testing.assert_array_equal(updates["w"], [2, 4, 6])
+    updates, _ = call_update(tx, {"value": 2.0, "grad": w}, w, tx.init(w), w, value=3.0)
+    np.testing.assert_array_equal(updates["w"], [3, 6, 9])
+
+
+def test_an_argument_that_a_part_refuses_leaves_no_effect_twice():
+    tx, w = optax.chain(optax.scale_by_schedule(says_the_count), SCALED), {"w": np.zeros(3, np.float32)}
+    jaxpr = jax.make_jaxpr(lambda w: call_update(tx, {"value": 2.0, "grad": w}, w, tx.init(w), w))(w)
+    assert str(jaxpr).count("debug_callback[") == 1
+
+
+def says_the_count(count):
+    jax.debug.callback(lambda count: None, count)
+    return 1.0
 
 
 @pytest.mark.parametrize("create", [jzero.TrainState.create, create_counted])
@@ -103,6 +155,10 @@ def test_what_a_step_does_not_have_is_refused_with_the_way_out():
         jzero.make_train_step(loss).eval_shape(sharded(optax.lbfgs()), X)
     with pytest.raises(TypeError, match=ways.format("value", "value")):
         sharded(PLATEAU).apply_gradients(grads={"w": W})
+    with pytest.raises(TypeError, match=ways.format("obj_fn", "obj_fn")):  # sophia says so by a `ValueError`
+        jzero.make_train_step(loss).eval_shape(sharded(contrib.sophia(0.1)), X)
+    with pytest.raises(TypeError, match=r"asks for \['value'\].*another does not take \['value'.*`\*\*extra_args`"):
+        jzero.make_train_step(loss).eval_shape(sharded(optax.chain(SAM, PLATEAU)), X)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +195,14 @@ def test_gradients_that_are_not_like_parameters_are_refused():
     with pytest.raises(ValueError, match="different types") as caught:
         jzero.make_train_step(lambda params, x: loss(params.fast, x)).eval_shape(state, X)
     assert "Raised in the state's optimizer (`tx`)" in caught.value.__notes__[0]
+
+
+def test_an_error_of_an_optimizer_that_has_nothing_to_do_with_its_arguments_is_its_own():
+    of_two_dtypes = lambda g, params: jax.lax.cond(params["w"].sum() > 0, lambda: g["w"], lambda: jnp.int8(g["w"]))
+    tx = optax.stateless(lambda g, params: {"w": of_two_dtypes(g, params)})
+    with pytest.raises(TypeError, match="int8") as caught:
+        jzero.make_train_step(loss).eval_shape(sharded(tx), X)
+    assert not any("`tx`" in note for note in getattr(caught.value, "__notes__", []))
 
 
 def test_gradients_of_each_example_are_refused_and_aggregated_as_the_message_says():

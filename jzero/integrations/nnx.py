@@ -125,7 +125,7 @@ class NnxAdapter(NnxStateAdapter):
             self._pair, (model, optimizer) = nnx.split(pair), _parts(pair)
         parts: Any = nnx.split(model, nnx.Any(lambda path, _: path in padded, optimizer.wrt), nnx.Param, ...)
         graphdef, params, frozen, rest = parts
-        params = nnx.map_state(lambda path, x: padded.get(path, x), params)
+        params = nnx.map_state(padded.get, params)
         self._params = params
         super().__init__(
             NnxTrainState(

@@ -27,7 +27,7 @@ from jzero.layout.placement import overwrite, place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, adapt
 from jzero.state.train_state import map_state, write_fields
-from jzero.update.extra_args import extra_args
+from jzero.update.extra_args import call_update, extra_args
 
 A = TypeVar("A", jax.Array, jax.ShapeDtypeStruct)
 
@@ -119,7 +119,7 @@ class Reference:
             for i, (x, leaf) in enumerate(zip(params, leaves, strict=True))
         ]
         loss, for_optax, tx = _divide(total, divisor), treedef.unflatten(for_optax), state.tx
-        update = functools.partial(tx.update, **extra_args(tx, loss, for_optax))
+        update = functools.partial(call_update, tx, extra_args(loss, for_optax))
         written = _overwrite_fields(state, changed).replace(tx=optax.GradientTransformation(tx.init, update))
         return written.apply_gradients(grads=for_optax).replace(tx=tx), loss, norm, weight
 

@@ -254,9 +254,10 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       `grad_norm` (before clipping, over all parameters), `step_applied`, `loss_scale` (that of this step, if there is
       one) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no weight, or if a gradient is
       not finite and the precision policy skips such steps; then only the loss scale changes (with `Offload(delay=1)`
-      its gradients are dropped, and those of the step before are applied). An optimizer that takes optax's extra
-      arguments gets `value`, the loss, and `grad`, the clipped gradients. The step has `lower`, `trace`, `eval_shape`
-      and `clear_cache` like a jitted function, and `plan(state, batch)` and `recomputation(state, batch)`.
+      its gradients are dropped, and those of the step before are applied). Of optax's extra
+      arguments, an optimizer gets `value`, the loss, and `grad`, the clipped gradients, if all of its parts take them.
+      The step has `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and `plan(state, batch)` and
+      `recomputation(state, batch)`.
 
     Raises:
       ValueError: An argument is out of range.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import jax
@@ -24,31 +25,80 @@ DIFFERENT = (
     "another field of the state."
 )
 
+UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+MISSING = re.compile(
+    r"missing \d+ required keyword-only arguments?: (?P<names>.+)|^(?P<name>(?!params\b)\w+) must be provided"
+)
 
-def extra_args(tx: Transformation, value: jax.Array | None, grads: PyTree) -> dict[str, PyTree]:
-    """Returns the extra arguments that a train step hands to an optimizer; none if that takes none.
+
+def extra_args(value: jax.Array | None, grads: PyTree) -> dict[str, PyTree]:
+    """Returns the extra arguments that a train step offers to its optimizer.
 
     Args:
-      tx: The user's transformation.
       value: The loss of these gradients, the mean over the global batch; `None` if it is not known.
       grads: The gradients as the optimizer sees them.
     """
-    inner = tx.inner if isinstance(tx, MaskedTransformation) else tx
-    takes = isinstance(inner, optax.GradientTransformationExtraArgs)
-    return {"value": value, "grad": grads} if takes and value is not None else {}
+    return {} if value is None else {"value": value, "grad": grads}
 
 
-@contextlib.contextmanager
-def explained_errors() -> Iterator[None]:
-    """Adds to errors raised in the optimizer where they come from, and how to pass the arguments that it needs."""
+def call_update(
+    tx: Transformation,
+    offered: Mapping[str, PyTree],
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree | None = None,
+    **given: PyTree | Callable[..., object],
+) -> tuple[PyTree, PyTree]:
+    """Returns the updates and the new state of an optimizer, with all arguments that it takes.
+
+    Whether an optimizer takes an argument shows only in the call: `optax.chain`, `masked` and others take any, and pass
+    them on to their parts, of which one may name those that it takes (`optax.contrib.sam`). A program that trains with
+    such an optimizer does not hand over the others.
+
+    Args:
+      tx: The user's transformation.
+      offered: Extra arguments that it gets if all of its parts take them.
+      grads: The gradients.
+      state: Its state.
+      params: The parameters; `None` if they are not known.
+      **given: Extra arguments that it gets in any case, in place of those offered.
+    """
+    refused: list[str] = []
+    while True:
+        extra = {**{name: x for name, x in offered.items() if name not in refused}, **given}
+        try:
+            # A program of its own, so that an attempt that fails leaves no effects (callbacks) in the step.
+            return jax.jit(lambda: _update(tx, grads, state, params, extra, refused), inline=True)()  # noqa: B023
+        except TypeError as error:
+            found = UNEXPECTED.search(str(error))
+            if found is None or found[1] in given or found[1] not in extra:
+                raise
+            refused.append(found[1])
+
+
+def _update(
+    tx: Transformation,
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree | None,
+    extra: Mapping[str, PyTree],
+    refused: Sequence[str],
+) -> tuple[PyTree, PyTree]:
+    """Calls an optimizer; its errors say how to pass the arguments that it needs, or which gradients it gets."""
     try:
-        yield
-    except TypeError as error:
-        missing = re.search(r"missing \d+ required keyword-only arguments?: (.+)", str(error))
+        return tx.update(grads, state, params, **extra)
+    except (TypeError, ValueError) as error:
+        missing = MISSING.search(str(error))
         if missing is None:
-            _add_note(error)
+            if _compares_trees(error):
+                error.add_note(f"Raised in the state's optimizer (`tx`). {DIFFERENT}")
             raise
-        names = re.findall(r"'(\w+)'", missing[1])
+        names = re.findall(r"'(\w+)'", missing["names"] or f"'{missing['name']}'")
+        if {*names} & {*refused}:
+            raise TypeError(
+                f"One part of the optimizer (`tx`) asks for {names}, and another does not take {refused}, though optax "
+                "hands the same arguments to all parts: let that part's `update` take `**extra_args`, too."
+            ) from error
         arguments = ", ".join(f"{name}=..." for name in names)
         raise TypeError(
             f"The optimizer (`tx`) asks for {names}, which it was not given. A step of `make_train_step` hands over "
@@ -56,9 +106,12 @@ def explained_errors() -> Iterator[None]:
             "Else take a step of your own: `loss, grads = jzero.value_and_grad(loss_fn)(state, batch)`, then "
             f"`state.tx.update(grads, state.opt_state, state.params, {arguments})`."
         ) from error
-    except ValueError as error:
-        _add_note(error)
-        raise
+
+
+def _compares_trees(error: Exception) -> bool:
+    """Whether jax raised an error when it compared the structures of trees."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return Path(frames[-1].filename).name == "tree_util.py"
 
 
 def check_grads(plan: ZeroPlan, grads: PyTree) -> None:
@@ -82,7 +135,3 @@ def check_params_stored(plan: ZeroPlan, params: PyTree) -> None:
                 f"{np.shape(x)}. Edit parameters with `jzero.update_params` or `.at[...]`; shard the state again "
                 "(`jzero.shard_train_state`) if they come from another one."
             )
-
-
-def _add_note(error: Exception) -> None:
-    error.add_note(f"Raised in the state's optimizer (`tx`). {DIFFERENT}")

@@ -34,7 +34,7 @@ from jzero.layout.casts import apply_edits, positions_of, round_stochastically, 
 from jzero.layout.leaves import LeafPlan
 from jzero.layout.placement import make_strongly_typed
 from jzero.plan.plan import ZeroPlan
-from jzero.update.extra_args import Transformation, explained_errors, extra_args
+from jzero.update.extra_args import Transformation, call_update, extra_args
 
 NOTHING = np.float32(-0.0)
 """The number whose addition changes no bit."""
@@ -125,11 +125,10 @@ class WholeUpdate:
         )
         grads = tree([self._gradient(leaf, grad) for leaf, grad in zip(plan.leaves, x.grads, strict=True)])
         state = [y.astype(leaf.update_dtype or y.dtype) for y, leaf in zip(x.inner, plan.inner_leaves, strict=True)]
-        extra = {**extra_args(self.tx, x.value, grads), **(x.extra or {}), **dict(self.functions)}
-        with explained_errors():
-            returned, new = self.tx.update(
-                grads, plan.inner_treedef.unflatten(state), tree(optimizer_inputs) if knows else None, **extra
-            )
+        params, given = tree(optimizer_inputs) if knows else None, {**(x.extra or {}), **dict(self.functions)}
+        returned, new = call_update(
+            self.tx, extra_args(x.value, grads), grads, plan.inner_treedef.unflatten(state), params, **given
+        )
         updates = [self._as_update(*y) for y in zip(plan.leaves, plan.flat_params(returned), strict=True)]
         results = [self._result(i, x, *y) for i, y in enumerate(zip(optimizer_inputs, updates, strict=True))]
         inner = [self._new_inner(j, x, y) for j, y in enumerate(plan.inner_treedef.flatten_up_to(new))]

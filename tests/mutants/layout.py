@@ -35,11 +35,25 @@ MUTANTS = [
         "[3]",
     ),
     Mutant(
+        "attempts_to_call_an_optimizer_leave_effects",
+        "update/extra_args.py",
+        "return jax.jit(lambda: _update(tx, grads, state, params, extra, refused), inline=True)()  # noqa: B023",
+        "return _update(tx, grads, state, params, extra, refused)",
+        "test_extra_args.py::test_an_argument_that_a_part_refuses_leaves_no_effect_twice",
+    ),
+    Mutant(
+        "notes_on_every_error_of_an_optimizer",
+        "update/extra_args.py",
+        "            if _compares_trees(error):\n",
+        "            if True:\n",
+        "test_extra_args.py::test_an_error_of_an_optimizer_that_has_nothing_to_do_with_its_arguments_is_its_own",
+    ),
+    Mutant(
         "raw_nnx_leaves_chosen_by_their_stored_shape",
         "integrations/nnx.py",
         "nnx.split(model, nnx.Any(lambda path, _: path in padded, optimizer.wrt), nnx.Param, ...)",
         "nnx.split(model, optimizer.wrt, nnx.Param, ...)",
-        "test_nnx.py::test_raw_arrays_chosen_by_path_and_shape_train_like_plain_nnx",
+        "test_nnx.py::test_raw_arrays_chosen_by_path_and_size_train_like_plain_nnx",
     ),
     Mutant(
         "layout_of_another_plan_not_seen",
