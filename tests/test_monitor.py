@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.monitor import readings as readings_module
+from jzero.step.metrics import STEP_METRICS
+from tests import disk_states
 from tests.models import mlp_batch, mlp_loss, mlp_params
 from tests.monitor_runs import Clock, Reading, Record, quiet, run
 
@@ -145,6 +147,62 @@ def test_metrics_of_a_step_with_aux_by_path():
     }
     assert [values["loss"] for _, values in sink] == expected
     assert all(type(x) is float for _, values in sink for x in values.values())
+
+
+IN_MEMORY = {"optimizer": "host", "path": None, "compute": "host"}
+RECORDS = {  # the state's `Offload`, options of the step, and the metrics that it returns beside those of all steps
+    "disk": ({}, {}, "disk"),
+    "disk_delay": ({"compute": "host", "delay": 1}, {}, "disk"),
+    "delay": ({**IN_MEMORY, "delay": 1}, {"clip_norm": 1.0}, "host"),
+    "zenflow": (
+        {**IN_MEMORY, "zenflow": jzero.ZenFlow(topk_ratio=0.5, update_interval=1)},
+        {"accumulate_steps": 2},
+        "host",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_every_metric_of_a_step_with_records_is_logged_by_its_name(case, tmp_path):
+    offload, options, where = RECORDS[case]
+    state = disk_states.state_on_disk(**{"path": tmp_path, "layers": 1, "tx": optax.sgd(0.1, momentum=0.5), **offload})
+    step, sink = jzero.make_train_step(disk_states.loss_fn, **options), Record()
+    batch = {"x": np.ones((8, 37), np.float32), "y": np.ones((8, 11), np.float32)}
+    with quiet(sinks=[sink], every=9) as monitor:
+        state, metrics = step(state, batch)
+        monitor.log(metrics)
+    rates = {f"perf/{where}_read_bytes_per_s", f"perf/{where}_write_bytes_per_s", f"perf/{where}_wait_share"}
+    own = {"perf/first_step_seconds", "perf/skipped_steps"}
+    assert sink[0][1].keys() == {"loss", "grad_norm", "step_applied", *rates, *own}
+
+
+STEPS = {
+    "plain": ({}, {}, set()),
+    "fp16": ({"precision": "fp16"}, {}, {"loss_scale"}),
+    "clip_micro": ({}, {"clip_norm": 1.0, "accumulate_steps": 2}, set()),
+    "aux": ({}, {"has_aux": True}, {"aux/x"}),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_every_metric_of_a_compiled_step_is_logged_by_its_name(case):
+    settings, options, more = STEPS[case]
+    state = jzero.TrainState.create(params=mlp_params(), tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, **settings))
+    loss_fn = (lambda params, batch: (mlp_loss(params, batch), {"x": 1.0})) if case == "aux" else mlp_loss
+    _, shapes = jzero.make_train_step(loss_fn, **options).eval_shape(state, mlp_batch(16))
+    sink = Record()
+    with quiet(sinks=[sink], every=9) as monitor:
+        monitor.log(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
+    own = {"perf/first_step_seconds", "perf/skipped_steps"}
+    assert sink[0][1].keys() == {"loss", "grad_norm", "step_applied", *more, *own}
+
+
+def test_the_guide_has_every_metric_of_a_step_that_is_measured():
+    guide = (pathlib.Path(__file__).parent.parent / "docs" / "monitoring.md").read_text()
+    measured = [name for name, metric in STEP_METRICS.items() if metric.kind in ("rate", "share")]
+    assert measured
+    assert [name for name in measured if f"`{name}`" not in guide] == []
 
 
 def test_skipped_steps_show_and_are_counted():

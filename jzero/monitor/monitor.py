@@ -35,11 +35,12 @@ class Monitor:
       devices do not report it, as on CPUs.
     * `perf/skipped_steps`: the number of steps of the interval whose `step_applied` is false, if the metrics have one.
 
-    Steps with state on disk add values of their own, unless they are not applied:
+    Steps with records add values of their own, `disk` in their names if these are on disk, `host` if they are in memory
+    (`Offload(delay=1)` or `zenflow`). They are 0 if no update ran:
 
     * `perf/disk_read_bytes_per_s`, `perf/disk_write_bytes_per_s`: bytes of the update, divided by its duration.
-    * `perf/disk_wait_share`: the share of the update's duration in which the step waited for the disk; with
-      `Offload(delay=1)`, in which the step had nothing else to do.
+    * `perf/disk_wait_share`: the share of the update's duration in which the step waited for it; with `delay=1`, in
+      which the step had nothing else to do.
 
     With several processes, every process calls `log`, and process 0 writes, shows and profiles: the metrics of jzero's
     steps are the same everywhere. The memory is then that of its devices.

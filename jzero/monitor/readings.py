@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._text import path_str
+from jzero.step.metrics import STEP_METRICS
 
 PREFIX = "perf/"
-"""Prefix of the monitor's own values."""
-
-OF_STEPS = frozenset(PREFIX + f"disk_{name}" for name in ("read_bytes_per_s", "write_bytes_per_s", "wait_share"))
-"""What steps measure themselves, with state on disk."""
+"""Prefix of the monitor's own values, and of what steps measure themselves."""
 
 
 def scalars(metrics: Any) -> dict[str, Any]:
@@ -37,7 +35,7 @@ def scalars(metrics: Any) -> dict[str, Any]:
     twice = sorted({path for path in names if names.count(path) > 1})
     if twice:
         raise ValueError(f"Each metric needs a name of its own: these are there more than once: {twice}.")
-    reserved = [path for path in names if path.startswith(PREFIX) and path not in OF_STEPS]
+    reserved = [path for path in names if path.startswith(PREFIX) and path not in STEP_METRICS]
     if reserved:
         raise ValueError(f"Names that start with {PREFIX!r} are the monitor's own: got {reserved}. Rename them.")
     return dict(rows)

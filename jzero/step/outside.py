@@ -31,6 +31,7 @@ from jzero.state.threads import in_thread
 from jzero.state.zenflow import flow_of
 from jzero.step.compiler_options import Options
 from jzero.step.inputs import optional_rng
+from jzero.step.metrics import step_metrics
 from jzero.update.transformation import ZeroTransformation
 from jzero.update.visits import NO_DISK, FromDisk
 
@@ -188,13 +189,14 @@ class OutsideStep:
 NOTHING = RunStats(0, 0, 0, 0)
 
 
-def _rates(files: StateFiles, stats: RunStats, waited: float) -> dict[str, dict[str, float]]:
+def _rates(files: StateFiles, stats: RunStats, waited: float) -> Metrics:
     """Returns what a monitor shows of a pass over records, for which the step waited some seconds."""
     where = "host" if files.plan.config.offload.path is None else "disk"
     seconds = stats.seconds or 1.0
-    rates = {
-        f"{where}_read_bytes_per_s": stats.read_bytes / seconds,
-        f"{where}_write_bytes_per_s": stats.written_bytes / seconds,
-        f"{where}_wait_share": waited / seconds,
-    }
-    return {"perf": rates}
+    return step_metrics(
+        {
+            f"perf/{where}_read_bytes_per_s": stats.read_bytes / seconds,
+            f"perf/{where}_write_bytes_per_s": stats.written_bytes / seconds,
+            f"perf/{where}_wait_share": waited / seconds,
+        }
+    )

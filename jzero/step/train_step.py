@@ -22,6 +22,7 @@ from jzero.state.train_state import map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
 from jzero.step.compiler_options import compiler_options as make_compiler_options
 from jzero.step.jitted import Step
+from jzero.step.metrics import step_metrics
 from jzero.step.outside import OutsideStep
 from jzero.step.overflow import OverflowWatch, loss_scale_error
 
@@ -118,8 +119,9 @@ class TrainStep(Step):
         metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
         if inputs.loss_scale is not None:
             metrics["loss_scale"] = inputs.loss_scale
-        changed = traced.by_field(result.written)
-        return step_grads, changed, {**metrics, "aux": result.aux} if self.has_aux else metrics
+        if self.has_aux:
+            metrics["aux"] = result.aux
+        return step_grads, traced.by_field(result.written), step_metrics(metrics)
 
     def _step_grads(self, plan: ZeroPlan, result: LossResult, *, weighted: bool) -> StepGrads:
         """Returns the gradients with their factors, and whether they are to be applied."""

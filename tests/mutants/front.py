@@ -117,4 +117,12 @@ MUTANTS = [
         "micro = train // accumulate",
         "test_from_deepspeed.py::test_batch_sizes_are_deepspeeds",
     ),
+    Mutant(
+        "monitor_knows_metrics_of_disks_only",
+        "monitor/readings.py",
+        "path not in STEP_METRICS",
+        '"disk" not in path',
+        "test_monitor.py::test_every_metric_of_a_step_with_records_is_logged_by_its_name",
+        "[delay]",
+    ),
 ]
