@@ -167,17 +167,17 @@ def test_sigterm_after_falling_back_from_a_damaged_step(plain, tmp_path):
     assert jzero.inspect_checkpoint(tmp_path / "6", verify=True).damaged == {}
 
 
-def test_metrics_that_are_no_numbers_or_not_there(plain, tmp_path):
+def test_metrics_that_are_equal_no_numbers_or_not_there(plain, tmp_path):
     state = sharded(plain, 1, 2)
     with jzero.CheckpointManager(tmp_path) as manager:
         manager.save(numbered(state, 1))
     options = {"max_to_keep": 2, "best_metric": "loss"}
     with jzero.CheckpointManager(tmp_path, **options) as manager:
-        for number, loss in zip(range(2, 8), (3.0, np.nan, 2.0, np.nan, np.nan, np.nan), strict=True):
+        for number, loss in zip(range(2, 8), (2.0, np.nan, 2.0, 3.0, 2.0, np.nan), strict=True):
             manager.save(numbered(state, number), metrics={"loss": loss})
         manager.wait()
-        assert manager.all_steps() == [1, 2, 4, 7], "one without metrics, the best two, the latest"
-        assert manager.best_step() == 4
+        assert manager.all_steps() == [1, 4, 6, 7], "one without metrics, the later two of the best, the latest"
+        assert manager.best_step() == 6, "the latest of the best"
     assert jzero.CheckpointManager(tmp_path, best_metric="accuracy").best_step() is None
 
 

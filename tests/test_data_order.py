@@ -47,11 +47,15 @@ def test_windows_hold_neighbors(num_examples, window, epoch):
 
 
 def test_windows_are_shuffled_inside_and_among_themselves():
-    found = places(Order(num_examples=240, seed=5, shuffle=True, window=30), 0)
-    firsts = [min(found[i : i + 30]) for i in range(0, 240, 30)]
-    assert firsts != sorted(firsts)
-    offsets = {tuple(x - min(found[i : i + 30]) for x in found[i : i + 30]) for i in range(0, 240, 30)}
-    assert len(offsets) == 8, "each by a permutation of its own"
+    offsets = set()
+    for epoch in range(2):
+        found = places(Order(num_examples=240, seed=5, shuffle=True, window=30), epoch)
+        firsts = [min(found[i : i + 30]) for i in range(0, 240, 30)]
+        assert firsts != sorted(firsts)
+        offsets |= {
+            tuple(x - first for x in found[i : i + 30]) for i, first in zip(range(0, 240, 30), firsts, strict=True)
+        }
+    assert len(offsets) == 16, "each by a permutation of its own, in each epoch"
     assert tuple(range(30)) not in offsets
 
 

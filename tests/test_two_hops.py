@@ -325,6 +325,23 @@ def test_late_hops_are_as_planned(monkeypatch):
     assert rows["data", True] == rows["node", True]
 
 
+def test_late_hops_divide_gradients_once(monkeypatch):
+    """With a loss scale, gradients are divided before they are summed: within a node, and not again between nodes."""
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
+    params = {"stack": {"w": make_params(np.float32)["stack"]["w"]}, "frozen": np.eye(2, dtype=np.float32)}
+    precision = jzero.Precision(compute_dtype="float16", loss_scale=256.0)
+    state = sharded(params, config_of(node_axis="node", precision=precision), node=2, data=3)
+
+    def loss(params, batch):
+        stack = params["stack"]["w"]
+        hidden, _ = lax.scan(lambda h, w: (h + jnp.sin(h @ w), None), batch.astype(stack.dtype), stack)
+        return jnp.square(hidden).astype(jnp.float32).mean()
+
+    _, grads = jax.jit(jzero.value_and_grad(loss))(state, BATCH[:6])
+    want = jax.jit(jax.grad(loss))(params, BATCH[:6])
+    np.testing.assert_allclose(grads["stack"]["w"], want["stack"]["w"], rtol=0.02, atol=2e-3)
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_plan_tells_bytes_by_level(steps):
     """By hand: of a parameter of Ψ padded elements, half of 1/4 crosses nodes per hop, and 3/4 stay within."""

@@ -12,6 +12,13 @@ MUTANTS = [
         "test_data_order.py::test_orders_differ_by_epoch_and_seed_and_are_not_shared",
     ),
     Mutant(
+        "windows_are_shuffled_alike_in_each_epoch",
+        "data/order.py",
+        "_permute(offset, size, (self.seed, epoch, number))",
+        "_permute(offset, size, (self.seed, 0, number))",
+        "test_data_order.py::test_windows_are_shuffled_inside_and_among_themselves",
+    ),
+    Mutant(
         "padding_has_weight",
         "data/pipeline.py",
         "np.array(real, np.float32)]",

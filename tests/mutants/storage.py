@@ -5,6 +5,20 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     # Checkpoints.
     Mutant(
+        "earliest_of_equal_checkpoints_is_best",
+        "checkpoint/retention.py",
+        "key=lambda step: (scores[step], step)",
+        "key=lambda step: (scores[step], -step)",
+        "test_checkpoint_manager.py::test_metrics_that_are_equal_no_numbers_or_not_there",
+    ),
+    Mutant(
+        "earliest_of_equal_checkpoints_are_kept",
+        "checkpoint/retention.py",
+        "ranked.sort(key=lambda info: self.retention.score(info.metrics))",
+        "ranked.sort(key=lambda info: (self.retention.score(info.metrics), -info.step))",
+        "test_checkpoint_manager.py::test_metrics_that_are_equal_no_numbers_or_not_there",
+    ),
+    Mutant(
         "edits_not_saved",
         "checkpoint/leaves.py",
         "if isinstance(master, OnDisk) or bool(_is_edited(on_device(master), on_device(param), leaf)):",

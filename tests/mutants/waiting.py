@@ -73,6 +73,13 @@ MUTANTS = [
         "loss_fn-3",
     ),
     Mutant(
+        "late_hops_divide_again",
+        "engine/late.py",
+        'dataclasses.replace(params["sums"], dtype=None, predivide=1)',
+        'dataclasses.replace(params["sums"], dtype=None)',
+        "test_two_hops.py::test_late_hops_divide_gradients_once",
+    ),
+    Mutant(
         "late_rows_unshifted",
         "engine/loops.py",
         "parts = [row[None], stack[:-1]] if step < 0 else [stack[1:], row[None]]",
