@@ -280,7 +280,7 @@ def test_sigterm_to_one_process_ends_both_at_the_same_step(results, folder):
 
 @of_run("alone")  # the last one: processes are at different places after it
 def test_a_process_that_is_alone_is_told_so(results, folder):
-    told, _ = results
+    told, other = results
     for name, where in (
         ("evaluates", "make_eval_step(small_loss); before that all processes were at"),
         ("saves", "save_checkpoint, which each must call"),
@@ -290,6 +290,11 @@ def test_a_process_that_is_alone_is_told_so(results, folder):
         assert f"Process 0 is at {where}" in told[name]
     assert not (folder / "x").exists()
     assert "process 1 ended" in told["has ended"]
+    (words,) = other["told"]
+    assert words.endswith(told["saves with a manager"].partition(": ")[2])
+    assert "may now wait for them for ever" in words
+    assert "none of them under `if jax.process_index() == 0`" in words
+    assert other["in a collective"] > 1, "in which it was told"
 
 
 def test_a_process_that_dies_while_saving_loses_no_checkpoint(tmp_path):

@@ -8,22 +8,20 @@ failed. The first process of the mesh reads all entries and writes the verdict, 
 of a few hundred bytes per process. So the check finds a process that runs an evaluation instead of a training step as
 fast as one with other settings. If digests differ, up to three processes with different digests send the texts behind
 them, and all processes raise the same message. The others wait for a missing process as long as `check_processes` says,
-or until it has ended.
+or until it has ended; then they raise, and tell it so. It may be in a collective that waits for them, where nothing can
+be raised: a thread in each process looks for such words every few seconds, and logs them.
 """
 
 from __future__ import annotations
 
-import atexit
 import base64
 import collections
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import logging
 import operator
-import os
 import re
 import time
 import zlib
@@ -37,7 +35,7 @@ from jax.sharding import Mesh
 
 from jzero import _compat
 from jzero._compat import DistributedClient
-from jzero.arrays import key_value
+from jzero.arrays import key_value, presence
 from jzero.layout.mesh import AnyMesh
 
 T = TypeVar("T")
@@ -198,7 +196,7 @@ class _Exchange:
         client = _compat.distributed_client()
         if client is not _history.client:
             _history = _History(client)
-            atexit.register(_say_ended, client, jax.process_index(), os.getpid())
+            presence.join(client, jax.process_index())
         number = _history.counts[group] = _history.counts.get(group, 0) + 1
         self.before, _history.last = _history.last, where
         self.client, self.group, self.where, self.wait_s = client, group, where, wait_s
@@ -230,7 +228,7 @@ class _Exchange:
             verdict = self._fetch({first: "complaint"}, time.monotonic() + self.wait_s).get(first)
         if verdict:
             self._publish(f"heard/{self.me}", True)
-        return str(self._missing([first])) if verdict is None else verdict
+        return self._give_up([first]) if verdict is None else verdict
 
     def _compare_all(self, mine: _Message, parts: Parts, deadline: float) -> str:
         others = self._fetch({i: f"entry/{i}" for i in self.group[1:]}, deadline, until_failure=True)
@@ -244,7 +242,7 @@ class _Exchange:
         elif any(message.where != self.where for message in entries.values()):
             complaint = str(_describe_elsewhere(entries))
         elif len(entries) < len(self.group):
-            complaint = str(self._missing([i for i in self.group if i not in entries]))
+            complaint = self._give_up([i for i in self.group if i not in entries])
         elif len(opinions) > 1:
             key, complaint = "complaint", self._explain(parts, list(opinions.values())[:3])
         self._publish(key, complaint)
@@ -284,35 +282,28 @@ class _Exchange:
             missing = [i for i in keys if i not in received]
             if not missing or is_last or (until_failure and any(message["failure"] for message in received.values())):
                 return received
-            is_last = time.monotonic() >= deadline or bool(self._gone(missing))
+            is_last = time.monotonic() >= deadline or bool(presence.ended(self.client, missing))
             if time.monotonic() > said_so:
                 said_so = deadline
                 logging.getLogger("jzero").warning("Waiting for %s. %s", _names(missing), self._here())
 
-    def _gone(self, processes: Sequence[int]) -> list[int]:
-        return [i for i in processes if key_value.get(self.client, _ended_key(i)) is not None]
-
     def _here(self) -> str:
         return f"Process {self.me} is at {self.where}; before that all processes were at {self.before}."
 
+    def _give_up(self, missing: Sequence[int]) -> str:
+        """Returns the complaint about processes that did not come, and tells them."""
+        complaint = str(self._missing(missing))
+        presence.give_up(self.client, missing, complaint)
+        return complaint
+
     def _missing(self, missing: Sequence[int]) -> ValueError:
-        gone = self._gone(missing)
+        gone = presence.ended(self.client, missing)
         how = f"{_names(gone)} ended" if gone else f"{_names(missing)} did not come within {self.wait_s:g} s"
         return ValueError(
             f"The processes are not at the same place of the program: {how}. {self._here()} Every process must make "
-            "the same calls of jzero in the same order, with batches of the same shapes. If one may come later, say "
-            "how many seconds to wait, such as `check_processes=3600`."
+            "the same calls of jzero in the same order, none of them under `if jax.process_index() == 0`, with batches "
+            "of the same shapes. If one may come later, say how many seconds to wait, such as `check_processes=3600`."
         )
-
-
-def _ended_key(process: int) -> str:
-    return f"jzero/ended/{process}"
-
-
-def _say_ended(client: DistributedClient, process: int, pid: int) -> None:
-    if os.getpid() == pid and client is _compat.distributed_client():  # neither in a fork, nor after it was closed
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            key_value.put(client, _ended_key(process), "")
 
 
 def _describe_failed(entries: Mapping[int, _Message]) -> ValueError:

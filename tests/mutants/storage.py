@@ -5,6 +5,13 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     # Checkpoints.
     Mutant(
+        "processes_that_are_given_up_are_not_told",
+        "arrays/processes.py",
+        "        presence.give_up(self.client, missing, complaint)\n",
+        "",
+        "test_multiprocess.py::test_a_process_that_is_alone_is_told_so",
+    ),
+    Mutant(
         "earliest_of_equal_checkpoints_is_best",
         "checkpoint/retention.py",
         "key=lambda step: (scores[step], step)",
