@@ -35,6 +35,14 @@ MUTANTS = [
         "[3]",
     ),
     Mutant(
+        "arguments_that_an_optimizer_refuses_are_errors",
+        "update/extra_args.py",
+        "if found is None or found[1] in given or found[1] not in extra:",
+        "if True:",
+        "test_extra_args.py::test_a_part_of_an_optimizer_gets_the_arguments_that_it_takes",
+        "nested",
+    ),
+    Mutant(
         "attempts_to_call_an_optimizer_leave_effects",
         "update/extra_args.py",
         "return jax.jit(lambda: _update(tx, grads, state, params, extra, refused), inline=True)()  # noqa: B023",
@@ -72,7 +80,7 @@ MUTANTS = [
     Mutant(
         "optimizer_not_told_the_loss",
         "update/extra_args.py",
-        'return {"value": value, "grad": grads} if takes and value is not None else {}',
+        'return {} if value is None else {"value": value, "grad": grads}',
         "return {}",
         "test_extra_args.py::test_a_train_step_hands_over_the_loss_and_the_gradients",
         "plateau",
