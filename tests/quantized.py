@@ -44,7 +44,7 @@ def numpy_rounded(x, dim, kind="int8", num_stacked=0):
     for row, new in zip(rows, out, strict=True):
         for start in range(0, rows.shape[1], b):
             block = row[start : start + b]
-            scale = short(np.max(np.abs(block)) * np.float32(1 / top))
+            scale = min(short(np.max(np.abs(block)) * np.float32(1 / top)), np.float32(2.0**128 - 2.0**112))
             if np.max(np.abs(block)) > 1e-30:
                 new[start : start + b] = nearest(block * (np.float32(1) / scale), kind) * scale
     return np.moveaxis(out.reshape(y.shape), num_stacked, dim)

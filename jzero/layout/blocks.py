@@ -9,6 +9,9 @@ are one array, so each hop is one collective, and whatever can slice an array ca
     s = max|x| · fp32(1/q), to 16 bits   q = 127, or 7 for int4; NaN if any x is not finite
     z = clip(round(x · (1/s)), -q, q)    to nearest, half to even; x̂ = z · s
 
+Both x and s enter z as quarters, which changes no bit: of the largest numbers, 1/s itself would be below the least
+normal number, which devices may take for zero.
+
 A product by fp32(1/q), since XLA divides by a constant, or multiplies by its inverse, depending on the array's size:
 one bit of the scale would depend on the number of devices. A block with max|x| <= 1e-30 is zero: 1/s would overflow.
 A scale has 16 bits, so that 127 · s is exact: rounding what was rounded before, in fp32 or 16 bits, gives the same
@@ -34,6 +37,8 @@ BLOCK = {"int8": 256, "int4": 256, "nf4": 64}
 LEAST = 32
 """Fewest elements beside the cut dimension that are rounded: below, scales cost as much as the integers save."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "nf4": 1.0}
+_LARGEST_SCALE = np.float32(2.0**128 - 2.0**112)
+"""The largest number of 16 bits. That of fp32 would be rounded to infinity."""
 NF4 = (
     *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),
     *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
@@ -71,10 +76,10 @@ def pack(x: jax.Array, dim: int, num_stacked: int, kind: str) -> jax.Array:
     top = _LARGEST[kind]
     most = jnp.max(jnp.abs(y), axis=-1)
     scale = lax.reduce_precision(most * np.float32(1 / top), exponent_bits=8, mantissa_bits=15)
-    scale = jnp.where(most > 1e-30, scale, 0)
+    scale = jnp.where(most > 1e-30, jnp.minimum(scale, _LARGEST_SCALE), 0)
     scale = jnp.where(jnp.isfinite(y).all(axis=-1), scale, jnp.nan)  # a maximum may drop NaN
-    inverse = jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)[..., None]
-    z = jnp.where(jnp.isfinite(y), y, 0) * inverse
+    inverse = jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale / 4, 1), 0)[..., None]
+    z = jnp.where(jnp.isfinite(y), y / 4, 0) * inverse
     z = _nearest_level(z) if kind == "nf4" else jnp.clip(jnp.round(z), -top, top).astype(jnp.int8)
     if kind != "int8":  # two to a byte, by hand: compilers differ in how they pack
         z = (z[..., : b // 2] & 15) | (z[..., b // 2 :] << 4)
