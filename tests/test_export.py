@@ -132,6 +132,23 @@ def test_a_file_beside_an_index_of_other_files(tmp_path):
     assert all(float(jzero.load_params(state, path).params["w"][0]) == value for path, value in named.items())
     index.write_text('{"weight_map": {"w": "model.safetensors"}}')
     assert float(jzero.load_params(state, tmp_path).params["w"][0]) == 1
+    # Whatever lies beside the names that `transformers` reads.
+    (tmp_path / "consolidated.safetensors.index.json").write_text("[]")
+    assert float(jzero.load_params(state, tmp_path).params["w"][0]) == 1
+    index.unlink()
+    assert float(jzero.load_params(state, tmp_path).params["w"][0]) == 1
+
+
+def test_parts_need_their_index_and_an_index_its_parts(tmp_path):
+    state = sharded(jzero.TrainState.create(params={"w": jnp.full(8, 2.0)}, tx=optax.sgd(0.1)), 1)
+    part = tmp_path / "model-00001-of-00002.safetensors"
+    save_file({"w": np.zeros(8, np.float32)}, part)
+    with pytest.raises(jzero.CheckpointError, match=r"parts .* with their index, .*: it has \['model-00001-of-00002"):
+        jzero.load_params(state, tmp_path)
+    where = {"w": part.name, "v": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(jzero.CheckpointError, match=r"not there: \['model-00002-of-00002\.safetensors'\]"):
+        jzero.load_params(state, tmp_path)
 
 
 def test_several_files_with_an_index(tmp_path):

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,8 @@ CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
+PART = re.compile(r"-\d+-of-(?!0*1\.)\d+\.safetensors$")
+"""What the names of parts end with, if there are several."""
 LFS_POINTER = b"version https://git-lfs"
 METADATA = "__metadata__"
 """The key of the header that no tensor may use."""
@@ -304,25 +307,7 @@ def _open(path: epath.Path) -> tuple[dict[str, Any], np.ndarray]:
 def _files(path: epath.Path) -> dict[epath.Path, list[str] | None]:
     """Returns the files to read, and for each the tensors to read; `None` for all."""
     if path.is_dir():
-        indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
-        files = indices or sorted(path.glob(f"*{SUFFIX}"))
-        pickles = sorted(x.name for pattern in PICKLES for x in path.glob(pattern))
-        if not files and pickles:
-            raise CheckpointError(
-                f"{path} holds only pickles: {pickles}. Reading one runs the code in it, so jzero never does: fetch "
-                "the model's safetensors files, or make some by `save_pretrained` of `transformers`."
-            )
-        if len(files) != 1:
-            raise CheckpointError(
-                f"{path} must hold one safetensors file, or several with one index: it has {[x.name for x in files]}."
-            )
-        path = files[0]
-        single = path.with_name(path.name.removesuffix(INDEX_SUFFIX) + SUFFIX)
-        if indices and single.exists() and single not in _files(path):
-            raise CheckpointError(
-                f"{path.parent} holds two models: the file {single.name}, and the files that {path.name} lists. Name "
-                "the file or the index, or remove the older one."
-            )
+        path = _published(path)
     if not path.exists():
         raise CheckpointError(f"There is no file {path}.")
     if not path.name.endswith(INDEX_SUFFIX):
@@ -333,4 +318,34 @@ def _files(path: epath.Path) -> dict[epath.Path, list[str] | None]:
             held.setdefault(path.parent / file, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files ({error}).") from error
+    if missing := [file.name for file in held if not file.exists()]:
+        raise CheckpointError(f"{path} lists files that are not there: {missing}. Fetch them.")
     return {**held}
+
+
+def _published(folder: epath.Path) -> epath.Path:
+    """Returns the file of a folder's model, or its index.
+
+    The names that `transformers` reads come first: what lies beside them, such as `consolidated.safetensors`, is the
+    same model in another form. Without such a name there must be one index, or one file.
+    """
+    named = [path for path in (folder / f"model{INDEX_SUFFIX}", folder / f"model{SUFFIX}") if path.exists()]
+    files = named[:1] or sorted(folder.glob(f"*{INDEX_SUFFIX}")) or sorted(folder.glob(f"*{SUFFIX}"))
+    pickles = sorted(x.name for pattern in PICKLES for x in folder.glob(pattern))
+    if not files and pickles:
+        raise CheckpointError(
+            f"{folder} holds only pickles: {pickles}. Reading one runs the code in it, so jzero never does: fetch the "
+            "model's safetensors files, or make some by `save_pretrained` of `transformers`."
+        )
+    if len(files) != 1 or PART.search(files[0].name):
+        raise CheckpointError(
+            f"{folder} must hold one safetensors file, or the parts of one with their index, model{INDEX_SUFFIX}: it "
+            f"has {[x.name for x in files]}. Fetch what is missing, or name one of them."
+        )
+    single = folder / (files[0].name.removesuffix(INDEX_SUFFIX) + SUFFIX)
+    if files[0].name.endswith(INDEX_SUFFIX) and single.exists() and single not in _files(files[0]):
+        raise CheckpointError(
+            f"{folder} holds two models: the file {single.name}, and the files that {files[0].name} lists. Name the "
+            "file or the index, or remove the older one."
+        )
+    return files[0]

@@ -80,8 +80,15 @@ MUTANTS = [
     Mutant(
         "file_beside_an_index_ignored",
         "checkpoint/safetensors_files.py",
-        "if indices and single.exists()",
-        "if not indices and single.exists()",
+        "and single.exists() and single not in",
+        "and not single.exists() and single not in",
+        "test_export.py::test_a_file_beside_an_index_of_other_files",
+    ),
+    Mutant(
+        "any_index_is_the_models",
+        "checkpoint/safetensors_files.py",
+        "files = named[:1] or sorted(",
+        "files = sorted(",
         "test_export.py::test_a_file_beside_an_index_of_other_files",
     ),
     Mutant(
