@@ -33,6 +33,7 @@ STRETCHED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+BIASED = {"attention_bias": True, "mlp_bias": True}
 LOCAL = {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 4}
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 
@@ -47,7 +48,7 @@ def rotary(theta: float, **scaling: Any) -> dict[str, dict[str, Any]]:
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False, **rotary(1e4)},
-    "llama3": {"model_type": "llama", "tie_word_embeddings": True, **rotary(5e5, **STRETCHED)},
+    "llama3": {"model_type": "llama", "tie_word_embeddings": True, **BIASED, **rotary(5e5, **STRETCHED)},
     "mistral": {"model_type": "mistral", "head_dim": 10, "sliding_window": 4, **rotary(1e6)},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, **rotary(1e6, rope_type="linear", factor=2.0)},
     "qwen3": {"model_type": "qwen3", "head_dim": 10, "tie_word_embeddings": False, **rotary(1e6)},

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jzero.hf
+from jzero.pretrained.config import COMMON, FAMILIES
 from tests.hf_models import SIZES, STRETCHED
 
 LLAMA = {"model_type": "llama", **SIZES}
@@ -51,7 +52,19 @@ def test_windows_are_those_of_the_family(tmp_path):
     some = read(tmp_path, model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=2)
     assert some.windows == (None, None, 8)
     types = ["full_attention", "sliding_attention", "full_attention"]
+    assert read(tmp_path, model_type="mistral", sliding_window=8, layer_types=types).windows == (None, 8, None)
     assert read(tmp_path, model_type="gemma2", sliding_window=8, layer_types=types).windows == (None, 8, None)
+
+
+def test_a_family_reads_its_own_fields_only(tmp_path):
+    """As `transformers` does: others change nothing, whatever their values."""
+    every = {name: value for family in FAMILIES.values() for name, value in family.items() if name not in COMMON}
+    others = {name: 0.1 if isinstance(value, float) else 7 for name, value in every.items()}
+    for family, own in FAMILIES.items():
+        plain = read(tmp_path, model_type=family, head_dim=6)
+        ignored = {name: value for name, value in others.items() if name not in own}
+        assert {"llama": 9, "gemma2": 6}.get(family, 3) <= len(ignored)
+        assert read(tmp_path, model_type=family, head_dim=6, **ignored) == plain, family
 
 
 @pytest.mark.parametrize(
@@ -64,7 +77,8 @@ def test_windows_are_those_of_the_family(tmp_path):
         ),
         ({"rope_scaling": {"type": "linear"}}, r"`rope_scaling` .* lacks factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "`quantization_config` .*gptq"),
-        ({"attention_bias": True}, r"`attention_bias` .* is True"),
+        ({"is_causal": False}, r"`is_causal` .* is False"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, r"`use_bidirectional_attention` .* is True"),
         ({"hidden_act": "relu"}, "`hidden_act` .*'relu'"),
         ({"partial_rotary_factor": 0.5}, r"`partial_rotary_factor` .* is 0\.5"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, r"`layer_types` .* 3 layers"),

@@ -312,10 +312,13 @@ def test_a_step_is_reckoned_to_take_what_one_of_the_decoder_that_trains_does():
     assert ours.peak == pytest.approx(theirs.peak, rel=0.05)
 
 
-def test_a_folder_says_its_sizes_itself(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_says_its_sizes_itself(ask, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(COUNTS["qwen2"]["config"]))
     assert "does not take `--layers`" in message_of("estimate --model . --layers 3 --devices 2")
+    # What `load_params` cannot compute, but has the same sizes.
+    other = {"rope_scaling": {"type": "yarn", "factor": 4.0}, "hidden_act": "relu", "quantization_config": {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(COUNTS["qwen2"]["config"] | other))
+    assert ask("plan --model . --devices 3")["num_params"] == COUNTS["qwen2"]["parameters"]
 
 
 # Users' models.

@@ -124,12 +124,14 @@ class Layer(nn.Module):
         scores = jnp.where(visible, _cap(scores, config.attn_softcap), -1e30)
         shares = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         y = jnp.einsum("bkgst,btkc->bskgc", shares, v).reshape(num_rows, num_tokens, -1)  # [B, S, H C]
-        return self._project("o", y, config.d_model), cache
+        return self._project("o", y, config.d_model, bias=config.o_bias), cache
 
     def _mlp(self, x: jax.Array) -> jax.Array:
-        gate, up = (self._project(name, x, self.config.d_hidden) for name in ("gate", "up"))  # [B, S, F]
-        gate = nn.gelu(gate, approximate=True) if self.config.gelu else nn.silu(gate)
-        return self._project("down", gate * up, self.config.d_model)
+        config = self.config
+        both = (self._project(name, x, config.d_hidden, bias=config.mlp_bias) for name in ("gate", "up"))
+        gate, up = both  # [B, S, F]
+        gate = nn.gelu(gate, approximate=True) if config.gelu else nn.silu(gate)
+        return self._project("down", gate * up, config.d_model, bias=config.mlp_bias)
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         return Norm(self.config, name=name)(x)

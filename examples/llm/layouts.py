@@ -19,7 +19,7 @@ TENSOR_SPECS = {  # over which devices exchange activations twice a layer: behin
     r"embed/embedding": P("model"),
     r"head/kernel": P(None, "model"),
     r"layers/(q|k|v|gate|up)/kernel": P(None, None, "model"),
-    r"layers/(q|k|v)/bias": P(None, "model"),
+    r"layers/(q|k|v|gate|up)/bias": P(None, "model"),
     r"layers/(o|down)/kernel": P(None, "model"),
 }
 

@@ -82,6 +82,7 @@ def count(config: ModelConfig) -> int:
     per_layer = config.d_model * (2 + 2 * config.post_norms)  # norms
     per_layer += 2 * config.d_model * (config.num_heads + config.num_kv_heads) * config.head_dim
     per_layer += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.qkv_bias
+    per_layer += config.d_model * config.o_bias + (2 * config.d_hidden + config.d_model) * config.mlp_bias
     per_layer += 2 * config.head_dim * config.qk_norm + 3 * config.d_model * config.d_hidden
     embeddings = (1 if config.tied else 2) * config.vocab_size * config.d_model
     return embeddings + config.num_layers * per_layer + config.d_model

@@ -16,7 +16,7 @@ from jzero.cli.decoder import ADAPTERS, make_loss, make_state
 from jzero.cli.request import Request
 from jzero.cli.sizes import OPTIONS, model_sizes
 from jzero.cli.user_model import UserModel, load_model
-from jzero.pretrained.config import ModelConfig, read_config
+from jzero.pretrained.config import ModelConfig, read_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ def load_source(request: Request) -> Source:
 
     Raises:
       ValueError: None is, or several are, or an option is not for this kind of model; or as `load_model`,
-        `read_config` and `model_sizes` do.
+        `read_sizes` and `model_sizes` do.
     """
     models = {"MODULE:FUNCTION": request.model, "--model": request.folder, "--params": request.params}
     if len(named := [name for name, value in models.items() if value is not None]) != 1:
@@ -54,7 +54,7 @@ def load_source(request: Request) -> Source:
         return _decoder(request, request.params, model_sizes(request.params, request.sizes))
     if request.sizes:
         _refuse(request.sizes, f"`config.json` in {request.folder} says the sizes", "`--params`")
-    return _decoder(request, pathlib.Path(request.folder).resolve().name, read_config(request.folder))
+    return _decoder(request, pathlib.Path(request.folder).resolve().name, read_sizes(request.folder))
 
 
 def _of_user(request: Request, name: str) -> Source:

@@ -17,34 +17,56 @@ from etils import epath
 CONFIG = "config.json"
 OWN_MODEL = "For another model, pass `jzero.load_params` a `jzero.Mapping` of your own."
 
+COMMON = frozenset(
+    (
+        *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+        *("dtype", "torch_dtype", "quantization_config", "is_causal"),
+    )
+)
+"""The fields that every family reads."""
+_QWEN: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
+}
+_WINDOWED_GEMMA: dict[str, Any] = {
+    **_GEMMA,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 4096},
-    "qwen2": {"max_window_layers": 28},
-    "qwen3": {"max_window_layers": 28, "head_dim": 128},
-    "gemma": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
-    "gemma2": {
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 2,
-    },
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "mistral": {"num_key_value_heads": 8, "hidden_act": "silu", "sliding_window": 4096, "layer_types": None},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128, "attention_bias": False},
+    "gemma": {**_GEMMA, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {**_WINDOWED_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
+        **_WINDOWED_GEMMA,
+        "final_logit_softcapping": None,
         "sliding_window_pattern": 6,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
 }
-"""The known values of `model_type`, each with the fields whose defaults are its own."""
+"""The known values of `model_type`, each with the fields that it alone reads, or that have a default of its own.
+
+What a family does not read is not looked at: `transformers` ignores a soft cap in a Llama, too.
+"""
 
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}
 ROTARY = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
@@ -69,6 +91,8 @@ class ModelConfig:
       tied: Whether the embedding is also the head.
       gelu: Whether feed-forward blocks use GELU's tanh form, not SiLU.
       qkv_bias: Whether queries, keys and values have biases.
+      o_bias: Whether the projection behind attention has one.
+      mlp_bias: Whether feed-forward blocks have biases.
       qk_norm: Whether queries and keys are normalized per head.
       unit_norm: Whether norms multiply by `1 + scale`, as Gemma's do.
       post_norms: Whether attention and feed-forward blocks end with a norm.
@@ -93,6 +117,8 @@ class ModelConfig:
     tied: bool
     gelu: bool
     qkv_bias: bool
+    o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool
     unit_norm: bool
     post_norms: bool
@@ -129,11 +155,29 @@ def read_config(path: Any) -> ModelConfig:
       >>> config.head_dim, config.tied, config.windows
       (6, False, (None, None, None))
     """
+    config, refused = _read(path)
+    if refused:
+        raise refused[0]
+    return config
+
+
+def read_sizes(path: Any) -> ModelConfig:
+    """Returns the sizes of a published model, even if `read_config` refuses what its numbers are computed by.
+
+    Kinds of rotary embeddings, activations and attention that jzero does not know change no shape; here they are those
+    of the family.
+    """
+    return _read(path)[0]
+
+
+def _read(path: Any) -> tuple[ModelConfig, list[ValueError]]:
+    """Returns the configuration, and an error for each field whose value would change the model's numbers."""
     file, raw = read_fields(path)
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"`model_type` in {file} must be one of {', '.join(FAMILIES)}: got {kind!r}. {OWN_MODEL}")
-    fields = _Fields(file, {**FAMILIES[kind], **raw})
+    own = FAMILIES[kind]
+    fields = _Fields(file, {**own, **{name: value for name, value in raw.items() if name in own or name in COMMON}})
     fields.check_known()
     num_layers, d_model = fields.size("num_hidden_layers"), fields.size("hidden_size")
     num_heads = fields.size("num_attention_heads")
@@ -142,10 +186,10 @@ def read_config(path: Any) -> ModelConfig:
         raise ValueError(f"`head_dim` in {file} must be even, since rotations are of pairs: got {head_dim}.")
     types = fields.layer_types(num_layers)
     frequencies = {name: fields.frequencies(name, head_dim) for name in dict.fromkeys(types)}
-    uses_window = fields.get("use_sliding_window") or kind not in ("qwen2", "qwen3")
-    window = fields.get("sliding_window") if uses_window else None
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     gemma = kind.startswith("gemma")
-    return ModelConfig(
+    attention_bias = bool(fields.get("attention_bias"))
+    config = ModelConfig(
         model_type=kind,
         vocab_size=fields.size("vocab_size"),
         d_model=d_model,
@@ -157,18 +201,21 @@ def read_config(path: Any) -> ModelConfig:
         eps=fields.get("rms_norm_eps", 1e-6),
         tied=bool(fields.get("tie_word_embeddings")),
         gelu=fields.gelu(),
-        qkv_bias=kind == "qwen2",
+        qkv_bias=attention_bias or kind == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=bool(fields.get("mlp_bias")),
         qk_norm=kind in ("qwen3", "gemma3_text"),
         unit_norm=gemma,
         post_norms=kind in ("gemma2", "gemma3_text"),
         embed_scale=d_model**0.5 if gemma else 1.0,
         attn_scale=(fields.get("query_pre_attn_scalar") or head_dim) ** -0.5,
-        attn_softcap=fields.get("attn_logit_softcapping") if kind == "gemma2" else None,
+        attn_softcap=fields.get("attn_logit_softcapping"),
         final_softcap=fields.get("final_logit_softcapping"),
         inverse_frequencies=tuple(frequencies[name] for name in types),
         windows=tuple(window if name == SLIDING else None for name in types),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
     )
+    return config, fields.refused
 
 
 def read_fields(path: Any) -> tuple[epath.Path, dict[str, Any]]:
@@ -195,6 +242,7 @@ class _Fields:
     def __init__(self, file: epath.Path, fields: Mapping[str, Any]) -> None:
         self.file, self.given = file, fields
         self.kind: str = fields["model_type"]
+        self.refused: list[ValueError] = []
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.given.get(name, default)
@@ -205,56 +253,55 @@ class _Fields:
             raise ValueError(f"`{name}` in {self.file} must be a positive whole number: got {value!r}.")
         return value
 
-    def reject(self, name: str, value: Any, allowed: str) -> ValueError:
-        return ValueError(
-            f"`{name}` in {self.file} is {value!r}, but of {self.kind} jzero knows {allowed}. {OWN_MODEL}"
-        )
+    def refuse(self, name: str, value: Any, allowed: str) -> None:
+        text = f"`{name}` in {self.file} is {value!r}, but of {self.kind} jzero knows {allowed}. {OWN_MODEL}"
+        self.refused.append(ValueError(text))
 
     def check_known(self) -> None:
-        """Raises if a field asks for what `ModelConfig` cannot say."""
+        """Refuses what `ModelConfig` cannot say."""
         if (value := self.get("quantization_config")) is not None:
-            raise self.reject("quantization_config", value, "weights of floating-point numbers only: fetch those")
-        for name in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
-            if value := self.get(name):
-                raise self.reject(name, value, "models without it only")
+            self.refuse("quantization_config", value, "weights of floating-point numbers only: fetch those")
+        for name, known in {"is_causal": True, "use_bidirectional_attention": False}.items():
+            if (value := self.get(name)) not in (None, known):
+                self.refuse(name, value, f"{known} only")
 
     def gelu(self) -> bool:
-        name = "hidden_activation" if self.kind in ("gemma2", "gemma3_text") else "hidden_act"
-        value = self.get(name, "silu")
+        name = "hidden_act" if "hidden_act" in self.given else "hidden_activation"
+        value = self.get(name)
         if value == "gelu" and self.kind == "gemma":  # the first releases said so, and meant the other one
             return True
         if value not in ACTIVATIONS:
-            raise self.reject(name, value, " and ".join(ACTIVATIONS))
-        return ACTIVATIONS[value]
+            self.refuse(name, value, " and ".join(ACTIVATIONS))
+        return ACTIVATIONS.get(value, False)
 
     def layer_types(self, num_layers: int) -> list[str]:
         """Returns which kind of attention each layer has."""
-        if self.kind in ("llama", "gemma", "mistral"):
-            return [SLIDING if self.kind == "mistral" else FULL] * num_layers
-        types = self.get("layer_types")
-        if types is None and self.kind in ("qwen2", "qwen3"):
-            return [SLIDING if i >= self.get("max_window_layers") else FULL for i in range(num_layers)]
-        if types is None:
-            return [SLIDING if (i + 1) % self.get("sliding_window_pattern") else FULL for i in range(num_layers)]
-        if len(types) != num_layers or not {*types} <= {FULL, SLIDING}:
-            raise self.reject("layer_types", types, f"{num_layers} layers, each {FULL} or {SLIDING}")
-        return list(types)
+        if "sliding_window" not in self.given:
+            return [FULL] * num_layers
+        if (types := self.get("layer_types")) is not None:
+            if len(types) == num_layers and {*types} <= {FULL, SLIDING}:
+                return list(types)
+            self.refuse("layer_types", types, f"{num_layers} layers, each {FULL} or {SLIDING}")
+        first = self.get("max_window_layers", 0)
+        period = 2 if self.kind == "gemma2" else self.get("sliding_window_pattern", num_layers + 1)
+        return [SLIDING if i >= first and (i + 1) % period else FULL for i in range(num_layers)]
 
     def frequencies(self, layer_type: str, head_dim: int) -> tuple[float, ...]:
         """Returns the angles per position in layers of a kind, one per pair of dimensions: `[head_dim / 2]`."""
         name, rotary = self._rotary(layer_type)
         if (part := rotary.get("partial_rotary_factor", self.get("partial_rotary_factor")) or 1.0) != 1.0:
-            raise self.reject("partial_rotary_factor", part, "1.0")
+            self.refuse("partial_rotary_factor", part, "1.0")
         base = rotary.get("rope_theta") or self.get("rope_theta") or 1e4
         freq = float(base) ** -(np.arange(0, head_dim, 2) / head_dim)
         kind = rotary.get("rope_type", rotary.get("type", "default"))
         if kind not in ROTARY:
-            raise self.reject(f"{name}.rope_type", kind, f"{', '.join(ROTARY)}")
-        if missing := [key for key in ROTARY[kind] if rotary.get(key) is None]:
-            raise ValueError(f"`{name}` in {self.file} lacks {', '.join(missing)}, which its kind {kind!r} needs.")
-        if kind == "linear":
+            self.refuse(f"{name}.rope_type", kind, f"{', '.join(ROTARY)}")
+        elif missing := [key for key in ROTARY[kind] if rotary.get(key) is None]:
+            text = f"`{name}` in {self.file} lacks {', '.join(missing)}, which its kind {kind!r} needs."
+            self.refused.append(ValueError(text))
+        elif kind == "linear":
             freq = freq / rotary["factor"]
-        if kind == "llama3":  # long waves are stretched, short ones stay, those between are a mixture
+        elif kind == "llama3":  # long waves are stretched, short ones stay, those between are a mixture
             before = rotary.get("original_max_position_embeddings") or self.size("max_position_embeddings")
             low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
             share = np.clip((before * freq / (2 * np.pi) - low) / (high - low), 0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jzero.pretrained.config import FAMILIES, read_config, read_fields
+from jzero.pretrained.config import FAMILIES, read_fields, read_sizes
 from jzero.pretrained.presets import tensor_shapes
 
 COMPANIONS = (
@@ -41,4 +41,4 @@ def companions(folder: Any, dtype: str | None) -> dict[str, bytes]:
 def known_shapes(folder: Any) -> dict[str, tuple[int, ...]] | None:
     """Returns the shapes of a published model's tensors by its `config.json`; `None` for an unknown family."""
     _, fields = read_fields(folder)
-    return tensor_shapes(read_config(folder)) if fields.get("model_type") in FAMILIES else None
+    return tensor_shapes(read_sizes(folder)) if fields.get("model_type") in FAMILIES else None

@@ -24,7 +24,8 @@ def _decoder(norms: dict[str, str]) -> Mapping:
             "norm/scale": From("model.norm.weight"),
             "head/kernel": From("lm_head.weight", TRANSPOSED),
             **{f"layers/{x}/kernel": From(f"{LAYER}self_attn.{x}_proj.weight", TRANSPOSED) for x in "qkvo"},
-            **{f"layers/{x}/bias": From(f"{LAYER}self_attn.{x}_proj.bias") for x in "qkv"},
+            **{f"layers/{x}/bias": From(f"{LAYER}self_attn.{x}_proj.bias") for x in "qkvo"},
+            **{f"layers/{x}/bias": From(f"{LAYER}mlp.{x}_proj.bias") for x in ("gate", "up", "down")},
             **{f"layers/{x}_norm/scale": From(f"{LAYER}self_attn.{x}_norm.weight") for x in "qk"},
             **{f"layers/{x}/kernel": From(f"{LAYER}mlp.{x}_proj.weight", TRANSPOSED) for x in ("gate", "up", "down")},
             **{f"layers/{x}/scale": From(f"{LAYER}{name}.weight") for x, name in norms.items()},
@@ -114,5 +115,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     tensors = {f"{name}.weight": shape for name, shape in layer.items()}
     if config.qkv_bias:
         tensors |= {f"self_attn.{x}_proj.bias": (q if x == "q" else kv,) for x in "qkv"}
+    if config.o_bias:
+        tensors["self_attn.o_proj.bias"] = (width,)
+    if config.mlp_bias:
+        tensors |= {f"mlp.{x}_proj.bias": (width if x == "down" else hidden,) for x in ("gate", "up", "down")}
     layers = range(config.num_layers)
     return outer | {f"model.layers.{i}.{name}": shape for i in layers for name, shape in tensors.items()}

@@ -18,7 +18,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 GIVEN = {
-    "llama": SIZES,
+    "llama": SIZES | {"attention_bias": True, "mlp_bias": True},
     "mistral": SIZES | {"head_dim": 10, "num_key_value_heads": 3},
     "qwen2": SIZES | {"tie_word_embeddings": True},
     "qwen3": SIZES | {"head_dim": 8},

@@ -42,6 +42,28 @@ MUTANTS = [
         "test_mapping.py::test_sections_orders_shapes_and_stacks",
     ),
     Mutant(
+        "families_read_fields_of_others",
+        "pretrained/config.py",
+        "if name in own or name in COMMON}",
+        "}",
+        "test_hf_config.py::test_a_family_reads_its_own_fields_only",
+    ),
+    Mutant(
+        "an_estimate_refuses_what_cannot_be_computed",
+        "pretrained/config.py",
+        "    return _read(path)[0]",
+        "    return read_config(path)",
+        "test_memory_story.py::test_a_folder_says_its_sizes_itself",
+    ),
+    Mutant(
+        "largest_nf4_scale_overflows",
+        "layout/blocks.py",
+        "jnp.minimum(scale, _LARGEST_SCALE)",
+        "scale",
+        "test_quantized_blocks.py::test_blocks_are_those_of_the_definition",
+        "nf4",
+    ),
+    Mutant(
         "nf4_levels_are_even",
         "layout/blocks.py",
         '_levels(z) if kind == "nf4"',
