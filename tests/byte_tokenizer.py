@@ -63,8 +63,11 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < USER).decode(errors="replace")
 
 
-def tokenizer_of_transformers(chat_template: str) -> Any:
-    """Returns such a tokenizer by `transformers`, with this template; skips the test where that is not installed."""
+def tokenizer_of_transformers(chat_template: str, *, ends: bool = False) -> Any:
+    """Returns such a tokenizer by `transformers`, with this template; skips the test where that is not installed.
+
+    With `ends`, it ends each text itself.
+    """
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -73,6 +76,9 @@ def tokenizer_of_transformers(chat_template: str) -> Any:
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=NUM_TOKENS, special_tokens=special, initial_alphabet=alphabet)
     made.train_from_iterator([], trainer)
+    if ends:
+        special = [("</s>", made.token_to_id("</s>"))]
+        made.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=special)
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
     wrapped.chat_template = chat_template
     return wrapped

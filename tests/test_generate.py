@@ -14,12 +14,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from tests import hf_models
+from tests import byte_tokenizer, hf_models
 from tests.example_runs import EXAMPLES
 from tests.tiers import default_for
 
 sys.path.insert(0, str(EXAMPLES / "llm"))
 import decoder
+import generate as generate_file
 import generation
 import layouts
 from generation import Sampling, generate, left_padded
@@ -116,9 +117,44 @@ def test_top_k_and_top_p_choose_among_the_likeliest():
     np.testing.assert_allclose(drawn(temperature=1.0, top_k=2), np.array([4, 3, 0, 0, 0]) / 7, atol=0.08)
     np.testing.assert_allclose(drawn(temperature=1.0, top_p=0.75), np.array([40, 30, 15, 0, 0]) / 85, atol=0.08)
     np.testing.assert_allclose(drawn(temperature=1.0, top_p=0.39), [1, 0, 0, 0, 0], err_msg="at least one")
+    np.testing.assert_allclose(drawn(temperature=1.0, top_p=0.0), [1, 0, 0, 0, 0])
+    np.testing.assert_allclose(drawn(temperature=1.0, top_k=9), shares, atol=0.08, err_msg="more than there are")
     np.testing.assert_allclose(drawn(temperature=0.0), [1, 0, 0, 0, 0])
     cold = shares**4 / (shares**4).sum()
     np.testing.assert_allclose(drawn(temperature=0.25), cold, atol=0.08)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({"temperature": value} for value in (-1.0, 1e-9, float("inf"), float("nan"))),
+        *({"top_p": value} for value in (-0.1, 1.5, float("nan"))),
+        {"top_k": 0},
+        {"num_tokens": 0},
+    ],
+)
+def test_options_that_mean_nothing_are_refused(bad):
+    ((name, value),) = bad.items()
+    with pytest.raises(ValueError, match=rf"`{name}` must be .*: got {value}"):
+        Sampling(**{"num_tokens": 1, **bad})
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"prompt must have tokens .*number 1"):
+        left_padded([[3], []], jax.random.key(0))
+
+
+def test_answers_end_where_those_of_transformers_do(tmp_path):
+    """`generation_config.json`, or else `config.json`; at the tokenizer's own end, too."""
+    for name, said, found in (
+        ("config.json", {"model_type": "llama"}, ()),
+        ("config.json", {"eos_token_id": 7}, (7,)),
+        ("config.json", {"eos_token_id": [9, 7]}, (7, 9)),
+        ("generation_config.json", {"eos_token_id": [5]}, (5,)),
+        ("generation_config.json", {"temperature": 0.6}, ()),
+    ):
+        (tmp_path / name).write_text(json.dumps(said))
+        assert generate_file.stop_tokens(tmp_path, byte_tokenizer.ByteTokenizer()) == (*found, byte_tokenizer.END)
 
 
 EVEN = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}

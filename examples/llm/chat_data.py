@@ -8,6 +8,7 @@ Of chats the assistant's tokens are learned, of prompts the completion, of text 
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -106,11 +107,11 @@ def _example(line: str, tokenizer: Any) -> Example:
         case {"messages": messages}:
             tokens, learned = _chat(messages, tokenizer)
         case {"prompt": str(prompt), "completion": str(completion)}:
-            before = tokenizer(prompt)["input_ids"]
+            before = without_end(prompt, tokenizer)
             after = _ended(tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer)
             tokens, learned = before + after, [False] * len(before) + [True] * len(after)
         case {"text": str(text)}:
-            tokens = _ended(tokenizer(text)["input_ids"], tokenizer)
+            tokens = _ended(without_end(text, tokenizer), tokenizer)
             learned = [True] * len(tokens)
         case _:
             raise BadLineError(
@@ -122,8 +123,20 @@ def _example(line: str, tokenizer: Any) -> Example:
     return Example(np.array(tokens, np.int32), is_learned)
 
 
+def without_end(text: str, tokenizer: Any) -> list[int]:
+    """Returns the tokens of a text that goes on: without the end that some tokenizers add, with their beginning."""
+    whole, inner = (list(tokenizer(text, add_special_tokens=special)["input_ids"]) for special in (True, False))
+    num_ends = [
+        sum(1 for _ in itertools.takewhile(lambda token: token == tokenizer.eos_token_id, reversed(tokens)))
+        for tokens in (whole, inner)
+    ]
+    return whole[: len(whole) - (num_ends[0] - num_ends[1])]
+
+
 def _ended(tokens: list[int], tokenizer: Any) -> list[int]:
-    return tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id]
+    """Returns tokens with one end, which a text may have brought along."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tokens if tokens[-1:] == end else tokens + end
 
 
 def _chat(messages: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:

@@ -122,12 +122,14 @@ def make_look(
     """Returns a function that prints a sample and returns the held-out loss; it takes a state."""
     evaluate = make_evaluate(model)
     sampling = Sampling(num_tokens=args.sample_tokens, stop=stop_tokens(args.model, tokenizer))
+    rows = None
+    if args.sample is not None:  # before training, since it may be empty
+        prompt = encode(tokenizer, args.sample, raw=False)
+        rows = left_padded([prompt], jax.random.key(args.seed), num_rows=jax.device_count())
     sample = jzero.make_eval_step(lambda params, prompts: jzero.PerExample(generate(model, params, prompts, sampling)))
 
     def look(state: Any) -> dict[str, float]:
-        if args.sample is not None:
-            prompt = encode(tokenizer, args.sample, raw=False)
-            rows = left_padded([prompt], jax.random.key(args.seed), num_rows=jax.device_count())
+        if rows is not None:
             (new, *_) = sample(state, rows).addressable_shards  # other processes have the others
             say(f"sample: {decode(tokenizer, np.asarray(new.data)[0])!r}")
         return {} if held_out is None else {"held_out": evaluate(state, held_out)}

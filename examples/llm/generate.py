@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 import jzero.hf
-from chat_data import load_tokenizer
+from chat_data import load_tokenizer, without_end
 from decoder import Decoder, Lora
 from generation import Sampling, generate, left_padded
 from layouts import choose_mesh, shardings
@@ -55,9 +55,9 @@ def complete(args: argparse.Namespace, tokenizer: Any) -> list[str]:
     model = Decoder(jzero.hf.read_config(args.model), lora)
     num_places = max(map(len, prompts)) + args.num_tokens
     mesh = choose_mesh(model, num_rows=len(prompts), num_places=num_places, dtype=args.dtype, divide_by=args.divide_by)
-    params = load(model, args, mesh)
     num_rows = -(-len(prompts) // mesh.shape["data"]) * mesh.shape["data"]
     batch = left_padded(prompts, jax.random.key(args.seed), num_rows=num_rows)
+    params = load(model, args, mesh)
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     new = np.asarray(jax.jit(functools.partial(generate, model, sampling=sampling))(params, batch))
     return [decode(tokenizer, row) for row in new[: len(prompts)]]
@@ -66,13 +66,10 @@ def complete(args: argparse.Namespace, tokenizer: Any) -> list[str]:
 def encode(tokenizer: Any, prompt: str, *, raw: bool) -> list[int]:
     """Returns the tokens of a prompt: as a user's message if the tokenizer has a chat template, else as it is."""
     if raw or not tokenizer.chat_template:
-        return list(tokenizer(prompt)["input_ids"])
+        return without_end(prompt, tokenizer)
     messages = [{"role": "user", "content": prompt}]
-    return list(
-        tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-    )
+    how = {"tokenize": True, "add_generation_prompt": True, "return_dict": True}
+    return list(tokenizer.apply_chat_template(messages, **how)["input_ids"])
 
 
 def decode(tokenizer: Any, new: np.ndarray) -> str:
@@ -81,9 +78,9 @@ def decode(tokenizer: Any, new: np.ndarray) -> str:
 
 
 def stop_tokens(folder: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the tokens that end an answer, by the model's `generation_config.json` and its tokenizer."""
-    file = pathlib.Path(folder) / "generation_config.json"
-    said = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+    """Returns the tokens that end an answer: by `generation_config.json` or else `config.json`, and the tokenizer."""
+    files = [pathlib.Path(folder) / name for name in ("generation_config.json", "config.json")]
+    said = next((json.loads(file.read_text()) for file in files if file.exists()), {}).get("eos_token_id")
     found = [*(said if isinstance(said, list) else [said]), tokenizer.eos_token_id]
     return tuple(sorted({token for token in found if token is not None}))
 

@@ -23,8 +23,11 @@ class Sampling:
       num_tokens: Most new tokens.
       temperature: Divides the logits.
       top_k: How many of the most likely tokens to choose from; `None` for all.
-      top_p: The least probability that the tokens to choose from have together.
+      top_p: The least probability that the tokens to choose from have together; 0 for the most likely token.
       stop: Tokens that end a row.
+
+    Raises:
+      ValueError: A field has a value that means nothing.
     """
 
     num_tokens: int
@@ -32,6 +35,17 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     stop: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, is_right, rule in (
+            ("num_tokens", self.num_tokens >= 1, "at least 1"),
+            # A smaller one would make infinities of logits.
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature < np.inf, "0, or from 1e-6 and finite"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1, or left out to choose from all"),
+            ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
+        ):
+            if not is_right:
+                raise ValueError(f"`{name}` must be {rule}: got {getattr(self, name)!r}.")
 
 
 def generate(model: Decoder, params: Any, prompts: Mapping[str, jax.Array], sampling: Sampling) -> jax.Array:
@@ -75,7 +89,7 @@ def generate(model: Decoder, params: Any, prompts: Mapping[str, jax.Array], samp
 
 
 def choose_token(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:  # [B, V], [B] -> [B]
-    if not sampling.temperature:
+    if not sampling.temperature or not sampling.top_p:
         return logits.argmax(-1).astype(jnp.int32)
     logits = logits / sampling.temperature
     if sampling.top_k is not None:
@@ -96,7 +110,12 @@ def left_padded(
     """Returns prompts as arrays: tokens [B, S], padded at the left, lengths [B], and a key for each row.
 
     With `num_rows`, prompts are repeated up to that many rows. A row's key depends on `key` and its number only.
+
+    Raises:
+      ValueError: A prompt has no tokens, so there is nothing to continue.
     """
+    if empty := [number for number, prompt in enumerate(prompts) if not len(prompt)]:
+        raise ValueError(f"Each prompt must have tokens to continue: number {empty[0]}, from 0, has none.")
     rows = [prompts[number % len(prompts)] for number in range(num_rows or len(prompts))]
     width = max(map(len, rows))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(rows)))
