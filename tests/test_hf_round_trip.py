@@ -360,6 +360,7 @@ def test_four_steps_are_those_of_torch(family, stage, num_devices, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
 def test_peft_reads_adapters(tmp_path):
     peft = pytest.importorskip("peft")
     torch, there = reference(hf_models.write_folder(tmp_path / "like", "mistral") and tmp_path / "like")

@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 import jzero.hf
+from adapters import read_lora
 from chat_data import load_tokenizer, without_end
-from decoder import Decoder, Lora
+from decoder import Decoder
 from generation import Sampling, generate, left_padded
 from layouts import choose_mesh, shardings
 from training import start
@@ -83,13 +84,6 @@ def stop_tokens(folder: Any, tokenizer: Any) -> tuple[int, ...]:
     said = next((json.loads(file.read_text()) for file in files if file.exists()), {}).get("eos_token_id")
     found = [*(said if isinstance(said, list) else [said]), tokenizer.eos_token_id]
     return tuple(sorted({token for token in found if token is not None}))
-
-
-def read_lora(folder: pathlib.Path) -> Lora:
-    """Returns what PEFT's `adapter_config.json` says about adapters."""
-    said = json.loads((folder / "adapter_config.json").read_text())
-    names = {module.rpartition(".")[2].removesuffix("_proj") for module in said["target_modules"]}
-    return Lora(rank=said["r"], alpha=said["lora_alpha"], modules="|".join(sorted(names)))
 
 
 def load(model: Decoder, args: argparse.Namespace, mesh: Mesh) -> Any:

@@ -1,0 +1,104 @@
+"""Adapters that PEFT wrote, as `examples/llm/adapters.py` reads them: scaled as PEFT scales them, or refused."""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests import hf_models
+from tests.example_runs import EXAMPLES
+
+sys.path.insert(0, str(EXAMPLES / "llm"))
+import adapters
+import decoder
+import generate
+import layouts
+
+SAID = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+SHAPES = {"self_attn.q_proj": (36, 60), "mlp.down_proj": (56, 36)}  # of Mistral, [in, out]
+
+
+def write_adapters(folder, **fields):
+    """Writes a folder as PEFT does: `q_proj` and `down_proj` of three layers."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(SAID | fields))
+    rng, tensors = np.random.default_rng(0), {}
+    for layer in range(3):
+        for name, (num_in, num_out) in SHAPES.items():
+            home = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{home}.lora_A.weight"] = rng.normal(size=(4, num_in)).astype(np.float32) / 6
+            tensors[f"{home}.lora_B.weight"] = rng.normal(size=(num_out, 4)).astype(np.float32) / 6
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [
+        ({}, 6 / 4),
+        ({"use_rslora": True}, 6 / 2),
+        ({"target_modules": r"model\.layers\.\d+\.(self_attn\.q|mlp\.down)_proj"}, 6 / 4),
+        ({"target_modules": "all-linear", "exclude_modules": ["lm_head"], "lora_dropout": 0.1}, 6 / 4),
+        ({"rank_pattern": {}, "modules_to_save": None, "bias": "none", "of_a_newer_peft": None}, 6 / 4),
+    ],
+)
+def test_adapters_are_where_and_what_their_configuration_says(fields, factor, tmp_path):
+    lora = adapters.read_lora(write_adapters(tmp_path, **fields))
+    assert (lora.rank, lora.modules) == (4, "down|q")
+    assert lora.alpha / lora.rank == factor, "by which the decoder multiplies A B"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("alpha_pattern", {"q_proj": 2}),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("kasa_config", {}),
+        ("of_a_newer_peft", 3),
+        ("target_modules", ["q_proj", "own_proj"]),
+        ("target_modules", r"model\.layers\.[01]\..*"),
+        ("exclude_modules", ["mlp.down_proj"]),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused_by_name(name, value, tmp_path):
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        adapters.read_lora(write_adapters(tmp_path, **{name: value}))
+
+
+@pytest.mark.slow
+def test_every_field_of_peft_is_decided():
+    peft = pytest.importorskip("peft")
+    unset = peft.LoraConfig().to_dict()
+    assert {x.name for x in dataclasses.fields(peft.LoraConfig)} <= adapters.FIELDS.keys()
+    read = {"target_modules", "peft_type"}
+    for name, value in unset.items():
+        allowed = adapters.FIELDS[name]
+        assert allowed is adapters.ANY or name in read or value in allowed, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"use_rslora": True}, {"target_modules": r".*(q|down)_proj"}])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
+def test_logits_are_those_of_peft(fields, tmp_path):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    model, adapter = tmp_path / "model", write_adapters(tmp_path / "adapter", **fields)
+    config = hf_models.write_folder(model, "mistral")
+    there = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    there = peft.PeftModel.from_pretrained(there, adapter).eval()
+    with torch.no_grad():
+        wanted = there(torch.tensor(hf_models.TOKENS)).logits.numpy()
+    ours = decoder.Decoder(config, adapters.read_lora(adapter))
+    mesh = layouts.choose_mesh(ours, num_rows=8, num_places=50, dtype="float32", divide_by=2)
+    params = generate.load(ours, argparse.Namespace(model=model, adapter=adapter, dtype="float32"), mesh)
+    found = jax.jit(ours.apply)({"params": jax.tree.map(np.asarray, params)}, hf_models.TOKENS)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
+    assert np.abs(wanted - np.load(hf_models.LOGITS)["mistral"]).max() > 0.1, "the adapters do something"
