@@ -48,7 +48,7 @@ def load_params(
     Args:
       state: A sharded train state with values.
       path: A safetensors file, an index of several, or a directory with either (not with both, unless the index lists
-        the file).
+        the file). In a directory with more, `model.safetensors` or its index counts.
       paths: Regular expression over whole key paths such as `"decoder/.*"`, as for `export_params`; other parameters
         do not change. All parameters by default; without adapters: `r"(?!.*/lora_[ab]).*"`.
       rename: Regular expressions over whole names in the files, with their replacements, as for `re.sub`:

@@ -143,8 +143,8 @@ def read_config(path: Any) -> ModelConfig:
       The configuration.
 
     Raises:
-      ValueError: There is no such file, it lacks a field, or one has a value that jzero does not know: `model_type`,
-        the kind of rotary embedding, `quantization_config`, biases or activations that the families do not have.
+      ValueError: There is no such file, it lacks a field, or one that its family reads has a value that jzero does not
+        know: `model_type`, the kind of rotary embedding, `quantization_config`, an activation.
 
     Example:
       >>> import json
@@ -175,7 +175,10 @@ def _read(path: Any) -> tuple[ModelConfig, list[ValueError]]:
     file, raw = read_fields(path)
     kind = raw.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"`model_type` in {file} must be one of {', '.join(FAMILIES)}: got {kind!r}. {OWN_MODEL}")
+        raise ValueError(
+            f"`model_type` in {file} must be one of {', '.join(FAMILIES)}: got {kind!r}. {OWN_MODEL} "
+            "Commands take it as MODULE:FUNCTION."
+        )
     own = FAMILIES[kind]
     fields = _Fields(file, {**own, **{name: value for name, value in raw.items() if name in own or name in COMMON}})
     fields.check_known()
