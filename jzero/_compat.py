@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import jax
@@ -108,10 +108,11 @@ def with_outputs(jaxpr: J, used: Sequence[bool]) -> J:
     return cast("J", part if opened is jaxpr else jaxpr.replace(jaxpr=part))
 
 
-def part_for(jaxpr: AnyJaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
-    """Returns the part of a jaxpr that makes one output, and for each input of the jaxpr whether the part has it."""
+def part_for(jaxpr: AnyJaxpr, outputs: Collection[int]) -> Jaxpr:
+    """Returns the part of a jaxpr that makes some of its outputs, with the inputs that it has."""
     opened, _ = open_jaxpr(jaxpr)
-    return partial_eval.dce_jaxpr(opened, [i == output for i in range(len(opened.outvars))], instantiate=False)
+    used = [i in outputs for i in range(len(opened.outvars))]
+    return partial_eval.dce_jaxpr(opened, used, instantiate=False)[0]
 
 
 def contained_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:

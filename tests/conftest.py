@@ -26,6 +26,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 assert jax.device_count() == 8, jax.devices()
 
+from jzero import _guard  # noqa: E402 (after jax is set up)
 
 CACHE = pytest.StashKey[str]()
 
@@ -53,6 +54,22 @@ def earlier_objects_are_not_searched_for_garbage() -> None:
     """After some files jax's caches hold millions of objects, and one `gc.collect()` would take a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def checks_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user's step takes for unknown is an error in a test."""
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr(_guard, "note_failure", fail)
+
+
+@pytest.fixture
+def checks_may_fail(checks_do_not_fail: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a user's step."""
+    monkeypatch.undo()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jzero.jaxpr.rows import Kind
+from jzero.jaxpr import row_rules
+from jzero.jaxpr.row_facts import Kind
 from tests.test_rows import ROWS, TIME, WIDTH, facts
 
 RIGHT, WRONG = [], []
@@ -145,6 +146,18 @@ def images(p, x, t, key):
 
 
 @right
+def chunks_of_tokens(p, x, t, key):
+    tokens = t.reshape(3, -1, WIDTH)  # which cuts rows apart
+    total, _ = lax.scan(lambda c, x: (c + jax.nn.logsumexp(x @ p["w"], axis=-1).sum(), None), 0.0, tokens)
+    return total / (len(t) * TIME)
+
+
+@right
+def weights_that_are_divided_first(p, x, t, key):
+    return (each(p, x) * (jnp.square(x[:, 0]) / len(x))).sum()
+
+
+@right
 def two_views_at_once(p, x, t, key):
     y = jnp.tanh(jnp.concatenate([x, 2 * x]) @ p["w"])
     a, b = jnp.split(y, 2)
@@ -263,9 +276,22 @@ def middle_row(p, x, t, key):
 
 
 @wrong("rows")
-def halves(p, x, t, key):
-    a, b = jnp.split(x, 2)
-    return jnp.square(a - b).mean()
+def normalized_over_a_vmapped_axis(p, x, t, key):
+    def normalize(row):
+        centered = row - lax.pmean(row, "rows")  # here
+        return centered / jnp.sqrt(lax.pmean(centered**2, "rows") + 1)
+
+    return jnp.square(jax.vmap(normalize, axis_name="rows")(x) - 1).mean()
+
+
+@wrong("rows")
+def largest_singular_value(p, x, t, key):
+    return jnp.linalg.svd(x, compute_uv=False)[0]  # here
+
+
+@wrong("ratio")
+def mean_of_numbers(p, x, t, key):
+    return jnp.nanmean(jnp.where(x > -1, x @ p["queue"][:WIDTH], jnp.nan))  # here
 
 
 @wrong("rows")
@@ -306,9 +332,9 @@ def loss_facts(fn):
 
 
 @functools.cache
-def deviations():
+def deviations(losses=None):
     """By how much the mean of each loss over four parts of a batch differs from that over the whole."""
-    losses = [*RIGHT, *(param.values[0] for param in WRONG)]
+    losses = losses or [*RIGHT, *(param.values[0] for param in WRONG)]
     draw = lambda i, shape: jax.random.normal(jax.random.key(i), shape)
     p = {"w": draw(0, (WIDTH, 3)), "queue": draw(1, (20, WIDTH)), "at": jnp.zeros((), jnp.int32)}
     x, t = draw(2, (4 * ROWS, WIDTH)), draw(3, (4 * ROWS, TIME, WIDTH))
@@ -342,3 +368,25 @@ def test_the_line_that_couples_rows_is_found(fn, how):
     marked = [i for i, line in enumerate(lines) if "# here" in line] or [len(lines) - 1]
     assert found.coupled.how == how
     assert f"{__file__}:{first + marked[0]} (" in found.coupled.source
+
+
+def unseen(p, x, t, key):
+    a, b = jnp.split(x, 2)
+    return jnp.square(a - b).mean() + jnp.square(x - x[::-1]).mean()
+
+
+def test_which_rows_a_slice_holds_is_not_followed():
+    assert loss_facts(unseen).coupled is None
+    assert deviations((unseen,))[unseen] > 1e-4
+
+
+@pytest.mark.usefixtures("checks_may_fail")
+def test_a_rule_that_fails_makes_values_unknown(monkeypatch):
+    """A check stops no step, whatever jax or a program does that the rules do not expect."""
+
+    def fail(eqn, ins):
+        raise IndexError(eqn.primitive.name)
+
+    monkeypatch.setattr(row_rules, "RULES", dict.fromkeys(row_rules.RULES, fail))
+    found = facts(lambda p, x, t, n, key: ((x @ p["w"]).mean(), p["at"] + 1, lax.pmean(x.sum(), "data")))
+    assert [(x.kind, x.differs) for x in found] == [(Kind.UNKNOWN, True), (Kind.SAME, False), (Kind.SAME, False)]

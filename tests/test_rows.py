@@ -94,7 +94,11 @@ HOLDING = {
     "selected": (lambda p, x, t, n, key: jnp.where(p["at"] > 0, x, 0.0), {0}),
     "sorted within rows": (lambda p, x, t, n, key: jnp.sort(x, -1), {0}),
     "stacked": (lambda p, x, t, n, key: jnp.stack([x, x], 1), {0}),
-    "a list of rows": (lambda p, x, t, n, key: jnp.stack(list(x)), {0}),
+    "a list of rows": (lambda p, x, t, n, key: jnp.stack(list(x)), set()),  # single rows are not told apart
+    "rows of a vmapped axis": (
+        lambda p, x, t, n, key: jax.vmap(lambda x: x - lax.pmean(x, "b"), axis_name="b")(x),
+        {0},
+    ),
     "repeated": (lambda p, x, t, n, key: jnp.repeat(x, 2, 0), {0}),
     "tiled": (lambda p, x, t, n, key: jnp.tile(x, (2, 1)), {0}),
     "mapped": (lambda p, x, t, n, key: lax.map(lambda row: row @ p["w"], x), {0}),

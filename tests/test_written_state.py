@@ -215,6 +215,17 @@ def test_a_count_beside_rows_is_refused_too():
         step.eval_shape(state, BATCH)
 
 
+def test_the_loss_is_traced_again_only_for_constants_that_may_be_numbers_of_rows():
+    sizes = []
+
+    def write(batch, value):
+        sizes.append(len(batch["x"]))
+        return {"calls": value["calls"] + 1, "slow": 0.9 * value["slow"] + 0.1}
+
+    make_step(write).eval_shape(make_state({"calls": np.int32(0), "slow": np.float32(0)}), BATCH)
+    assert set(sizes) == {ROWS}
+
+
 class Online(nnx.Module):
     """A network, an exponential average of it that no optimizer has, and a stream of random numbers."""
 

@@ -35,6 +35,7 @@ from jax.sharding import Mesh
 
 from jzero import _compat
 from jzero._compat import DistributedClient
+from jzero._guard import attempt
 from jzero.arrays import key_value, presence
 from jzero.layout.mesh import AnyMesh
 
@@ -85,7 +86,8 @@ def agree(
       where: The place in the program.
       mesh: The mesh whose processes are compared.
       make: Makes the result. If it fails in one process, the others raise, too.
-      describe: Returns the facts about the result that must be the same. Called only with several processes.
+      describe: Returns the facts about the result that must be the same. Called only with several processes. If it
+        fails, no facts are compared.
       wait_s: How many seconds to wait for the others; `None` compares nothing.
 
     Raises:
@@ -100,11 +102,10 @@ def agree(
     exchange = _Exchange(where, _group(mesh), wait_s)
     try:
         result = make()
-        parts = describe(result)
     except Exception as error:
         exchange.fail(error)
         raise
-    complaint = exchange.compare(parts)
+    complaint = exchange.compare(attempt(describe, result) or {})
     if complaint:
         raise ValueError(complaint)
     return result

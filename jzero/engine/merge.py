@@ -16,19 +16,21 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
 from jzero import _compat
 from jzero.arrays.collectives import from_first, gather_rows, own_shard, sum_over
 from jzero.engine.outputs import average, sum_dtype
 from jzero.engine.trace import TracedLoss, Written
-from jzero.jaxpr.rows import RowFacts
+from jzero.jaxpr.equations import equations_of
+from jzero.jaxpr.row_facts import RowFacts
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes
 from jzero.layout.placement import overwrite
@@ -113,13 +115,13 @@ def choose_merges(
     _check_words(merge, traced.written)
     shapes = traced.out_shape[1][1]
     facts = traced.row_facts[len(traced.row_facts) - len(shapes) :]
-    counts = _find_counts_of_rows(traced, merge, doubled)
+    counts = _find_counts_of_rows(traced, facts, merge, doubled)
     bad: list[str] = []
     written: list[Written] = []
-    for x, shape, fact, counts_rows in zip(traced.written, shapes, facts, counts, strict=True):
+    for i, (x, shape, fact) in enumerate(zip(traced.written, shapes, facts, strict=True)):
         leaf = leaves[x.source]
         word = merge.word(x.name)
-        why = _why_no_value(word, leaf, shape, fact, counts_rows)
+        why = _why_no_value(word, leaf, shape, fact, i in counts)
         if leaf is not None and leaf.memory != "device":
             raise ValueError(
                 f"The loss writes a parameter that lies on the host or on disk (`Offload(params=...)`): {x.name!r}. "
@@ -160,43 +162,55 @@ def _why_no_value(
     return "which adds up the rows that one device has" if facts.is_sum else None
 
 
-def _find_counts_of_rows(traced: TracedLoss, merge: Merge, doubled: Callable[[], TracedLoss]) -> list[bool]:
-    """Returns for each written variable whether the number of a device's rows is in it, as in `seen + len(x)`.
+def _find_counts_of_rows(
+    traced: TracedLoss, facts: Sequence[RowFacts], merge: Merge, doubled: Callable[[], TracedLoss]
+) -> set[int]:
+    """Returns the written variables that have the number of a device's rows in them, as in `seen + len(x)`.
 
-    Python computes with that number, so the jaxpr shows a constant like any other: only a loss over more rows tells.
-    Values that are computed from rows need no such test, nor do those with a word.
+    Python computes with that number, so the jaxpr shows a constant like any other: only a loss over more rows tells,
+    which takes as long as the first trace. So it is traced only if such a constant may come from the number of rows.
+    Values that are made from rows need no such test, nor do those with a word.
     """
-    parts = [_part_of(traced, i) for i in range(len(traced.written))]
-    suspects = [
-        merge.word(x.name) is None and not reads_rows for x, (_, reads_rows) in zip(traced.written, parts, strict=True)
-    ]
-    if merge.num_shards == 1 or not any(suspects):
-        return [False] * len(parts)
+    pairs = enumerate(zip(traced.written, facts, strict=True))
+    suspects = {i for i, (x, fact) in pairs if not (merge.word(x.name) or fact.reads)}
+    if merge.num_shards == 1 or not suspects:
+        return set()
     try:
+        part = _part_of(traced, suspects)
+        if not any(_may_count(part, rows) for rows in traced.rows):
+            return set()
         other = doubled()
+        if other.written != traced.written:
+            raise ValueError(f"the loss then writes {[x.name for x in other.written]}")
+        are_equal = str(part) == str(_part_of(other, suspects))
+        return {i for i in suspects if not are_equal and str(_part_of(traced, {i})) != str(_part_of(other, {i}))}
     except Exception as error:  # the user's code may hold for one number of rows only
-        names = [x.name for x, suspect in zip(traced.written, suspects, strict=True) if suspect]
+        names = [traced.written[i].name for i in sorted(suspects)]
         warnings.warn(
             f"jzero takes these variables that the loss writes for equal on all devices: {names}. It could not see "
             "whether the number of a device's rows is in them, as in `seen + len(x)`, since the loss fails with twice "
             f"the rows: {type(error).__name__}: {error}. If they are equal, say so: `merge={{{names[0]!r}: 'equal'}}`.",
             stacklevel=2,
         )
-        return [False] * len(parts)
-    if other.written != traced.written:
-        return suspects
-    return [
-        suspect and text != _part_of(other, i)[0]
-        for i, (suspect, (text, _)) in enumerate(zip(suspects, parts, strict=True))
-    ]
+        return set()
 
 
-def _part_of(traced: TracedLoss, number: int) -> tuple[str, bool]:
-    """Returns the part of the loss that makes a written variable, as text, and whether it reads rows of the batch."""
-    num_outputs = len(_compat.open_jaxpr(traced.jaxpr)[0].outvars)
-    part, used = _compat.part_for(traced.jaxpr, num_outputs - len(traced.written) + number)
-    num_params, num_carried, num_batch, _ = traced.num_inputs
-    return str(part), any(used[num_params + num_carried :][:num_batch])
+def _part_of(traced: TracedLoss, numbers: Collection[int]) -> Jaxpr:
+    """Returns the part of the loss that makes some of the written variables."""
+    first = len(_compat.open_jaxpr(traced.jaxpr)[0].outvars) - len(traced.written)
+    return _compat.part_for(traced.jaxpr, {first + i for i in numbers})
+
+
+def _may_count(part: Jaxpr, rows: int) -> bool:
+    """Whether a constant of a program, the size of an array that it makes or the length of a loop may be of rows."""
+    eqns = list(equations_of(part))
+    atoms = [*part.outvars, *(v for eqn in eqns for v in eqn.invars)]
+    values = [v.val for v in atoms if _compat.is_literal(v) and jnp.issubdtype(_compat.type_of(v).dtype, jnp.number)]
+    values += [eqn.params[name] for eqn in eqns for name in ("shape", "length") if name in eqn.params]
+    numbers = np.concatenate([np.zeros(0), *(np.abs(np.ravel(x)).astype(np.float64) for x in values)])
+    times = numbers[(numbers > 0) & np.isfinite(numbers)] / rows
+    is_multiple = (times > 0.999) & (abs(times / np.maximum(np.round(times), 1) - 1) < 1e-3)
+    return bool(np.any(is_multiple | (abs(times * rows**2 - 1) < 1e-3)))  # n rows, or 1 / rows
 
 
 def _check_words(merge: Merge, written: Sequence[Written]) -> None:

@@ -23,10 +23,12 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
+from jzero._guard import attempt
 from jzero._types import PyTree
 from jzero.config.keep import Keep
 from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute, num_blocks
-from jzero.jaxpr.rows import RowFacts, row_facts
+from jzero.jaxpr.row_facts import RowFacts
+from jzero.jaxpr.rows import row_facts
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes, num_batch_shards
 from jzero.layout.padded import is_padded, unbox
@@ -100,6 +102,13 @@ class TracedLoss:
     remat: Remat
     written: tuple[Written, ...] = ()
     row_facts: Sequence[RowFacts] = ()
+
+    @property
+    def rows(self) -> set[int]:
+        """The numbers of rows of the leaves of the batch: one number, or none if all are scalars."""
+        num_params, num_carried, num_batch, _ = self.num_inputs
+        invars = _compat.open_jaxpr(self.jaxpr)[0].invars[num_params + num_carried :][:num_batch]
+        return {shape[0] for v in invars if (shape := _compat.type_of(v).shape)}
 
     def with_row_facts(self, plan: ZeroPlan) -> TracedLoss:
         """Returns the same loss with its `row_facts`."""
@@ -200,7 +209,7 @@ def _resolve_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: AnyJaxpr) -> Rema
             "say themselves what to recompute. Drop `blocks`, or undo the loss's own `jax.checkpoint`s.",
             stacklevel=2,
         )
-    if remat not in (None, "cheap") or has_parts_to_recompute(jaxpr):
+    if remat not in (None, "cheap") or attempt(has_parts_to_recompute, jaxpr):
         return "cheap" if remat is None else remat
     if remat is not None:
         warnings.warn(

@@ -7,8 +7,8 @@ equations that an output needs), `equations` (searches programs), `repeats` (fin
 `regions` finds the matrix work of each parameter in an optimizer's update, with `products` (which work that is), `flat`
 (takes programs apart) and `batches` (one slice of a stack).
 
-`rows` says how values depend on the rows of a batch; below it are `row_layouts` (where an array has rows), `row_values`
-(how operations combine values with rows), and the rules of each operation in `row_rules` and `row_moves`.
+`rows` says how values depend on the rows of a batch: facts (`row_facts`), which each operation changes by its rule
+(`row_rules`).
 
 Nothing here knows a plan or a stage.
 """

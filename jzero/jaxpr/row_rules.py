@@ -1,42 +1,44 @@
-"""How the result of each primitive depends on rows, given its operands: `rule(eqn, values) -> value`, or a list.
+"""How the result of each primitive depends on rows, given its operands: `rule(eqn, operands) -> facts`, or a list.
 
-A rule runs only if some operand depends on rows. The result of an operation without a rule is `Kind.UNKNOWN`.
+A rule runs only if some operand depends on rows. An operation without a rule is `Kind.UNKNOWN`.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jzero import _compat
 from jzero._compat import Atom
 from jzero.jaxpr.primitives import Trait, primitives_with
-from jzero.jaxpr.row_layouts import Layout, merged, moved, num_rows
-from jzero.jaxpr.row_values import (
+from jzero.jaxpr.row_facts import (
     SAME,
-    Cause,
     Kind,
-    Number,
-    Scale,
-    Value,
+    RowFacts,
     added,
     applied,
     collected,
+    joined,
+    lost,
+    mixed,
     scaled,
+    summed,
+    without,
 )
 
-Rule: TypeAlias = Callable[[JaxprEqn, list[Value]], Value | list[Value]]
-
+Rule: TypeAlias = Callable[[JaxprEqn, list[RowFacts]], RowFacts | Sequence[RowFacts]]
 RULES: dict[str, Rule] = {}
+"""By the name of a primitive."""
 
 
-def rule(names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for primitives."""
-
+def _rule(names: str) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(names.split(), rule))
         return rule
@@ -44,212 +46,228 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _apply(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    return applied(ins, eqn)
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """Returns the shape of an operand or a result."""
+    return _compat.type_of(atom).shape
 
 
-RULES.update(dict.fromkeys(primitives_with(Trait.ELEMENTWISE) | primitives_with(Trait.RANDOM), _apply))
+def number_of(x: RowFacts, atom: Atom) -> float | None:
+    """Returns the number that all elements of a value without rows equal."""
+    return math.nan if x.number is None and not shape_of(atom) else x.number
 
 
-@rule("copy copy_p reduce_precision sharding_constraint neg real imag conj device_put name pcast pvary reshard")
-def _keep(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    return ins[0]
+def literal(atom: Any) -> RowFacts:
+    """Returns the facts of a constant of the program."""
+    is_number = not np.ndim(atom.val) and getattr(_compat.type_of(atom).dtype, "kind", "V") in "biuf"
+    return RowFacts(number=float(atom.val) if is_number else math.nan)
 
 
-@rule("convert_element_type")
-def _convert(eqn: JaxprEqn, ins: list[Value]) -> Value:
+KEEPS_NUMBER = primitives_with(Trait.LAYOUT) | {"convert_element_type", "copy", "copy_p", "stop_gradient", "pvary"}
+
+
+def without_rows(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    """Returns the facts of an operation whose operands do not depend on rows."""
+    numbers = [number_of(x, atom) for x, atom in zip(ins, eqn.invars, strict=True)]
+    if len(numbers) == 1 and eqn.primitive.name in KEEPS_NUMBER:
+        return RowFacts(number=numbers[0])
+    return RowFacts(number=math.nan if numbers and None not in numbers else None)
+
+
+# Values at the same position.
+
+
+_rule(" ".join(primitives_with(Trait.ELEMENTWISE | Trait.RANDOM)))(lambda eqn, ins: applied(ins, eqn))
+_rule("copy copy_p reduce_precision sharding_constraint neg real imag conj device_put name")(lambda eqn, ins: ins[0])
+_rule("pcast pvary reshard rev tile")(lambda eqn, ins: ins[0])
+_rule("optimization_barrier")(lambda eqn, ins: ins)
+_rule("add sub add_any complex")(lambda eqn, ins: added(ins, eqn))
+_rule("select_n")(lambda eqn, ins: applied(ins, eqn) if ins[0].kind else collected(ins))
+
+
+@_rule("convert_element_type")
+def _convert(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     return applied(ins, eqn) if eqn.params["new_dtype"] == jnp.bool_ else ins[0]  # integers are counts
 
 
-@rule("optimization_barrier")
-def _keep_all(eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    return ins
-
-
-@rule("stop_gradient")
-def _stop(eqn: JaxprEqn, ins: list[Value]) -> Value:
+@_rule("stop_gradient")
+def _stop(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     # The largest element, subtracted before `exp`, cancels.
-    cause = ins[0].cause
-    is_shift = ins[0].kind is Kind.COUPLED and cause and cause.eqn.primitive.name in ("reduce_max", "reduce_min")
+    is_shift = ins[0].coupled and ins[0].coupled.primitive in ("reduce_max", "reduce_min")
     return SAME if is_shift else ins[0]
 
 
-@rule("is_finite")
-def _assume_finite(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    return SAME
+@_rule("is_finite ne")
+def _compare(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    is_test = len(ins) == 1 or eqn.invars[0] is eqn.invars[1]  # x != x is isnan(x)
+    return SAME if is_test and ins[0].kind is not Kind.ROW else applied(ins, eqn)  # results are assumed to be finite
 
 
-@rule("ne")
-def _differ(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    return SAME if eqn.invars[0] is eqn.invars[1] else applied(ins, eqn)  # x != x is isnan(x)
+@_rule("mul")
+def _multiply(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    x, y = ins
+    if x.kind and y.kind:
+        return applied(ins, eqn)._replace(times=x.times * y.times)
+    return scaled(x, number_of(y, eqn.invars[1])) if x.kind else scaled(y, number_of(x, eqn.invars[0]))
 
 
-@rule("add sub add_any complex")
-def _add(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    return added(ins, eqn)
-
-
-@rule("mul")
-def _multiply(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    for x, y, atom in ((ins[0], ins[1], eqn.invars[1]), (ins[1], ins[0], eqn.invars[0])):
-        if not y.kind:
-            return scaled(x, number_of(y, atom))
-    return applied(ins, eqn)
-
-
-@rule("div")
-def _divide(eqn: JaxprEqn, ins: list[Value]) -> Value:
+@_rule("div")
+def _divide(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     x, y = ins
     is_sum = y.kind is Kind.LINEAR or (y.cause is not None and y.cause.how == "sum")  # maximum(mask.sum(), 1), say
     if x.kind is Kind.LINEAR and is_sum:
-        return Value(Kind.COUPLED, merged((x.layout, y.layout)), cause=Cause(eqn, "ratio"))
+        return joined([x._replace(cause=None), y._replace(cause=None)], Kind.COUPLED, eqn, "ratio")
     if y.kind:
-        return applied(ins, eqn, how="ratio" if x.kind else "sum")
+        return applied(ins, eqn, "ratio" if x.kind else "sum")._replace(times=x.times)
     number = number_of(y, eqn.invars[1])
-    return scaled(x, 1 / number if isinstance(number, float) and number else number)
+    return scaled(x, 1 / number if number else number)
 
 
-@rule("select_n")
-def _select(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    predicate, *cases = ins
-    if predicate.kind:
-        return applied(ins, eqn)
-    layout = merged(x.layout for x in cases if x.kind)
-    return collected(cases, eqn, layout, keeps_order=True)
+# Reductions and products.
 
 
-def number_of(x: Value, atom: Atom) -> Number:
-    """Returns the number that all elements of a value without rows equal; "unknown" if they equal an unknown one."""
-    return "unknown" if x.number is None and not _compat.type_of(atom).ndim else x.number
+@_rule("reduce_sum")
+def _sum(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return summed(ins[0], eqn.params["axes"], shape_of(eqn.invars[0]))
 
 
-# Reductions.
+@_rule("reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin")
+def _reduce(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return mixed(ins[0], eqn.params["axes"], eqn).at(without(eqn.params["axes"]))
 
 
-@rule("reduce_sum")
-def _sum(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    return _summed(ins[0], eqn.params["axes"], _compat.type_of(eqn.invars[0]).shape)
+@_rule("cumprod cummax cummin cumlogsumexp cumsum sort top_k fft cholesky eigh eig svd qr lu schur")
+def _mix(eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
+    ndim, params, name, x = len(shape_of(eqn.invars[0])), eqn.params, eqn.primitive.name, collected(ins)
+    last = {"top_k": 1, "fft": len(params.get("fft_lengths", ()))}.get(name, 2)
+    dims = [params[key] for key in ("axis", "dimension") if key in params] or range(ndim - last, ndim)
+    if name == "sort" and len(ins) > 1 and not x.row_dims.isdisjoint(dims):
+        return [lost(ins, x.row_dims)] * len(ins)  # rows that only change places: some undo it later
+    y = mixed(x, dims, eqn)
+    if name == "cumsum":  # sums, so of indices they may do no harm
+        return [joined([x], Kind.LINEAR, eqn, "rows")._replace(times=0.0) if x.kind is Kind.ROW and y.coupled else x]
+    return [y.at({d: d for d in range(len(shape_of(v)))}.get) for v in eqn.outvars]
 
 
-def _summed(x: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
-    layout, rows = _without(x.layout, axes), num_rows(x.layout, axes)
-    others = math.prod(int(shape[d]) for d in axes) // max(rows, 1)
-    if not any(dim in axes for dim, _ in x.layout):
-        scale = x.scale._replace(reduced=others)
-        return Value(x.kind, layout, x.origin, scale, None, x.cause)
-    if x.kind > Kind.LINEAR:
-        return x.at(layout)
-    scale = x.scale if x.scale.is_mean else Scale(x.scale.rows * rows, x.scale.divisor)
-    return Value(Kind.LINEAR, layout, scale=scale.checked(), cause=x.cause if layout else None)
-
-
-def _without(layout: Layout, axes: Sequence[int]) -> Layout:
-    return moved(layout, lambda d: None if d in axes else d - sum(a < d for a in axes))
-
-
-@rule("reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin")
-def _reduce(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    return _mixed(ins[0], eqn.params["axes"], eqn, _without(ins[0].layout, eqn.params["axes"]))
-
-
-def _mixed(x: Value, dims: Sequence[int], eqn: JaxprEqn, layout: Layout) -> Value:
-    """Returns the value of a function of all elements along some dimensions."""
-    if x.kind is Kind.ROW and any(dim in dims for dim, _ in x.layout):
-        return Value(Kind.COUPLED, layout, cause=Cause(eqn, "rows"))
-    return applied([x], eqn).at(layout)
-
-
-@rule("cumsum cumprod cummax cummin cumlogsumexp")
-def _cumulate(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    x, axis = ins[0], eqn.params["axis"]
-    if eqn.primitive.name != "cumsum":
-        return _mixed(x, (axis,), eqn, x.layout)
-    if x.kind is not Kind.ROW or all(dim != axis for dim, _ in x.layout):
-        return x
-    return Value(Kind.LINEAR, x.layout, scale=Scale(is_mean=True), cause=Cause(eqn, "rows"))
-
-
-@rule("sort")
-def _sort(eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    dim, layout = eqn.params["dimension"], merged(x.layout for x in ins)
-    if all(d != dim for d, _ in layout):
-        return [applied(ins, eqn)] * len(ins)
-    if len(ins) == 1:
-        return [_mixed(ins[0], (dim,), eqn, layout)]
-    # Rows that only change places: some undo it later.
-    worst = max(ins, key=lambda x: x.kind)
-    return [worst if worst.kind is Kind.COUPLED else Value(Kind.UNKNOWN, layout)] * len(ins)
-
-
-@rule("top_k")
-def _top_k(eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    dim = eqn.params.get("axis", _compat.type_of(eqn.invars[0]).ndim - 1)
-    return [_mixed(ins[0], (dim,), eqn, ins[0].layout)] * 2
-
-
-@rule("reduce_window_sum reduce_window_max reduce_window_min")
-def _pool(eqn: JaxprEqn, ins: list[Value]) -> Value:
+@_rule("reduce_window_sum reduce_window_max reduce_window_min")
+def _pool(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
-    if eqn.primitive.name != "reduce_window_sum" or any(d in dims for d, _ in ins[0].layout):
-        return _mixed(ins[0], dims, eqn, ins[0].layout)
-    return ins[0]
+    is_sum = eqn.primitive.name == "reduce_window_sum" and ins[0].row_dims.isdisjoint(dims)
+    return ins[0] if is_sum else mixed(ins[0], dims, eqn)
 
 
-@rule("cholesky eigh eig svd qr lu schur geqrf householder_product triangular_solve tridiagonal_solve fft")
-def _factorize(eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    last = len(eqn.params["fft_lengths"]) if eqn.primitive.name == "fft" else 2
-    dims = [range(_compat.type_of(v).ndim - last, _compat.type_of(v).ndim) for v in eqn.invars]
-    if any(dim in own for x, own in zip(ins, dims, strict=True) for dim, _ in x.layout):
-        return [lost(ins)] * len(eqn.outvars)
-    value = applied(ins, eqn)
-    return [value.at(tuple(x for x in value.layout if x[0] < _compat.type_of(v).ndim)) for v in eqn.outvars]
+@_rule("dot_general")
+def _dot(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    contracted, batched = eqn.params["dimension_numbers"]
+    ndim, own = len(shape_of(eqn.outvars[0])), []
+    shape = [*shape_of(eqn.outvars[0]), *(shape_of(eqn.invars[0])[d] for d in contracted[0])]  # before the sum
+    free = iter(range(len(batched[0]), ndim))
+    for x, v, sums, batches in zip(ins, eqn.invars, contracted, batched, strict=True):
+        place = {d: ndim + i for i, d in enumerate(sums)} | {d: i for i, d in enumerate(batches)}
+        place |= {d: next(free) for d in range(len(shape_of(v))) if d not in place}
+        own.append(x.at(place.get)._replace(number=x.number))
+    product = _multiply(eqn, own)
+    assert isinstance(product, RowFacts)
+    return summed(product, range(ndim, len(shape)), shape) if contracted[0] else product
 
 
-# Products.
+@_rule("conv_general_dilated")
+def _convolve(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    numbers, (x, kernel) = eqn.params["dimension_numbers"], ins
+    is_over_batch = not kernel.kind and eqn.params["batch_group_count"] == 1 and x.row_dims <= {numbers.lhs_spec[0]}
+    return x.at(lambda d: numbers.out_spec[0]) if is_over_batch else lost(ins)
 
 
-@rule("dot_general")
-def _dot(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    (contracted, batched) = eqn.params["dimension_numbers"]
-    names: list[dict[int, int]] = []  # of each operand's dimensions: those of the result; negative ones are summed
-    num_free = len(batched[0])
-    for atom, sums, batches in zip(eqn.invars, contracted, batched, strict=True):
-        name = {d: -1 - i for i, d in enumerate(sums)} | {d: i for i, d in enumerate(batches)}
-        for d in range(_compat.type_of(atom).ndim):
-            if d not in name:
-                name[d], num_free = num_free, num_free + 1
-        names.append(name)
-    x, y = (v.at(moved(v.layout, name.__getitem__)) for v, name in zip(ins, names, strict=True))
-    shape = [_compat.type_of(eqn.invars[0]).shape[d] for d in contracted[0]]
-    if not x.kind or not y.kind:
-        product, other, atom = (y, x, eqn.invars[0]) if y.kind else (x, y, eqn.invars[1])
-        if any(dim < 0 for dim, _ in product.layout):  # e.g. jnp.ones(8) @ losses
-            product = scaled(product, number_of(other, atom) or "unknown")
-    else:
-        product = applied([x, y], eqn)
-    return _contracted(product, shape)
+# Operations that move elements.
 
 
-def _contracted(x: Value, sizes: Sequence[int]) -> Value:
-    """Sums over the negative dimensions."""
-    count = len(sizes)
-    shifted = x.at(moved(x.layout, lambda d: -1 - d if d < 0 else d + count))
-    return _summed(shifted, range(count), sizes) if count else shifted
+@_rule("broadcast_in_dim")
+def _broadcast(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    old, new, dims = shape_of(eqn.invars[0]), eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    return ins[0].at(lambda d: dims[d] if old[d] == new[dims[d]] else None)  # else: one row, repeated
 
 
-@rule("conv_general_dilated")
-def _convolve(eqn: JaxprEqn, ins: list[Value]) -> Value:
-    spec, (x, kernel) = eqn.params["dimension_numbers"], ins
-    batch_dim, out_dim = spec.lhs_spec[0], spec.out_spec[0]
-    if kernel.kind or eqn.params["batch_group_count"] != 1:
-        return lost(ins)
-    layout = moved(x.layout, lambda d: out_dim if d == batch_dim else None)
-    if any(dim != batch_dim for dim, _ in x.layout):
-        return _mixed(x, range(_compat.type_of(eqn.invars[0]).ndim), eqn, layout)
-    return x.at(layout)
+@_rule("squeeze")
+def _squeeze(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return ins[0].at(without(eqn.params["dimensions"]))
 
 
-def lost(ins: Sequence[Value]) -> Value:
-    """Returns the value of an operation without a rule."""
-    worst = max(ins, key=lambda x: x.kind)
-    return Value(Kind.COUPLED, cause=worst.cause) if worst.kind is Kind.COUPLED else Value(Kind.UNKNOWN)
+@_rule("expand_dims")
+def _expand(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return ins[0].at([d for d in range(len(shape_of(eqn.outvars[0]))) if d not in eqn.params["dimensions"]].__getitem__)
+
+
+@_rule("transpose")
+def _transpose(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return ins[0].at(tuple(eqn.params["permutation"]).index)
+
+
+@_rule("reshape")
+def _reshape(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    x, new, found = ins[0], eqn.params["new_sizes"], {d for d in ins[0].row_dims if d < 0}
+    before, after = (list(accumulate(shape, operator.mul)) for shape in (shape_of(eqn.invars[0]), new))
+    ends = {*before} & {*after}  # where a group of old dimensions has the size of one of new dimensions
+
+    def group(end: int) -> int:
+        return sum(other < end for other in ends)
+
+    for number in {group(before[d]) for d in x.row_dims - found}:
+        own = [d for d, end in enumerate(after) if group(end) == number and (new[d] > 1 or x.rows == 1)]
+        inner, exact = math.prod(new[d] for d in own) // x.rows, [d for d in own if new[d] == x.rows]
+        while not exact and len(own) > 1 and inner > 1 and inner % new[own[-1]] == 0:
+            inner //= new[own.pop()]  # [16 * T] -> [16, T]: rows are outermost
+        found |= {*(exact[: 1 if x.rows == 1 else None] or own)}
+        x = lost([x]) if len(exact) > 1 and x.rows > 1 else x  # [8 * 8] -> [8, 8]
+    return x._replace(row_dims=frozenset(found), number=None)
+
+
+@_rule("slice split dynamic_slice pad unstack")
+def _cut(eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
+    x = applied(ins, eqn) if any(y.kind for y in ins[1:]) else ins[0]  # where to cut, or what to pad with
+    if eqn.primitive.name == "unstack":
+        x = x.at(without([eqn.params["axis"]]))
+    kept = [{d: d for d, size in enumerate(shape_of(v)) if size > 1 or x.rows == 1} for v in eqn.outvars]
+    return [x.at(place.get) for place in kept]
+
+
+@_rule("concatenate dynamic_update_slice stack")
+def _collect(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    if eqn.primitive.name == "dynamic_update_slice" and any(x.kind for x in ins[2:]):
+        return lost(ins, collected(ins[:2]).row_dims)
+    if eqn.primitive.name == "stack":
+        ins = [x.at(lambda d: d + (d >= eqn.params["axis"])) for x in ins]
+    return collected(ins)
+
+
+@_rule("gather")
+def _gather(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    (x, indices), numbers, old = ins, eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
+    free = [d for d in range(len(shape_of(eqn.outvars[0]))) if d not in numbers.offset_dims]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    windows = zip([d for d in range(len(old)) if d not in gone], sorted(numbers.offset_dims), strict=True)
+    place = {d: to for d, to in windows if eqn.params["slice_sizes"][d] == old[d]}
+    batches = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    kept, ids = x.at((place | {d: free[i] for d, i in batches}).get), indices.at(dict(enumerate(free)).get)
+    if len(kept.row_dims) == len(x.row_dims):
+        return applied([kept, ids], eqn) if ids.kind else kept
+    # Rows are chosen by the indices, as in `x[permutation]` and `logits[jnp.arange(8), labels]`.
+    if ids.kind:
+        return ids if ids.kind is x.kind is Kind.ROW else lost(ins)
+    return kept._replace(row_dims=kept.row_dims | {*free})
+
+
+@_rule("scatter scatter-add scatter_add scatter_mul scatter-mul scatter_min scatter_max scatter-min scatter-max")
+def _scatter(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    (x, indices, updates), numbers = ins, eqn.params["dimension_numbers"]
+    windows, adds = numbers.update_window_dims, eqn.primitive.name in ("scatter-add", "scatter_add")
+    outer = [d for d in range(len(shape_of(eqn.invars[2]))) if d not in windows]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    at = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    place = dict(zip(windows, [d for d in range(len(shape_of(eqn.invars[0]))) if d not in gone], strict=True))
+    ids, own = indices.at(at.get), updates.at((place | {outer[i]: d for i, d in at.items()}).get)
+    total = collected([x, own])
+    if len(ids.row_dims) == len(indices.row_dims) and len(own.row_dims) == len(updates.row_dims):
+        return applied([x, own, ids], eqn) if ids.kind else total
+    if adds and indices.kind is Kind.ROW and not total.kind:  # a histogram counts rows
+        return summed(indices, range(len(outer)), shape_of(eqn.invars[1]))
+    dims = total.row_dims | {*(() if adds and indices.kind else numbers.scatter_dims_to_operand_dims)}
+    return lost(ins, dims) if indices.kind or total.kind > Kind.ROW else total._replace(row_dims=dims)

@@ -9,70 +9,32 @@ sum over rows, or couples rows:
     lambda w, x: pmean((x @ w), "data")   the same on all devices
     lambda w, x: jnp.log((x @ w).mean())  differs, couples rows
 
-One pass over the equations (`row_rules`, `row_moves`) follows each value (`row_values`, `row_layouts`). It reports what
-it does not know as `Kind.UNKNOWN`; `differs` is true unless it is known to be false.
+One pass over the equations follows each value by the rules of `row_rules`. The results of an operation that it does not
+know, or whose rule fails, are `Kind.UNKNOWN`: a check never stops a program. `differs` is true unless it is known to be
+false.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero import _compat
-from jzero._compat import AnyJaxpr
+from jzero._compat import AnyJaxpr, Atom
+from jzero._guard import attempt
+from jzero.jaxpr import row_rules
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import propagate
-from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
-from jzero.jaxpr.row_layouts import scattered
-from jzero.jaxpr.row_moves import element, of_last_pass, stacked
-from jzero.jaxpr.row_rules import RULES, lost, number_of
-from jzero.jaxpr.row_values import BATCH, SAME, Cause, Kind, Value, applied, joined, unknown_origin
+from jzero.jaxpr.primitives import RUNS, called_jaxpr
+from jzero.jaxpr.row_facts import SAME, Kind, RowFacts, applied, collected, lost, mixed, summed, without
+from jzero.jaxpr.row_rules import shape_of
 
 SUMS = frozenset({"psum", "psum2", "psum_invariant"})
 EQUALIZING = SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant"}
-COLLECTIVES = EQUALIZING | {"reduce_scatter", "ppermute", "pgather", "all_to_all", "ragged_all_to_all"}
-KEEPS_NUMBER = primitives_with(Trait.LAYOUT) | {"convert_element_type", "copy", "copy_p", "stop_gradient", "pvary"}
+COLLECTIVES = EQUALIZING | {"reduce_scatter", "ppermute", "pgather", "all_to_all", "ragged_all_to_all", "axis_index"}
 MOST_PASSES = 8
-
-
-class RowFacts(NamedTuple):
-    """How one value depends on the rows of the batch.
-
-    Attributes:
-      differs: Whether devices may have different values.
-      value: Everything else.
-    """
-
-    differs: bool
-    value: Value
-
-    @property
-    def kind(self) -> Kind:
-        """How it depends on rows."""
-        return self.value.kind
-
-    @property
-    def row_dims(self) -> frozenset[int]:
-        """The dimensions along which elements belong to different rows."""
-        return frozenset(dim for dim, _ in self.value.layout)
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether it is a sum or mean over rows, without row dimensions."""
-        return self.kind is Kind.LINEAR and not self.value.layout
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether it is a sum over rows that is not divided by their number."""
-        return self.is_linear and not self.value.scale.is_mean
-
-    @property
-    def coupled(self) -> Cause | None:
-        """The equation that combined rows in a way that is not linear."""
-        return self.value.cause if self.kind is Kind.COUPLED else None
 
 
 def row_facts(jaxpr: AnyJaxpr, *, batch: Sequence[bool], keys: Sequence[bool], axes: Iterable[str]) -> list[RowFacts]:
@@ -92,17 +54,21 @@ def row_facts(jaxpr: AnyJaxpr, *, batch: Sequence[bool], keys: Sequence[bool], a
       >>> sorted(rowwise.row_dims), mean.is_sum, mean.differs
       ([0], False, True)
     """
-    opened, _ = _compat.open_jaxpr(jaxpr)
     inputs = []
-    for v, has_rows, is_key in zip(opened.invars, batch, keys, strict=True):
-        if has_rows and _compat.type_of(v).ndim:
-            inputs.append(RowFacts(True, Value(Kind.ROW, ((0, ((_compat.type_of(v).shape[0], 1),)),), BATCH)))
-        else:
-            inputs.append(RowFacts(is_key, SAME))
+    for v, has_rows, is_key in zip(_compat.open_jaxpr(jaxpr)[0].invars, batch, keys, strict=True):
+        is_rows = has_rows and bool(shape_of(v))
+        inputs.append(RowFacts(True, True, Kind.ROW, frozenset({0}), shape_of(v)[0]) if is_rows else RowFacts(is_key))
     return _Interpreter(frozenset(axes))(jaxpr, inputs)
 
 
-EQUAL = RowFacts(False, SAME)
+def _unknown(eqn: JaxprEqn, ins: Sequence[RowFacts]) -> list[RowFacts]:
+    """Returns the facts of an equation that is not understood."""
+    return [_marked(lost(ins), ins, differs=bool(eqn.effects))] * len(eqn.outvars)  # naming an axis is an effect
+
+
+def _marked(x: RowFacts, ins: Sequence[RowFacts], *, differs: bool = False) -> RowFacts:
+    """Returns facts of what is made from operands, that differs if they do, or if `differs` says so."""
+    return x._replace(differs=differs or any(y.differs for y in ins), reads=any(y.reads for y in ins))
 
 
 class _Interpreter:
@@ -116,153 +82,102 @@ class _Interpreter:
         opened, _ = _compat.open_jaxpr(jaxpr)
         facts, key = self._facts.setdefault(opened, {}), tuple(inputs)
         if key not in facts:
-            facts[key] = propagate(opened, [*[EQUAL] * len(opened.constvars), *inputs], self._results, _literal)
+            facts[key] = propagate(opened, [*[SAME] * len(opened.constvars), *inputs], self._apply, _literal)
         return facts[key]
 
-    def _results(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
+    def _apply(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
+        results = attempt(self._understood, eqn, ins)
+        return _unknown(eqn, ins) if results is None else results
+
+    def _understood(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
+        results = self._follow(eqn, ins)
+        for x, v in zip(results, eqn.outvars, strict=True):
+            assert all(d < len(shape_of(v)) for d in x.row_dims), eqn.primitive
+        return results
+
+    def _follow(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         name = eqn.primitive.name
-        if name in RUNS:
-            return _from_call(eqn, ins, self(called_jaxpr(eqn), ins))
-        if name in _CONTAINERS:
-            return _CONTAINERS[name](self, eqn, ins)
-        if name == "axis_index":
-            return [RowFacts(not self.axes.isdisjoint(_named_axes(eqn)), SAME)]
+        if name in RUNS or name == "shard_map":
+            return [_named(x, eqn) for x in self(called_jaxpr(eqn), ins)]
+        if name in ("scan", "while", "cond"):
+            return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eqn, ins)
         if name in COLLECTIVES or "axis_name" in eqn.params:
             return self._collective(eqn, ins)
-        rule = RULES.get(name)
-        if rule is None and (inner := list(_compat.contained_jaxprs(eqn))):
-            return self._contained(eqn, ins, inner)
-        differs = any(x.differs for x in ins) or (bool(eqn.effects) and _compat.has_side_effects(eqn))
-        values = [x.value for x in ins]
-        if not any(x.kind for x in values):
-            return [RowFacts(differs, _without_rows(eqn, values))] * len(eqn.outvars)
-        results = [lost(values)] * len(eqn.outvars) if rule is None else rule(eqn, values)
-        return [RowFacts(differs, x) for x in (results if isinstance(results, list) else [results])]
-
-    def _contained(self, eqn: JaxprEqn, ins: list[RowFacts], inner: list[Jaxpr]) -> list[RowFacts]:
-        """Interprets an equation that seems to run its one jaxpr on its operands."""
-        jaxpr = inner[0]
-        if len(inner) == 1 and len(jaxpr.invars) == len(ins) and len(jaxpr.outvars) == len(eqn.outvars):
-            return self(jaxpr, ins)
-        differs = any(x.differs for x in ins) or _compat.has_side_effects(eqn)
-        values = [x.value for x in ins if x.value.kind]
-        return [RowFacts(differs, lost(values) if values else SAME)] * len(eqn.outvars)
+        if name not in row_rules.RULES and (inner := list(_compat.contained_jaxprs(eqn))):
+            sizes = [(len(jaxpr.invars), len(jaxpr.outvars)) for jaxpr in inner]
+            runs_it = sizes == [(len(ins), len(eqn.outvars))]  # on its operands, it seems
+            return self(inner[0], ins) if runs_it else _unknown(eqn, ins)
+        if any(x.kind for x in ins):
+            results = row_rules.RULES[name](eqn, ins) if name in row_rules.RULES else lost(ins)
+        else:
+            results = row_rules.without_rows(eqn, ins)
+        every = [results] * len(eqn.outvars) if isinstance(results, RowFacts) else results
+        return [_marked(x, ins, differs=bool(eqn.effects) and _compat.has_side_effects(eqn)) for x in every]
 
     def _collective(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
-        names, is_ungrouped = _named_axes(eqn), eqn.params.get("axis_index_groups") is None
-        equalizes = eqn.primitive.name in EQUALIZING and is_ungrouped
+        name, named = eqn.primitive.name, eqn.params.get("axes", eqn.params.get("axis_name"))
+        names = set(named) if isinstance(named, tuple | list | set | frozenset) else {named}
+        equalizes = name in EQUALIZING and eqn.params.get("axis_index_groups") is None
         if equalizes and self.axes <= names:
-            return [EQUAL] * len(eqn.outvars)
+            return [SAME._replace(reads=any(x.reads for x in ins))] * len(eqn.outvars)
         is_local = names.isdisjoint(self.axes)  # over other axes of the mesh, each part has the same rows
-        differs = any(x.differs for x in ins) or not (is_local or equalizes)
-        values = [x.value for x in ins]
-        if not any(x.kind for x in values):
-            return [RowFacts(differs, SAME)] * len(eqn.outvars)
-        if is_local and eqn.primitive.name in SUMS:
-            return [RowFacts(differs, x) for x in values]
-        if is_local and eqn.primitive.name in ("pmax", "pmin"):
-            return [RowFacts(differs, applied([x], eqn)) for x in values]
-        return [RowFacts(differs, lost(values))] * len(eqn.outvars)
+        dims = {x for x in names if isinstance(x, int)}  # that had the axis's name in a `vmap`
+        results = [lost(ins)] * len(eqn.outvars)
+        if is_local and name in SUMS:
+            results = [summed(x, dims, shape_of(v)) if dims else x for x, v in zip(ins, eqn.invars, strict=True)]
+        elif is_local and name in ("pmax", "pmin"):
+            results = [mixed(x, dims, eqn).at(without(dims)) for x in ins]
+        return [_marked(x, ins, differs=not (is_local or equalizes)) for x in results]
 
     def _scan(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         num_consts, num_carry = _compat.scan_groups(eqn)
         consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
-        elements = [RowFacts(x.differs, element(x.value, eqn)) for x in xs]
-
-        def turn(carry: list[RowFacts]) -> list[RowFacts]:
-            return self(eqn.params["jaxpr"], [*consts, *carry, *elements])
-
-        carry, outs = _settled(turn, carry, eqn)
-        return [
-            *carry,
-            *(
-                RowFacts(y.differs, stacked(y.value, eqn, _compat.type_of(v).shape))
-                for y, v in zip(outs[num_carry:], eqn.outvars[num_carry:], strict=True)
-            ),
-        ]
+        now = -id(eqn)  # the dimension along which passes differ, if they are of different rows
+        rows = [x.at(lambda d: d - 1 if d else now) for x in xs]
+        carry, outs = _settled(lambda carry: self(eqn.params["jaxpr"], [*consts, *carry, *rows]), carry, eqn)
+        ys = [y.at(lambda d: d + 1) for y in outs[num_carry:]]
+        return [*carry, *(y._replace(row_dims=y.row_dims - {now} | {0}) if now in y.row_dims else y for y in ys)]
 
     def _while(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_cond, of_body, carry = ins[:first], ins[first : first + second], ins[first + second :]
         body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
-
-        def turn(carry: list[RowFacts]) -> list[RowFacts]:
-            (goes_on,) = self(eqn.params["cond_jaxpr"], [*of_cond, *carry])
-            outs = self(body, [*of_body, *carry])
-            unchanged = [v is body.invars[second + i] for i, v in enumerate(body.outvars)]
-            # A loop over all rows until none needs more, as `vmap` makes it, changes each by itself: no coupling.
-            counts = goes_on.kind is not Kind.SAME
-            return [
-                x if same else RowFacts(x.differs or goes_on.differs, _UNKNOWN if counts and not x.kind else x.value)
-                for x, same in zip(outs, unchanged, strict=True)
-            ]
-
-        return _settled(turn, carry, eqn)[0]
+        carry, _ = _settled(lambda carry: self(body, [*of_body, *carry]), carry, eqn)
+        (goes_on,) = self(eqn.params["cond_jaxpr"], [*of_cond, *carry])
+        # A loop over all rows until none needs more, as `vmap` makes it, changes each by itself: no coupling.
+        count = lost([goes_on])
+        changed = [v is not old for v, old in zip(body.outvars, body.invars[second:], strict=True)]
+        return [
+            _marked(x if x.kind else count, [x, goes_on]) if is_changed else x
+            for x, is_changed in zip(carry, changed, strict=True)
+        ]
 
     def _cond(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
-        index, operands = ins[0], ins[1:]
-        first, *others = [self(branch, operands) for branch in eqn.params["branches"]]
-        for branch in others:
-            first = [_joined(x, y, eqn, i) for i, (x, y) in enumerate(zip(first, branch, strict=True))]
-        if not index.kind:
-            return [RowFacts(x.differs or index.differs, x.value) for x in first]
-        return [RowFacts(True, applied([index.value, x.value], eqn)) for x in first]
-
-    def _shard_map(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
-        jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
-        outs = self(jaxpr, [_fitted(x, _compat.type_of(v).shape, eqn) for x, v in zip(ins, jaxpr.invars, strict=True)])
-        return [_fitted(x, _compat.type_of(v).shape, eqn) for x, v in zip(outs, eqn.outvars, strict=True)]
+        index, *operands = ins
+        outs = [_either(x) for x in zip(*(self(branch, operands) for branch in eqn.params["branches"]), strict=True)]
+        values = [applied([index, x], eqn) if index.kind else x for x in outs]
+        return [_marked(x, [y, index]) for x, y in zip(values, outs, strict=True)]
 
 
-_UNKNOWN = Value(Kind.UNKNOWN)
-_CONTAINERS: dict[str, Callable[[_Interpreter, JaxprEqn, list[RowFacts]], list[RowFacts]]] = {
-    "scan": _Interpreter._scan,
-    "while": _Interpreter._while,
-    "cond": _Interpreter._cond,
-    "shard_map": _Interpreter._shard_map,
-}
+def _literal(atom: Atom) -> RowFacts:
+    """Returns the facts of a constant of the program."""
+    return attempt(row_rules.literal, atom) or RowFacts(number=math.nan)
 
 
-def _named_axes(eqn: JaxprEqn) -> set[str]:
-    """Returns the axes of the mesh that a collective names."""
-    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-    return set(named) if isinstance(named, tuple | list | set | frozenset) else {named}
+def _named(x: RowFacts, call: JaxprEqn) -> RowFacts:
+    """Names the line of a call where jax knows no line in it."""
+    if x.cause is None or x.cause.source:
+        return x
+    return x._replace(cause=x.cause._replace(source=_compat.source_of(call)))
 
 
-def _literal(atom: Literal) -> RowFacts:
-    value = atom.val
-    is_number = isinstance(value, bool | int | float) or getattr(getattr(value, "dtype", None), "kind", "V") in "biuf"
-    return RowFacts(False, Value(Kind.SAME, number=float(value) if is_number else "unknown"))
-
-
-def _without_rows(eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Returns the value of an operation whose operands do not depend on rows."""
-    numbers = [number_of(x, atom) for x, atom in zip(values, eqn.invars, strict=True)]
-    if len(eqn.outvars) != 1 or None in numbers or not numbers:
-        return SAME
-    if eqn.primitive.name in KEEPS_NUMBER and len(numbers) == 1:
-        return Value(Kind.SAME, number=numbers[0])
-    return Value(Kind.SAME, number="unknown") if eqn.primitive.name in _ELEMENTWISE else SAME
-
-
-_ELEMENTWISE = primitives_with(Trait.ELEMENTWISE)
-
-
-def _from_call(eqn: JaxprEqn, ins: list[RowFacts], outs: list[RowFacts]) -> list[RowFacts]:
-    """Names the line of the call where jax knows no line in it."""
-    if not any(x.value.cause for x in outs):
-        return outs
-    causes = {x.value.cause for x in ins}
-    return [
-        x
-        if (cause := x.value.cause) is None or cause in causes or cause.source
-        else RowFacts(x.differs, x.value._replace(cause=Cause(cause.eqn, cause.how, eqn)))
-        for x in outs
-    ]
-
-
-def _joined(x: RowFacts, y: RowFacts, eqn: JaxprEqn, number: int) -> RowFacts:
-    return RowFacts(x.differs or y.differs, joined(x.value, y.value, eqn, number))
+def _either(values: Iterable[RowFacts]) -> RowFacts:
+    """Returns the facts of what may be either: results of branches, or of a loop's passes."""
+    values = list(values)
+    if values.count(values[0]) == len(values):
+        return values[0]
+    number = None if None in {x.number for x in values} else math.nan
+    return _marked(collected(values)._replace(number=number), values)
 
 
 def _settled(
@@ -271,20 +186,20 @@ def _settled(
     """Returns the facts of a loop's carry after any number of passes, and of the results of a pass."""
     for _ in range(MOST_PASSES + len(carry)):  # values may move on by one place in each pass
         outs = turn(carry)
-        after = [
-            _joined(x, RowFacts(y.differs, of_last_pass(y.value, eqn)), eqn, i)
-            for i, (x, y) in enumerate(zip(carry, outs, strict=False))
-        ]
+        after = [_either([x, _of_last_pass(y, x, eqn)]) for x, y in zip(carry, outs, strict=False)]
         if after == carry:
             return carry, outs
         carry = after
-    carry = [RowFacts(True, _UNKNOWN) for _ in carry]
+    carry = [_marked(RowFacts(kind=Kind.UNKNOWN), carry) for _ in carry]
     return carry, turn(carry)
 
 
-def _fitted(x: RowFacts, shape: Sequence[int], eqn: JaxprEqn) -> RowFacts:
-    """Returns the facts of an array that a `shard_map` may have cut or joined."""
-    sizes = {dim: math.prod(size for size, _ in factors) for dim, factors in x.value.layout}
-    if all(dim < len(shape) and shape[dim] == size for dim, size in sizes.items()):
+def _of_last_pass(x: RowFacts, before: RowFacts, eqn: JaxprEqn) -> RowFacts:
+    """Returns the facts of a carry that one pass of a loop passes on to the next."""
+    x = x._replace(terms=0, number=None if x.number is None else math.nan)
+    if -id(eqn) not in x.row_dims:
         return x
-    return RowFacts(x.differs, x.value.at(scattered(x.value.layout, shape), unknown_origin(eqn)))
+    # Passes of different rows add up.
+    kind, length = max(x.kind, Kind.LINEAR), eqn.params["length"]
+    times = x.times if x.times == before.times else x.times * math.gcd(length, x.rows)
+    return x._replace(kind=kind, row_dims=x.row_dims - {-id(eqn)}, times=times)

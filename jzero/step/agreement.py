@@ -51,12 +51,15 @@ class StepAgreement:
         key = (jitted, structure, *map(_kind, leaves))
         if key in self._agreed:
             return place()
-        compared = {
-            "the training state": describe_plan(plan),
-            "the settings of the step": "\n".join(f"{name}={_sort_items(x)}" for name, x in self.settings.items()),
-            "the batch": describe_inputs(batch, rng),
-        }
-        agree(self.where, plan.mesh, lambda: None, lambda _: compared, wait_s=self._wait_s)
+
+        def describe(_: None) -> dict[str, str]:
+            return {
+                "the training state": describe_plan(plan),
+                "the settings of the step": "\n".join(f"{name}={_sort_items(x)}" for name, x in self.settings.items()),
+                "the batch": describe_inputs(batch, rng),
+            }
+
+        agree(self.where, plan.mesh, lambda: None, describe, wait_s=self._wait_s)
 
         def lower() -> tuple[Placed, jax.stages.Lowered]:
             placed = place()

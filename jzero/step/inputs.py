@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from jzero import _compat
+from jzero._guard import attempt
 from jzero._text import path_str
 from jzero._types import PyTree, TrainStateLike
 from jzero.config.settings import ONE_KEY, check, optional
@@ -215,7 +216,7 @@ def find_closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:
 
 def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
     """Warns about arrays that the loss closes over: every device holds them whole."""
-    leaves = find_closed_over(traced, plan)
+    leaves = attempt(find_closed_over, traced, plan)
     if leaves:
         listed = "\n".join(f"  {leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
         num_bytes = sum(array_bytes(leaf.size, leaf.dtype) for leaf in leaves)

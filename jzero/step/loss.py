@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import jax
 
+from jzero._guard import attempt
 from jzero._types import PyTree, TrainStateLike
 from jzero.engine.gradients import MicroBatches
 from jzero.engine.merge import Merge, choose_merges
@@ -78,7 +79,7 @@ class StepLoss:
         check_loss(traced, num_rows)
         warn_closed_over(traced, plan)
         if self.checks_rows and parts > 1:
-            results = results_of(traced)
+            results = attempt(results_of, traced) or []
             check_row_dims(results, num_rows)
             self._has_warned = self._has_warned or warn_coupled(results, plan, parts, self.maker)
         return traced, inputs
@@ -151,7 +152,7 @@ def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array 
     """Raises unless a key is passed if and only if the loss takes one; ignores losses without a signature."""
     try:
         signature = inspect.signature(loss_fn, follow_wrapped=False)  # a decorator may take other arguments
-    except (TypeError, ValueError):
+    except Exception:  # of a builtin, or of annotations that Python cannot evaluate
         return
     parameters = [x for x in signature.parameters.values() if x.name not in mutable]
     positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jzero._guard import attempt
 from jzero._text import path_str
-from jzero._types import KeyPath, PyTree
+from jzero._types import PyTree
 from jzero.engine.outputs import PerExample, Summed, Weighted
 from jzero.engine.trace import TracedLoss
-from jzero.jaxpr.row_values import Cause
-from jzero.jaxpr.rows import RowFacts
+from jzero.jaxpr.row_facts import RowFacts
 from jzero.layout.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
@@ -43,16 +43,10 @@ class Result(NamedTuple):
 def results_of(traced: TracedLoss) -> list[Result]:
     """Returns the arrays that a traced loss returns, except the new values of the state."""
     loss, (aux, _) = traced.out_shape
-    marked = [*_marked("loss", loss), *(x for path, tree in _leaves(aux) for x in _marked(_name(path), tree))]
+    of_aux = jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda x: isinstance(x, Weighted | Summed | PerExample))
+    trees = [("loss", loss), *((f"aux[{path_str(path)!r}]", x) for path, x in of_aux)]
+    marked = [y for name, x in trees for y in _marked(name, x)]
     return [Result(*x, facts) for x, facts in zip(marked, traced.row_facts, strict=False)]
-
-
-def _leaves(aux: PyTree) -> list[tuple[KeyPath, PyTree]]:
-    return jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda x: isinstance(x, Weighted | Summed | PerExample))
-
-
-def _name(path: KeyPath) -> str:
-    return f"aux[{path_str(path)!r}]"
 
 
 def _marked(name: str, x: PyTree) -> Iterator[tuple[str, type | None, jax.Array | jax.ShapeDtypeStruct]]:
@@ -69,39 +63,30 @@ def _marked(name: str, x: PyTree) -> Iterator[tuple[str, type | None, jax.Array 
 
 def check_row_dims(results: list[Result], num_rows: int | None) -> None:
     """Raises a `TypeError` that names each value whose rows would be averaged or summed over devices."""
-    bad, are_first = [], True
+    bad, move = [], ""
     for name, mark, shape, facts in results:
         if not facts.row_dims or mark not in (None, Summed):
             continue
-        dims = sorted(facts.row_dims)
-        is_first = dims == [0] and shape.shape[0] == num_rows
-        are_first = are_first and is_first
-        rows = "one value per example" if is_first else f"examples along dimension {', '.join(map(str, dims))}"
+        rows, dims = "one value per example", sorted(facts.row_dims)
+        if dims != [0] or shape.shape[0] != num_rows:
+            rows = f"examples along dimension {', '.join(map(str, dims))}"
+            move = " It takes them along dimension 0: `jnp.moveaxis(x, 1, 0)` or `x.reshape(rows, -1)` puts them there."
         bad.append(f"  {name}: {'Summed of ' if mark else ''}{shape.dtype}{list(shape.shape)}, {rows}")
     if bad:
-        move = " It takes them along dimension 0: `jnp.moveaxis(x, 1, 0)` or `x.reshape(rows, -1)` puts them there."
         raise TypeError(
             "These values belong to single examples. Averages or sums over devices would mix examples that have "
             "nothing to do with each other:\n"
             + "\n".join(bad)
             + "\nWrap each in `jzero.PerExample(x)`, which returns those of the whole batch, or take the mean over the "
-            "examples." + ("" if are_first else move)
+            f"examples.{move}"
         )
 
 
 def warn_coupled(results: list[Result], plan: ZeroPlan, num_parts: int, maker: str) -> bool:
     """Warns about results that are no means over independent rows. Returns whether it did."""
-    troubled = [(x, says) for x in results if (says := _trouble(x))]
-    if not troubled:
+    lines = attempt(_troubles, results, plan)
+    if not lines:
         return False
-    axes = batch_axes(plan.config)
-    axis = repr(axes[0] if len(axes) == 1 else axes)
-    lines = [f"  {x.name} {says}" for x, says in troubled]
-    if any(x.facts.coupled and x.facts.coupled.how != "ratio" for x, _ in troubled):
-        lines.append(
-            f"Rows that need all others get them by `jax.lax.all_gather(x, {axis}, tiled=True)`, their mean by "
-            f"`jax.lax.pmean(x.mean(0), {axis})`, and batch statistics by `nn.BatchNorm(axis_name={axis})`."
-        )
     warnings.warn(
         f"The loss runs on each of {num_parts} parts of the batch, and the results are averaged. For these that is not "
         "the result of the whole batch:\n"
@@ -112,22 +97,30 @@ def warn_coupled(results: list[Result], plan: ZeroPlan, num_parts: int, maker: s
     return True
 
 
+def _troubles(results: list[Result], plan: ZeroPlan) -> list[str]:
+    """Returns a line for each result that is no mean over independent rows, and one about what helps."""
+    troubled = [(x, says) for x in results if (says := _trouble(x))]
+    lines = [f"  {x.name} {says}" for x, says in troubled]
+    axes = batch_axes(plan.config)
+    axis = repr(axes[0] if len(axes) == 1 else axes)
+    if any(x.facts.coupled and x.facts.coupled.how != "ratio" for x, _ in troubled):
+        lines.append(
+            f"Rows that need all others get them by `jax.lax.all_gather(x, {axis}, tiled=True)`, their mean by "
+            f"`jax.lax.pmean(x.mean(0), {axis})`, and batch statistics by `nn.BatchNorm(axis_name={axis})`."
+        )
+    return lines
+
+
 def _trouble(result: Result) -> str:
     """Returns what is wrong with a result, and what to do; empty if it is a mean, or if that is unknown."""
-    _, mark, shape, facts = result
+    name, mark, shape, facts = result
     if mark not in (None, Weighted) or not jnp.issubdtype(shape.dtype, jnp.number):
         return ""
-    is_loss = result.name.startswith("loss")
-    if facts.coupled:
-        return _coupling(facts.coupled, is_loss=is_loss)
-    if facts.is_sum and mark is None:
+    is_loss, cause = name.startswith("loss"), facts.coupled
+    if cause is None:
         other = "`jzero.Weighted(sum, weight)`" if is_loss else "`jzero.Summed(x)`"
-        return f"is a sum over rows: return the mean, or {other}."
-    return ""
-
-
-def _coupling(cause: Cause, *, is_loss: bool) -> str:
-    where = f"`{cause.eqn.primitive.name}` at {cause.source or 'an unknown line'}"
+        return f"is a sum over rows: return the mean, or {other}." if facts.is_sum and mark is None else ""
+    where = f"`{cause.primitive}` at {cause.source or 'an unknown line'}"
     if cause.how == "ratio":
         way = "`jzero.Weighted(sum, weight)`" if is_loss else "sum and weight as `jzero.Summed`, and divide them then"
         return f"divides sums over rows, {where}: for a mean over some elements return {way}."

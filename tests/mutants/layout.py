@@ -110,9 +110,9 @@ MUTANTS = [
     ),
     Mutant(
         "function_of_a_sum_taken_for_one_of_a_row",
-        "jaxpr/row_values.py",
-        "if worst is Kind.COUPLED or any(x.kind is Kind.LINEAR for x in values):",
-        "if worst is Kind.COUPLED:",
+        "jaxpr/row_facts.py",
+        "eqn, how) if total.kind is Kind.LINEAR else total",
+        "eqn, how) if False else total",
         "test_coupling.py::test_the_line_that_couples_rows_is_found",
         "perplexity",
     ),
