@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jzero
+from jzero.arrays import processes
 
 ROWS, WIDTH = 24, 5
 W = np.linspace(-1, 1, WIDTH * 3, dtype=np.float32).reshape(WIDTH, 3)
@@ -21,7 +22,7 @@ def sharded(devices=8, **options):
     mesh = jzero.make_mesh(
         devices=jax.devices()[:devices], **({"replica": 2, "data": -1} if "replica_axis" in options else {})
     )
-    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=2, **options), mesh=mesh)
+    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(**{"stage": 2, **options}), mesh=mesh)
 
 
 def each(params, x):
@@ -138,3 +139,63 @@ def test_collectives_count_over_all_axes_of_the_batch():
     for devices in (4, 2):  # replica=2, data=2 or 1
         jzero.value_and_grad(loss(("replica", "data")))(sharded(devices, replica_axis="replica"), BATCH)
     jzero.value_and_grad(loss("replica"))(sharded(2, replica_axis="replica"), BATCH)
+
+
+@pytest.mark.usefixtures("checks_may_fail")
+@pytest.mark.parametrize(
+    "check",
+    [
+        "jaxpr.row_rules.literal",
+        "step.loss.results_of",
+        "step.row_check._trouble",
+        "step.inputs.find_closed_over",
+        "engine.trace.has_parts_to_recompute",
+    ],
+)
+def test_a_check_that_fails_stops_no_step(check, monkeypatch, caplog):
+    def fail(*args):
+        raise KeyError("a new thing")
+
+    monkeypatch.setattr(f"jzero.{check}", fail)
+    step = jzero.value_and_grad(lambda params, x: 2 * each(params, x).mean())
+    with caplog.at_level("INFO", "jzero"):
+        loss, grads = step(sharded(stage=3, persistence_threshold=0), BATCH)
+    np.testing.assert_allclose(loss, 2 * np.square(BATCH @ W).mean(), rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], 4 * BATCH.T @ (BATCH @ W) / (3 * ROWS), rtol=1e-4, atol=1e-6)
+    assert "a new thing" in caplog.text
+
+
+def test_a_loss_whose_signature_python_cannot_make_is_no_error():
+    class Loss:
+        @property
+        def __signature__(self):
+            raise NameError("name 'PyTree' is not defined")  # annotations for type checkers alone
+
+        def __call__(self, params, x):
+            return each(params, x).mean()
+
+    loss, _ = jzero.value_and_grad(Loss())(sharded(), BATCH)
+    np.testing.assert_allclose(loss, np.square(BATCH @ W).mean(), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("checks_may_fail")
+def test_processes_that_cannot_describe_what_they_run_compare_nothing(monkeypatch):
+    compared = []
+
+    class Exchange:
+        def __init__(self, *args):
+            pass
+
+        def compare(self, parts):
+            compared.append(parts)
+            return ""
+
+    monkeypatch.setattr(processes, "are_several", lambda mesh: True)
+    monkeypatch.setattr("jzero._compat.distributed_client", object)
+    monkeypatch.setattr(processes, "_group", lambda mesh: (0, 1))
+    monkeypatch.setattr(processes, "_Exchange", Exchange)
+    describe = lambda made: {"the batch": made.dtype.name}
+    mesh = jzero.make_mesh()
+    assert processes.agree("here", mesh, lambda: 7, describe) == 7
+    assert processes.agree("here", mesh, lambda: W, describe) is W
+    assert compared == [{}, {"the batch": "float32"}]

@@ -123,6 +123,21 @@ MUTANTS = [
         "self.axes & names",
         "test_rows.py::test_a_reduction_over_some_axes_of_the_batch_does_not_make_values_equal",
     ),
+    Mutant(
+        "vmapped_axes_stay",
+        "jaxpr/rows.py",
+        "summed(x, dims, shape_of(v)) if dims else x",
+        "x",
+        "test_rows.py::test_dimensions_that_hold_rows_are_followed",
+        "vmapped",
+    ),
+    Mutant(
+        "checks_that_fail_stop_steps",
+        "_guard.py",
+        "        return None\n",
+        "        raise\n",
+        "test_row_check.py::test_a_check_that_fails_stops_no_step",
+    ),
     # Collectives.
     Mutant(
         "reduction_doubled",
