@@ -88,8 +88,8 @@ def is_literal(atom: Atom) -> TypeIs[Literal]:
 
 
 def value_of(literal: Literal) -> Any:
-    """Returns the value of a literal, without the mesh that it was traced under."""
-    value = literal.val
+    """Returns the value of a literal, which has a dtype, without the mesh that it was traced under."""
+    value = np.bool_(literal.val) if isinstance(literal.val, bool) else literal.val  # jax gives numbers a dtype
     if isinstance(value, jax.Array) and isinstance(value.sharding, NamedSharding):
         value = np.asarray(value)
     return value.view() if isinstance(value, np.ndarray) else value

@@ -93,7 +93,7 @@ def pair_written(
     for path, old in before.items():
         if path not in after or after[path] is old:
             continue
-        value = _array(after[path])
+        value = _array(after[path], dtypes[path])
         shape = written_shape(name(path), old.shape)
         if not hasattr(value, "dtype") or value.shape != shape or not holds(dtypes[path], value.dtype):
             bad.append(f"  {name(path)}: {_kind(jax.ShapeDtypeStruct(shape, dtypes[path]))}, then {_kind(value)}")
@@ -101,8 +101,14 @@ def pair_written(
     return variables, bad
 
 
-def _array(x: PyTree) -> PyTree:
-    return jnp.asarray(x) if isinstance(x, bool | int | float | complex | np.ndarray) else x
+def _array(x: PyTree, dtype: DType | None = None) -> PyTree:
+    """Returns constants as arrays: of their dtype; numbers of Python, which have none, of `dtype` if that has them."""
+    if isinstance(x, np.generic | np.ndarray):
+        return jnp.asarray(x)
+    kind = next((kind for kind in (bool, int, float, complex) if isinstance(x, kind)), None)
+    if kind is None:
+        return x
+    return jnp.asarray(x, dtype if dtype is not None and holds(dtype, kind) else None)
 
 
 def _kind(x: PyTree) -> str:
