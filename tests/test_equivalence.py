@@ -319,3 +319,21 @@ def test_errors():
         compare(3, state)
     with pytest.raises(ValueError, match="must be divisible by 8"):
         compare(state=state, batches=[models.mlp_batch(12)])
+
+
+@pytest.mark.filterwarnings("ignore:The mesh has one device")
+def test_the_reference_draws_what_the_first_device_draws():
+    """From keys that the loss writes and from those that stay, which are others in the second step."""
+
+    def loss(params, batch, extra):
+        now, later = jax.random.split(extra["stream"])
+        still = jax.random.fold_in(extra["still"], extra["count"])
+        noise = sum(jax.random.normal(key, batch["y"].shape) for key in (now, still))
+        new = {**extra, "stream": later, "count": extra["count"] + 1}
+        return jnp.square(batch["x"] @ params["w"] + noise - batch["y"]).mean(), {"extra": new}
+
+    extra = {"stream": jax.random.key(1), "still": jax.random.key(2), "count": jnp.int32(0)}
+    plain = jzero.TrainState.create(params={"w": jnp.ones((37, 11))}, tx=optax.sgd(0.1), extra=extra)
+    state = jzero.shard_train_state(plain, stage=1, mesh=jzero.make_mesh(devices=jax.devices()[:1]))
+    report = jzero.check_equivalence(loss, state, BATCHES[:2], has_aux=True, mutable=("extra",))
+    assert max(report.loss, report.grad_norm) < 1e-5

@@ -226,6 +226,96 @@ def test_the_loss_is_traced_again_only_for_constants_that_may_be_numbers_of_rows
     assert set(sizes) == {ROWS}
 
 
+def batches_of(seed):
+    x = np.random.default_rng(seed).normal(size=(24, D)).astype(np.float32)
+    return {"x": x, "label": (7 * x[:, 0]).astype(np.int32)}
+
+
+def extremes(batch, value):
+    """Maxima and minima as programs keep them: a history, one that goes on, one of the last batch, in a few bits."""
+    size = jnp.abs(batch["x"])
+    return {
+        "history": jnp.roll(value["history"], 1, 0).at[0].set(size.max(0)),
+        "largest": jnp.maximum(value["largest"], batch["label"].max()),
+        "least": batch["x"].min(0),
+        "fp8": size.max().astype(jnp.float8_e4m3fn),
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        ({"data": 3}, {}),
+        ({"replica": 2, "data": 2}, {"replica_axis": "replica"}),
+        ({"node": 2, "data": 3}, {"node_axis": "node"}),
+    ],
+)
+def test_maxima_are_those_of_the_whole_batch(sizes, axes):
+    """The reference is one device without jzero, which takes the batch as a whole."""
+    expected = {
+        "history": jnp.zeros((3, D)),
+        "largest": jnp.int32(-100),
+        "least": jnp.full(D, -9.0),
+        "fp8": jnp.float8_e4m3fn(400),
+    }
+    mesh = jzero.make_mesh(**sizes, devices=jax.devices()[: np.prod(list(sizes.values()))])
+    state = Written.create(apply_fn=None, params={"w": jnp.ones((D, 7))}, tx=optax.sgd(0.1), value=expected)
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, **axes), mesh=mesh)
+    step = make_step(extremes, {"value/least": "min", ".*": "max"})
+    for seed in range(3):
+        state, _ = step(state, batches_of(seed))
+        expected = extremes(jax.tree.map(jnp.asarray, batches_of(seed)), expected)
+    for name, want in expected.items():
+        assert state.value[name].dtype == want.dtype
+        np.testing.assert_array_equal(state.value[name], want, err_msg=name)
+
+
+def draw(value, rows):
+    """Numbers from a key that goes on, and from one that stays beside a count; what the state holds then."""
+    now, later = jax.random.split(value["stream"])
+    fixed = jax.random.fold_in(value["fixed"], value["count"])
+    return [jax.random.normal(key, (rows,)) for key in (now, fixed)], {
+        **value,
+        "stream": later,
+        "count": value["count"] + 1,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The mesh has one device")
+@pytest.mark.parametrize("n", [1, DEVICES])
+def test_devices_draw_different_numbers_from_keys_in_the_state(n):
+    """The reference goes through devices and micro-batches one by one: a device's key has its index folded in."""
+
+    def loss(params, batch, value):
+        numbers, new = draw(value, len(batch["x"]))
+        aux = {"value": new, "numbers": jzero.PerExample(jnp.stack(numbers, 1))}
+        return jnp.square(batch["x"] @ params["w"]).mean(), aux
+
+    start = {"stream": jax.random.key(1), "fixed": jax.random.key(2), "count": jnp.int32(0)}
+    state = make_state(start, n)
+    step = jzero.make_train_step(loss, has_aux=True, mutable=("value",), accumulate_steps=STEPS)
+    rows, value = len(X) // (n * STEPS), start
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        found = np.asarray(metrics["aux"]["numbers"]).reshape(n, STEPS, rows, 2)
+        assert len(np.unique(found)) == found.size
+        for i in range(STEPS):
+            for device in reversed(range(n)):  # the first one's key is kept
+                keys = {name: jax.random.fold_in(value[name], device) for name in ("stream", "fixed")}
+                numbers, new = draw({**value, **keys}, rows)
+                np.testing.assert_allclose(found[device, i], np.stack(numbers, 1), rtol=1e-6)
+            value = {**new, "fixed": value["fixed"]}
+    for name in ("stream", "fixed"):
+        np.testing.assert_array_equal(*(jax.random.key_data(x[name]) for x in (state.value, value)))
+
+
+def test_a_key_without_its_dtype_is_refused_by_name():
+    write = lambda batch, value: jax.random.split(value)[1]
+    with pytest.raises(ValueError, match=r"key .*'value': uint32\[2\].* pass `rng=`"):
+        make_step(write).eval_shape(make_state(jax.random.PRNGKey(0)), BATCH)
+    make_step(write, "equal").eval_shape(make_state(jax.random.PRNGKey(0)), BATCH)
+
+
 class Online(nnx.Module):
     """A network, an exponential average of it that no optimizer has, and a stream of random numbers."""
 

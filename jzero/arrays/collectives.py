@@ -6,10 +6,13 @@ the ZeRO axis, `...` all other dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from jzero.layout.comm import Comm, own_part
 from jzero.layout.cut import Cut
@@ -126,6 +129,13 @@ def gather_rows(x: jax.Array, sums: Sums) -> jax.Array:
         return lax.all_gather(bits, axes, axis=0, tiled=True).astype(x.dtype) if axes else x
 
 
+def extreme(x: jax.Array, sums: Sums, along: Callable[[jax.Array, tuple[str, ...]], jax.Array]) -> jax.Array:
+    """Returns the largest or smallest `x` of all devices, element by element: `along` is `lax.pmax` or `lax.pmin`."""
+    with jax.named_scope("zero_reduce"):
+        axes = _shared_axes(sums)
+        return along(sums.widen(x), axes).astype(x.dtype) if axes else x
+
+
 def _shared_axes(sums: Sums) -> tuple[str, ...]:
     """Returns the axes of the batch with more than one device."""
     return tuple(axis for axis in sums.axes if lax.axis_size(axis) > 1)
@@ -137,3 +147,9 @@ def batch_index(sums: Sums) -> jax.Array:
     for name in sums.axes:
         index = index * lax.axis_size(name) + lax.axis_index(name)
     return index
+
+
+def fold_keys(keys: jax.Array, index: ArrayLike) -> jax.Array:
+    """Returns keys, of any shape, into which the index of a device is folded: devices draw different numbers."""
+    flat = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys.reshape(-1), index)
+    return flat.reshape(keys.shape)

@@ -18,13 +18,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero._types import PyTree
-from jzero.arrays.collectives import batch_index, sum_over
+from jzero.arrays.collectives import batch_index, fold_keys, sum_over
 from jzero.config.keep import Keep
-from jzero.config.precision import cast_dtype, scale_by, widen
+from jzero.config.precision import cast_dtype, is_key, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiate
 from jzero.engine.kernel_gradients import without_transposes
 from jzero.engine.lazy import Leaf, is_lazy, make_lazy
-from jzero.engine.merge import merge_written
+from jzero.engine.merge import is_of_whole_batch, merge_stacked, merge_written
 from jzero.engine.norms import grad_norm
 from jzero.engine.order import Order
 from jzero.engine.outputs import Weighted, aux_specs, reduce_aux
@@ -244,7 +244,8 @@ class _LocalStep:
         key = [jax.random.fold_in(k, index) for k in key]  # dropout differs between devices
         before = [*stored, *carried]
         fixed = [self._as_input(i, x) for i, x in enumerate(before)]  # [D/N, F] becomes lazy
-        sources = [x.source for x in self.traced.written]
+        variables = self.traced.written
+        sources = [x.source for x in variables]
 
         def evaluate(
             batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array, state: list[jax.Array]
@@ -256,13 +257,17 @@ class _LocalStep:
             results = self._walk(joint, (params, others, batch, key, divisor, loss_scale))
             (totals, divisor, (aux, written)), grads = results
             new = [
-                merge_written(x, old, kind, sums, plan)
-                for x, old, kind in zip(written, state, self.traced.written, strict=True)
+                old if is_of_whole_batch(kind) else merge_written(x, old, kind, sums, plan)
+                for x, old, kind in zip(written, state, variables, strict=True)
             ]
-            return (totals, divisor, new, aux), grads
+            stacked = {i: written[i] for i, kind in enumerate(variables) if is_of_whole_batch(kind)}
+            return (totals, divisor, new, (aux, stacked)), grads
 
         state = [before[i] for i in sources]
-        ((total, weight), divisor, written, aux), local = self._accumulate(joint, evaluate, batch, key, state)
+        values, local = self._accumulate(joint, evaluate, batch, key, state)
+        (total, weight), divisor, written, (aux, stacked) = values
+        for i, x in stacked.items():
+            written[i] = merge_stacked(x, written[i], variables[i], sums, self.micro.steps)
         if isinstance(self.traced.out_shape[0], Weighted):
             weight = sum_over(weight, sums)  # of the global batch
             inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))  # never 1 / 0
@@ -290,6 +295,8 @@ class _LocalStep:
             param = self.params[number]
             return make_lazy(x, param.way, param.leaf.compute_dtype)
         leaf = self.carried[number - len(self.params)]
+        if is_key(x.dtype):
+            return fold_keys(x, batch_index(self.sums))  # as `rng`
         if leaf is None or leaf.compute_dtype is None:
             return x
         return make_lazy(x, self.way(leaf), leaf.compute_dtype)
@@ -316,7 +323,7 @@ class _LocalStep:
         """Sums loss, weight and gradients over micro-batches, which pass on the `state` that the loss writes.
 
         Returns:
-          `(((sum, weight), divisor, state, aux), grads)`; `aux` is stacked for `reduce_aux`.
+          `(((sum, weight), divisor, state, others), grads)`; `others` are stacked, `aux` for `reduce_aux`.
         """
         steps, none_yet = self.micro.steps, jnp.zeros(())
         if steps == 1:

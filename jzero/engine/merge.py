@@ -8,7 +8,13 @@ stays as it is, and floating values are averaged, as batch statistics need it. W
 the first step: the rows of one device are no queue of negatives, and the largest of several histograms is none.
 
 Values are merged after each micro-batch, and the next micro-batch starts from the result. So a step of several
-micro-batches writes what as many steps would, and each rule only has to be right for one.
+micro-batches writes what as many steps would, and each rule only has to be right for one. Maxima and minima are of the
+whole batch: each micro-batch starts from the value before the step, as each device does. So a step adds one entry to a
+history of maxima, as delayed scaling keeps it.
+
+A random key is the same on all devices, which must not draw the same numbers. So each device folds its index into the
+keys that the loss reads, as into `rng`. A key that the loss writes becomes that of the first device, whose index is the
+same for all numbers of devices; the others fold theirs into it next time.
 """
 
 from __future__ import annotations
@@ -22,11 +28,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
 from jzero import _compat
-from jzero.arrays.collectives import from_first, gather_rows, own_shard, sum_over
+from jzero._guard import attempt
+from jzero.arrays.collectives import extreme, from_first, gather_rows, own_shard, sum_over
+from jzero.config.precision import is_key, widen
 from jzero.engine.outputs import average, sum_dtype
 from jzero.engine.trace import TracedLoss, Written
 from jzero.jaxpr.equations import equations_of
@@ -49,18 +58,24 @@ class Rule(NamedTuple):
 
     Attributes:
       merge: The value of all devices, given that of one, the value before, and how they are summed.
-      takes: The kind of dtype that it can merge.
+      takes: The kinds of dtypes that it can merge.
+      of_micro_batches: Makes the value of several micro-batches, along dimension 0, that of the batch. Each starts from
+        the value before the step then; with `None`, from what the one before wrote.
     """
 
     merge: Callable[[jax.Array, jax.Array, Sums], jax.Array]
-    takes: DTypeLike
+    takes: tuple[DTypeLike, ...]
+    of_micro_batches: Callable[[jax.Array], jax.Array] | None = None
 
 
+REAL = (jnp.integer, jnp.floating)
 MERGES = {
-    "mean": Rule(lambda x, before, sums: average(x, sums), jnp.inexact),
-    "summed": Rule(_add_changes, jnp.number),
-    "per_example": Rule(lambda x, before, sums: gather_rows(x, sums), np.generic),
-    "equal": Rule(lambda x, before, sums: from_first(x, sums), np.generic),
+    "mean": Rule(lambda x, before, sums: average(x, sums), (jnp.inexact,)),
+    "summed": Rule(_add_changes, (jnp.number,)),
+    "per_example": Rule(lambda x, before, sums: gather_rows(x, sums), (np.generic,)),
+    "max": Rule(lambda x, before, sums: extreme(x, sums, lax.pmax), REAL, lambda x: widen(x).max(0)),
+    "min": Rule(lambda x, before, sums: extreme(x, sums, lax.pmin), REAL, lambda x: widen(x).min(0)),
+    "equal": Rule(lambda x, before, sums: from_first(x, sums), (np.generic,)),
 }
 """The rules by the words that a user says."""
 
@@ -115,6 +130,7 @@ def choose_merges(
     _check_words(merge, traced.written)
     shapes = traced.out_shape[1][1]
     facts = traced.row_facts[len(traced.row_facts) - len(shapes) :]
+    _check_keys(traced, facts, merge)
     counts = _find_counts_of_rows(traced, facts, merge, doubled)
     bad: list[str] = []
     written: list[Written] = []
@@ -129,8 +145,9 @@ def choose_merges(
             )
         if why and merge.num_shards > 1:
             bad.append(f"  {x.name}: {shape.dtype}{list(shape.shape)}, {why}")
-        default = "mean" if fact.differs and jnp.issubdtype(shape.dtype, jnp.inexact) else None
-        written.append(dataclasses.replace(x, leaf=leaf, merge=word or default))
+        if word is None and fact.differs:
+            word = "equal" if is_key(shape.dtype) else "mean" if jnp.issubdtype(shape.dtype, jnp.inexact) else None
+        written.append(dataclasses.replace(x, leaf=leaf, merge=word))
     if bad:
         axes = batch_axes(plan.config)
         raise ValueError(
@@ -138,8 +155,9 @@ def choose_merges(
             + "\n".join(bad)
             + "\nSay for each how the devices' values become one, `merge={'name': 'summed'}`: 'summed' adds up what "
             "each device adds to the value before; 'per_example' puts the rows of all devices one after another; "
-            "'mean' averages; 'equal' takes what the first device wrote. Or make them equal with a collective over "
-            f"ZeRO's axes, such as `jax.lax.all_gather(rows, {axes}, tiled=True)` for a queue of rows."
+            "'mean' averages; 'max' and 'min' take the largest or smallest value; 'equal' takes what the first device "
+            "wrote. Or make them equal with a collective over ZeRO's axes, such as "
+            f"`jax.lax.all_gather(rows, {axes}, tiled=True)` for a queue of rows."
         )
     return dataclasses.replace(traced, written=tuple(written))
 
@@ -149,17 +167,38 @@ def _why_no_value(
 ) -> str | None:
     """Returns why a variable's new value is not one for all devices; `None` if it is, or the user's word covers it."""
     if word is not None:
-        fits = jnp.issubdtype(shape.dtype, MERGES[word].takes) and (leaf is None or word in FOR_PARAMETERS)
+        takes_dtype = any(jnp.issubdtype(shape.dtype, x) for x in MERGES[word].takes)
+        fits = takes_dtype and (leaf is None or word in FOR_PARAMETERS)
         return None if fits else f"which cannot be {word!r}"
     if counts:
         return "which depends on the number of rows that one device has"
     if not facts.differs:
         return None
-    if not jnp.issubdtype(shape.dtype, jnp.inexact):
+    if not (jnp.issubdtype(shape.dtype, jnp.inexact) or is_key(shape.dtype)):
         return "which depends on the rows that one device has"
     if facts.row_dims:
         return f"whose dimension {min(facts.row_dims)} holds rows of one device"
     return "which adds up the rows that one device has" if facts.is_sum else None
+
+
+def _check_keys(traced: TracedLoss, facts: Sequence[RowFacts], merge: Merge) -> None:
+    """Raises if the loss draws from a key of the form before jax had a dtype for keys, and writes the next one."""
+    if merge.num_shards == 1:
+        return
+    for i, (x, shape, fact) in enumerate(zip(traced.written, traced.out_shape[1][1], facts, strict=True)):
+        has_form = shape.dtype == jnp.uint32 and shape.shape[-1:] in ((2,), (4,)) and not fact.differs
+        if has_form and merge.word(x.name) is None and attempt(_draws, traced, i):
+            raise ValueError(
+                f"The loss draws from a key in the state that has no key's dtype, {x.name!r}: {shape.dtype}"
+                f"{list(shape.shape)}. It is the same on all devices, and so would be the numbers. Keep a typed key, "
+                "`jax.random.key(seed)` or `jax.random.wrap_key_data(x)`, into which each device folds its index, or "
+                f"pass `rng=` to the step. If it is no key: `merge={{{x.name!r}: 'equal'}}`."
+            )
+
+
+def _draws(traced: TracedLoss, number: int) -> bool:
+    """Whether a written variable is made with a key that was integers."""
+    return any(eqn.primitive.name == "random_wrap" for eqn in equations_of(_part_of(traced, {number})))
 
 
 def _find_counts_of_rows(
@@ -181,7 +220,7 @@ def _find_counts_of_rows(
             return set()
         other = doubled()
         if other.written != traced.written:
-            raise ValueError(f"the loss then writes {[x.name for x in other.written]}")
+            raise ValueError(f"Its variables are others: it writes {[x.name for x in other.written]}.")
         are_equal = str(part) == str(_part_of(other, suspects))
         return {i for i in suspects if not are_equal and str(_part_of(traced, {i})) != str(_part_of(other, {i}))}
     except Exception as error:  # the user's code may hold for one number of rows only
@@ -218,6 +257,19 @@ def _check_words(merge: Merge, written: Sequence[Written]) -> None:
     unused = [pattern for pattern in merge.words if not any(re.fullmatch(pattern, name) for name in names)]
     if unused:
         raise ValueError(f"`merge` names variables that the loss does not write: {unused}. It writes {names}.")
+
+
+def is_of_whole_batch(written: Written) -> bool:
+    """Whether micro-batches do not pass on a variable, which gets its new value after the last one."""
+    return written.merge is not None and MERGES[written.merge].of_micro_batches is not None
+
+
+def merge_stacked(x: jax.Array, before: jax.Array, written: Written, sums: Sums, num_micro_batches: int) -> jax.Array:
+    """Returns a variable of the whole batch after the loss; the values of several micro-batches are stacked."""
+    rule = MERGES[str(written.merge)]
+    if num_micro_batches > 1 and rule.of_micro_batches is not None:
+        x = rule.of_micro_batches(x).astype(x.dtype)
+    return overwrite(before, rule.merge(x, before, sums))
 
 
 def merge_written(x: jax.Array, before: jax.Array, written: Written, sums: Sums, plan: ZeroPlan) -> jax.Array:

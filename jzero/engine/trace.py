@@ -26,6 +26,7 @@ from jzero._compat import AnyJaxpr
 from jzero._guard import attempt
 from jzero._types import PyTree
 from jzero.config.keep import Keep
+from jzero.config.precision import is_key
 from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute, num_blocks
 from jzero.jaxpr.row_facts import RowFacts
 from jzero.jaxpr.rows import row_facts
@@ -46,7 +47,8 @@ class LossInputs(NamedTuple):
 
     Attributes:
       params: The parameters as stored.
-      carried: State that the loss reads and changes, by name; whole on every device.
+      carried: State that the loss reads and changes, by name; whole on every device. Each device folds its index into
+        the random keys in it.
       batch: The global batch.
       rng: A PRNG key, into which each device folds its index, or `None`.
       loss_scale: The factor of the loss before differentiation, or `None`.
@@ -112,7 +114,10 @@ class TracedLoss:
 
     def with_row_facts(self, plan: ZeroPlan) -> TracedLoss:
         """Returns the same loss with its `row_facts`."""
-        batch, keys = ([i == which for i, n in enumerate(self.num_inputs) for _ in range(n)] for which in (2, 3))
+        groups = [i for i, n in enumerate(self.num_inputs) for _ in range(n)]  # params, carried, batch, key
+        dtypes = [_compat.type_of(v).dtype for v in _compat.open_jaxpr(self.jaxpr)[0].invars]
+        batch = [i == 2 for i in groups]
+        keys = [i == 3 or (i == 1 and is_key(dtype)) for i, dtype in zip(groups, dtypes, strict=True)]
         axes = batch_axes(plan.config)
         split = [axis for axis in axes if plan.mesh.shape[axis] > 1]  # an axis of one device has nothing to reduce
         facts = row_facts(self.jaxpr, batch=batch, keys=keys, axes=split or axes)

@@ -153,9 +153,6 @@ def drop_unwritten(traced: TracedLoss) -> TracedLoss:
     """Returns a traced loss that returns, of its `WrittenVariable`s, the values that differ from the ones before.
 
     Its third result becomes a list of these values, one for each of its `written`.
-
-    Raises:
-      ValueError: The loss writes a random key of an NNX model, which differs between devices.
     """
     loss, (aux, changed) = traced.out_shape
     variables, _ = jax.tree_util.tree_flatten_with_path(changed, is_leaf=lambda x: isinstance(x, WrittenVariable))
@@ -171,12 +168,7 @@ def drop_unwritten(traced: TracedLoss) -> TracedLoss:
         used += [value is not before, False]  # `before` is only for comparison
         if value is before:
             continue
-        if before not in numbers:  # what the model had before was no input: a key, folded for this device
-            raise ValueError(
-                f"The loss writes the random key {x.name!r} of the model. Devices fold keys with their index, so each "
-                "has another one, and the state can hold but one. Draw from `nnx.Rngs`, whose counts go on and whose "
-                "keys stay, or pass `rng=` to the step."
-            )
+        assert not _compat.is_literal(before)  # it is the input that holds the variable
         written.append(Written(field.key, path.key, x.name, numbers[before]))
         values.append(x.value)
     part = _compat.with_outputs(traced.jaxpr, used)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.nnx.training.optimizer import OptArray
-from jax import lax
 
 from jzero._types import PyTree
 from jzero.engine.trace import FROZEN
@@ -55,15 +54,6 @@ class NnxTrainState:
         return dataclasses.replace(self, **changes)
 
 
-def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Folds the index of the device into PRNG keys (of any shape); other arrays do not change."""
-    if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    index = lax.axis_index(axes)
-    flat = jax.vmap(jax.random.fold_in, in_axes=(0, None))(x.reshape(-1), index)
-    return flat.reshape(x.shape)
-
-
 @adapter_of.register(NnxTrainState)
 class NnxStateAdapter(StateAdapter):
     """Presents an `NnxTrainState`, as programs have it."""
@@ -75,27 +65,22 @@ class NnxStateAdapter(StateAdapter):
         return ("rest",)
 
     def bind_loss(
-        self, loss_fn: Loss, mutable: Sequence[str], axes: tuple[str, ...], written_shape: WrittenShape | None
+        self, loss_fn: Loss, mutable: Sequence[str], written_shape: WrittenShape | None
     ) -> tuple[Loss, dict[str, PyTree]]:
-        """Returns the loss as a function of arrays, and the model's state that it carries.
-
-        While the loss runs, each device folds its index into the model's random streams, so that devices draw different
-        numbers; the keys in the state do not change.
-        """
+        """Returns the loss as a function of arrays, and the model's state that it carries."""
         if mutable:
             raise ValueError(f"`mutable={mutable}` is for Linen states; NNX models carry their own state.")
         state = self.state
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree, frozen: PyTree) -> Any:
-            local = jax.tree.map(lambda x: _fold(x, axes), rest)
-            model = nnx.merge(state.graphdef, params, frozen, local)
+            model = nnx.merge(state.graphdef, params, frozen, rest)
             attributes = python_attributes(model)
             result = loss_fn(model, batch, *rng)
             if written_shape is None:
                 return result, {}
             parts: Any = nnx.split(model, state.wrt, nnx.Param, ...)
             after = dict(zip(WRITABLE, map(nnx.as_pure, parts[1:]), strict=True))
-            before = {"params": params, FROZEN: frozen, "rest": local}
+            before = {"params": params, FROZEN: frozen, "rest": rest}
             changed = find_written(before, after, _stored_dtypes(state), written_shape)
             check_attributes(attributes, python_attributes(model))
             return result, changed

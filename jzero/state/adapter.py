@@ -58,14 +58,13 @@ class StateAdapter:
         return mutable
 
     def bind_loss(
-        self, loss_fn: Loss, mutable: Sequence[str], axes: tuple[str, ...], written_shape: WrittenShape | None
+        self, loss_fn: Loss, mutable: Sequence[str], written_shape: WrittenShape | None
     ) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and the fields that it carries.
 
         Args:
           loss_fn: The user's loss, in the form of the library.
           mutable: The fields that it changes, if losses do not change a model in place.
-          axes: The mesh axes over which the batch is split.
           written_shape: The shape that one device writes to a variable of a model. The results then are
             `WrittenVariable`s by field and path, and those that a step cannot keep raise an error; with `None`, there
             are none.

@@ -23,7 +23,7 @@ from jzero.engine.outputs import spread_marks
 from jzero.engine.recompute import Remat
 from jzero.engine.trace import LossInputs, TracedLoss, carried_leaves, trace_loss
 from jzero.engine.written_variables import drop_unwritten, split_mutable
-from jzero.layout.mesh import batch_axes, num_batch_shards
+from jzero.layout.mesh import num_batch_shards
 from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, adapt
@@ -112,8 +112,8 @@ class StepLoss:
 
     def _bind(self, state: TrainStateLike, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))`, and the carried state."""
-        axes, written_shape = batch_axes(state.tx.plan.config), merge.written_shape if self.differentiates else None
-        loss_fn, carried = adapt(state).bind_loss(self.fn, self.mutable, axes, written_shape)
+        written_shape = merge.written_shape if self.differentiates else None
+        loss_fn, carried = adapt(state).bind_loss(self.fn, self.mutable, written_shape)
 
         def call(
             params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jzero._types import DType, PyTree, TrainStateLike
+from jzero.arrays.collectives import fold_keys
 from jzero.config.precision import is_key, scale_by, widen
 from jzero.engine.meshes import MeshFacts
 from jzero.engine.outputs import Weighted
@@ -136,9 +137,11 @@ class Reference:
             scale: jax.Array,
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, PyTree]]:
             params = treedef.unflatten([trained.get(i, x) for i, x in enumerate(rounded)])
-            result, changed = call(params, batch, **carried)
+            read = jax.tree.map(lambda x: fold_keys(x, 0) if is_key(x.dtype) else x, carried)  # as the first device
+            result, changed = call(params, batch, **read)
             loss, aux = result if self.has_aux else (result, {})
             changed = {**changed, **{name: by_path(aux[name]) for name in self.mutable}}
+            changed |= {name: _keep_keys(changed[name], by_path(read[name]), by_path(carried[name])) for name in read}
             total, weight = (loss.sum, loss.weight) if isinstance(loss, Weighted) else (loss, jnp.int32(1))
             total = widen(total)
             return total * scale.astype(total.dtype), (total, jax.lax.stop_gradient(weight), changed)
@@ -180,7 +183,7 @@ class Reference:
 
     def _bind(self, state: TrainStateLike) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, **carried) -> (result, changed)`, and the carried state."""
-        bound, carried = adapt(state).bind_loss(self.loss_fn, self.mutable, self.axes, unchanged_shape)
+        bound, carried = adapt(state).bind_loss(self.loss_fn, self.mutable, unchanged_shape)
         values, treedef = jax.tree.flatten(carried)
         layouts = carried_leaves(self.plan, carried)
         rounded = [
@@ -190,13 +193,20 @@ class Reference:
 
         def call(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, dict[str, dict[str, jax.Array]]]:
             result, changed = bound(*args, **kwargs)
-            values = {
-                field: {path: x.value for path, x in of_field.items() if not is_key(x.value.dtype)}  # keys stay
-                for field, of_field in changed.items()
-            }
+            values = {field: {path: x.value for path, x in of_field.items()} for field, of_field in changed.items()}
             return result, values
 
         return call, carried
+
+
+def _keep_keys(
+    written: Mapping[str, jax.Array], read: Mapping[str, jax.Array], stored: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Returns what the loss wrote to a field; keys that it left as it read them are those that are stored."""
+    return {
+        path: jnp.where(x == read[path], stored[path], x) if is_key(read[path].dtype) else x
+        for path, x in written.items()
+    }
 
 
 def _overwrite_fields(state: TrainStateLike, changed: Changed) -> TrainStateLike:

@@ -173,11 +173,14 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
         its whole name, such as `{"seen": "summed"}` or `{"stats/.*/count": "summed"}`. Every micro-batch starts from
         the values of the one before.
         Not named: values that cannot differ between devices (a count of calls) stay as they are; floating values are
-        averaged, as batch statistics need it; others, and rows of the batch, raise an error.
+        averaged, as batch statistics need it; random keys are those of the first device, and each device folds its
+        index into the keys that it reads; others, and rows of the batch, raise an error.
         `"summed"`: what each device adds to the value before is summed.
         `"per_example"`: the rows of all devices follow each other, in batch order: the state holds `[global rows of a
         micro-batch, ...]`, a device writes `[local rows, ...]`.
         `"mean"`: floating values are averaged, whatever they are.
+        `"max"`, `"min"`: the largest or smallest value, element by element. Every micro-batch starts from the value
+        before the step, so these are maxima of the whole batch.
         `"equal"`: you promise that all devices write the same; the first one's value counts.
       check_processes: Whether several processes check, before they first run a program, that it is the same in all of
         them, and so are shapes and dtypes of their batches. A number says how many seconds they wait for each other,
