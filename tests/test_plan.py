@@ -185,6 +185,25 @@ def test_persistence_threshold_counts_elements_and_includes_the_limit():
     assert plan_for({"w": (251, 400)}, stage=3).params == {"w": P(None, "data")}
 
 
+@pytest.mark.smoke
+def test_small_leaves_that_no_dimension_divides_are_whole_at_every_stage():
+    params = {"even": (5, 8), "at": (9, 15), "above": (9, 17), "bias": (27,)}
+    for threshold, whole in ((135, {"at", "bias"}), (27, {"bias"}), (0, set())):
+        for stage in (1, 2, 3):
+            plan = plan_for(params, stage=stage, persistence_threshold=0, padding_threshold=threshold)
+            assert {x.path for x in plan.leaves if x.grad.cut is None} == whole
+            listed = {(x.term, x.path.split("/")[-1]) for x in plan.replicated if "padding_threshold" in x.reason}
+            assert listed >= {(term, name) for name in whole for term in ("params", "grads", "opt_state")}
+            assert {name for term, name in listed if term == "opt_state"} == whole
+    default = plan_for({"small": (128, 128), "large": (131, 131)}, num_shards=3, stage=2)
+    assert {x.path for x in default.leaves if x.grad.cut is None} == {"small"}, "16,384 elements by default"
+    few = plan_for({"small": (9, 11), "large": (9, 13)}, stage=3, persistence_threshold=99)
+    assert {x.path for x in few.leaves if x.grad.cut is None} == {"small"}, "or persistence_threshold"
+    rules = {"a": jzero.LeafRule(persistent=False), "b": jzero.LeafRule(dim=1)}
+    ruled = plan_for({"a": (9, 11), "b": (9, 11), "c": (9, 11)}, stage=3, rules=rules)
+    assert {x.path for x in ruled.leaves if x.grad.cut is None} == {"c"}, "rules decide first"
+
+
 def test_model_persistence_threshold_keeps_the_smallest_first():
     params = {"large": (640,), "small": (160,), "middle": (320,), "huge": (6400,)}
     whole = {

@@ -239,7 +239,11 @@ class Search:
         return True
 
     def _cut_further(self, tried: Sequence[Candidate]) -> list[Candidate]:
-        """Returns the candidates at stage 3 with every parameter cut, if they have not been tried."""
+        """Returns the candidates at stage 3 that cut parameters of any size, if they have not been tried."""
+
+        def cut_further(config: ZeroConfig) -> ZeroConfig:
+            return dataclasses.replace(config, persistence_threshold=0, padding_threshold=config.most_unpadded)
+
         done = [x.config.offload for x in tried if x.config.persistence_threshold == 0]
         layouts = {
             (x.mesh_shape.get(str(x.config.replica_axis), 1), recomputation_rank(x.remat), x.config): x
@@ -249,7 +253,7 @@ class Search:
         return [
             x
             for (num_replicas, _, config), like in layouts.items()
-            for x in self._micro_batches(dataclasses.replace(config, persistence_threshold=0), num_replicas, like.remat)
+            for x in self._micro_batches(cut_further(config), num_replicas, like.remat)
         ]
 
     def memory(self, config: ZeroConfig, num_replicas: int, steps: int, recompute: Remat | None) -> StepMemory:

@@ -17,8 +17,8 @@ class LeafRule:
       dim: Dimension (of the natural shape) that the ZeRO axis cuts; padded if the axis size does
         not divide it. `None` lets the layout choose.
       persistent: `True` keeps the parameter whole at stage 3, whatever its size (its gradient and
-        optimizer state are still cut); `False` cuts it, however small. `None` lets
-        `persistence_threshold` decide.
+        optimizer state are still cut); `False` cuts it, however small and odd. `None` lets
+        `persistence_threshold` and `padding_threshold` decide.
       replicated: `True` keeps parameter, gradient and optimizer state whole at every stage.
       scan_dim: The dimension that a `lax.scan` runs over, which is never cut; -1 says that there
         is none. `None` lets the layout infer it from the tree.

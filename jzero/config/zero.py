@@ -16,6 +16,8 @@ from jzero.config.quantization import Quantization
 from jzero.config.settings import FLAG, Setting, check_fields, integer, one_of, optional
 
 STAGES = (0, 1, 2, 3)
+PADDING_THRESHOLD = 16_384
+"""Most elements of a leaf that stays whole by default if it cannot be cut evenly: 64 KiB in float32."""
 
 
 def _axis_name(value: object, but: Sequence[str | None] = ()) -> str:
@@ -46,6 +48,9 @@ class ZeroConfig:
         (DeepSpeed's `param_persistence_threshold`). Their gradients and optimizer state are cut.
       model_persistence_threshold: Cap, in elements, on the sum of parameters kept whole by
         `persistence_threshold`; the smallest are kept first. `None`: no cap.
+      padding_threshold: A leaf of up to this many elements that no dimension divides, by the number of devices that
+        ZeRO partitions over, is not padded but stays whole at every stage: parameter, gradient and optimizer state.
+        `None`: the smaller of 16,384 and `persistence_threshold`.
       reshard_after_forward: Stage 3 frees gathered parameters after their use in the forward pass
         and gathers them again in the backward pass. `False` keeps them, as FSDP2 does with the same
         option: one gather less, whole parameters alive between the passes.
@@ -85,6 +90,7 @@ class ZeroConfig:
     replica_axis: str | None = None
     persistence_threshold: int = 100_000
     model_persistence_threshold: int | None = None
+    padding_threshold: int | None = None
     reshard_after_forward: bool = True
     prefetch_bytes: int | None = None
     reduce_scatter: bool = True
@@ -114,6 +120,7 @@ class ZeroConfig:
             "replica_axis": optional(other),
             "persistence_threshold": elements,
             "model_persistence_threshold": optional(elements),
+            "padding_threshold": optional(elements),
             "reshard_after_forward": FLAG,
             "prefetch_bytes": optional(num_bytes(0)),
             "reduce_scatter": FLAG,
@@ -210,6 +217,12 @@ class ZeroConfig:
         """`precision` as a `Precision`."""
         assert isinstance(self.precision, Precision)
         return self.precision
+
+    @property
+    def most_unpadded(self) -> int:
+        """`padding_threshold` as a number of elements."""
+        least = min(PADDING_THRESHOLD, self.persistence_threshold)
+        return least if self.padding_threshold is None else self.padding_threshold
 
     def rule_for(self, path: str) -> LeafRule:
         """Returns the first rule whose pattern matches all of `path`, or the empty rule."""

@@ -59,7 +59,8 @@ def plan_opt_leaf(
     num_shards, free = axis_size(mesh, config), [d for d in range(len(leaf.shape)) if d not in leaf.taken]
     cut = choose_even_cut(leaf.shape, num_shards, free) if grad.cut else None
     if grad.cut and cut is None and len(leaf.shape) > 1:  # factors of a matrix of odd size are as large as it
-        cut, _ = choose_cut(leaf.shape, num_shards, scan_dim=None, taken_dims=leaf.taken)
+        least = config.most_unpadded
+        cut, _ = choose_cut(leaf.shape, num_shards, scan_dim=None, taken_dims=leaf.taken, most_unpadded=least)
     return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
 
 

@@ -68,7 +68,12 @@ def plan_params(
             cut, reason = None, "by rule" if rule.replicated else "random keys" if config.stage else "stage 0"
         else:
             cut, reason = choose_cut(
-                leaf.shape, axis_size(mesh, config), scan_dim=scan_dim, taken_dims=leaf.taken, dim=rule.dim
+                leaf.shape,
+                axis_size(mesh, config),
+                scan_dim=scan_dim,
+                taken_dims=leaf.taken,
+                dim=rule.dim,
+                most_unpadded=0 if rule.persistent is False else config.most_unpadded,
             )
         grad = dataclasses.replace(leaf, cut=cut, reason=reason)
         why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")

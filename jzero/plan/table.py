@@ -192,6 +192,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, object]:
         "num_shards": plan.num_shards,
         "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
         "persistence_threshold": config.persistence_threshold,
+        "padding_threshold": config.most_unpadded,
         "bytes_per_device": {**ours._asdict(), "total": ours.total},
         "host_bytes_per_device": {
             **plan.host_bytes_per_device._asdict(),
