@@ -236,6 +236,12 @@ def test_the_key_of_a_loss_is_asked_for_and_refused_by_name():
         value_and_grad(state, batch)
     with pytest.raises(TypeError, match="the loss takes none"):
         jzero.value_and_grad(silent)(state, batch, rng=key)
+    assert jzero.make_eval_step(lambda p, b, step=2: b.mean() * step)(state, batch) is not None
+    fields = [lambda p, b, extra: b.mean(), lambda p, b, *, extra: b.mean(), lambda p, b, rng, extra: b.mean()]
+    for loss, rngs in zip(fields, ({}, {}, {"rng": key}), strict=True):
+        for make in (jzero.make_eval_step, jzero.value_and_grad):
+            with pytest.raises(TypeError, match=rf"\['extra'\].*jzero.{make.__name__}\(..., mutable=\('extra',\)\)"):
+                make(loss)(state, batch, **rngs)
     assert float(jzero.value_and_grad(scaled)(state, batch)[0]) == 16.0
     wrapped = functools.wraps(silent)(lambda *args: silent(*args[:2]))  # takes more than it says
     assert jax.eval_shape(lambda: jzero.value_and_grad(wrapped)(state, batch, rng=key)[0]).shape == ()

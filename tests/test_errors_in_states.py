@@ -42,6 +42,9 @@ def test_leaves_that_are_no_arrays_are_all_listed(call):
     state = StateWithName.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1), extra=extra)
     with raises(TypeError, "extra/name: str", "first run", "extra/fn: builtin", "extra/objects", "pytree_node=False"):
         call(state, stage=1)
+    layer = {"w": jnp.ones((8, 8)), "activation": jnp.tanh, "name": np.array(["dense"])}
+    with raises(TypeError, "params/activation: ", "params/name: ndarray", "eqx.partition"):
+        call(jzero.TrainState(step=0, params=layer, opt_state=(), tx=optax.sgd(0.1)), stage=1)
     with pytest.raises(TypeError) as caught:
         call(state, stage=1)
     assert "extra/count" not in str(caught.value), "numbers are fine"
@@ -59,6 +62,13 @@ def test_static_fields_are_no_leaves():
 def test_tx_must_be_an_optimizer():
     with pytest.raises(TypeError, match=r"`tx` .*got NoneType.*set_to_zero"):
         jzero.TrainState.create(params={"w": jnp.ones((4, 4))}, tx=None)
+    fields = {"step": 0, "apply_fn": None, "params": {"w": jnp.ones((8, 8))}, "tx": optax.sgd(0.1), "opt_state": None}
+    for missing, pattern in (("tx", "`tx` .*set_to_zero"), ("params", "`params` .*None"), ("step", "`step=0`")):
+        state = flax_train_state.TrainState(**{**fields, missing: None})
+        with pytest.raises(TypeError, match=pattern):
+            jzero.shard_train_state(state, stage=1)
+        with pytest.raises(TypeError, match=pattern):
+            jzero.init_train_state(lambda _, state=state: state, jax.random.key(0), stage=1)
 
 
 def test_a_name_that_is_not_there_hints_at_the_nearest():

@@ -35,7 +35,7 @@ from jzero.plan.param_leaves import (
     unzip,
 )
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.state_fields import check_arrays, frozen_fields, other_fields
+from jzero.plan.state_fields import frozen_fields, other_fields
 from jzero.plan.trainable import Optimizer, find_frozen, trace_update
 
 OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
@@ -51,7 +51,6 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
       mesh: The mesh; may be abstract.
     """
     check_mesh(mesh, config)
-    check_arrays(state)
     _check_not_overwritten(state.params)
     offload = config.offload
     if "host" in (offload.optimizer, offload.params):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from jzero._text import path_str
 from jzero._types import PyTree, TrainStateLike
@@ -33,19 +33,44 @@ def frozen_fields(state: TrainStateLike) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(state) if f.metadata.get("holds_params", False))
 
 
-def check_arrays(state: TrainStateLike) -> None:
-    """Raises a `TypeError` that lists every leaf of a train state that is neither an array nor a number."""
+def check_optimizer(tx: object) -> None:
+    """Raises a `TypeError` unless `tx` is an optax transformation."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"`tx` must be an optax transformation, such as `optax.adamw(1e-3)`: got {type(tx).__name__}. For "
+            "parameters that nobody trains pass `optax.set_to_zero()`."
+        )
+
+
+def check_fields(state: TrainStateLike) -> None:
+    """Raises a `TypeError` if a field that training needs is missing, or lists the leaves that are no numbers."""
+    for name in ("step", "params"):
+        if getattr(state, name, 0) is None:
+            raise TypeError(
+                f"`{name}` of a train state must not be None. Make the state by its class's `create`, or set "
+                f"`{name}={'0' if name == 'step' else '...'}`."
+            )
+    check_optimizer(state.tx)
     bad = []
     trees = {"params": state.params, "opt_state": state.opt_state, **other_fields(state)}
     for name, tree in trees.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            is_number = isinstance(x, bool | int | float | complex | np.generic)
-            is_array = hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != np.dtype(object)
-            if not is_number and not is_array:
+            if not _holds_numbers(x):
                 bad.append(f"  {path_str((jax.tree_util.GetAttrKey(name), *path))}: {type(x).__name__} {x!r:.60}")
     if bad:
         raise TypeError(
             "Every leaf of a train state must be an array or a number; these are not:\n"
             + "\n".join(bad)
-            + "\nMake them static (`flax.struct.field(pytree_node=False)`) or turn them into arrays."
+            + "\nKeep them out of the parameters (`eqx.partition(model, eqx.is_array)`), make a field static "
+            "(`flax.struct.field(pytree_node=False)`), or turn them into arrays."
         )
+
+
+def _holds_numbers(x: object) -> bool:
+    """Whether a leaf is a number, an array of numbers or of random keys, or the shape of one."""
+    if isinstance(x, bool | int | float | complex):
+        return True
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not hasattr(x, "shape"):
+        return False
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key))

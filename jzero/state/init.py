@@ -32,7 +32,7 @@ from jzero.layout.on_disk import OnDisk
 from jzero.layout.placement import make_strongly_typed, place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
-from jzero.plan.state_fields import check_arrays, other_fields
+from jzero.plan.state_fields import check_fields, other_fields
 from jzero.state.adapter import StateAdapter, adapt
 from jzero.state.disk import check_update, open_files
 from jzero.state.initializers import one_leaf_at_a_time
@@ -189,7 +189,7 @@ def _trace_factory(make_state: Callable[[jax.Array], State], key: jax.Array) -> 
 
     def call(key: jax.Array) -> TrainStateLike:
         adapters.append(adapt(make_state(key)))
-        check_arrays(adapters[-1].state)
+        check_fields(adapters[-1].state)
         return adapters[-1].state
 
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)

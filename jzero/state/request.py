@@ -18,6 +18,7 @@ from jzero.layout.padded import Leaf, Padded, is_padded, unbox
 from jzero.layout.placement import gather_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
+from jzero.plan.state_fields import check_fields
 from jzero.plan.trainable import MaskedTransformation, restrict_opt_state, restrict_optimizer
 from jzero.state.adapter import plan_if_sharded
 from jzero.state.disk import checked_files
@@ -135,7 +136,8 @@ class Request:
 
 
 def restrict(state: S, trainable: PyTree | str | None) -> S:
-    """Returns a plain state restricted to the trained parameters."""
+    """Returns a plain state restricted to the trained parameters; raises unless its fields can be trained."""
+    check_fields(state)
     return with_optimizer(state, state.params, restrict_optimizer(state.tx, trainable, state.params))
 
 

@@ -20,7 +20,7 @@ from jzero.layout.placement import gather_padded, memory_of
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
-from jzero.plan.state_fields import other_fields
+from jzero.plan.state_fields import check_optimizer, other_fields
 
 S = TypeVar("S", bound=TrainStateLike)
 
@@ -73,11 +73,7 @@ class TrainState:
         Raises:
           TypeError: `tx` is no optax transformation.
         """
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise TypeError(
-                f"`tx` must be an optax transformation, such as `optax.adamw(1e-3)`: got {type(tx).__name__}. For "
-                "parameters that nobody trains pass `optax.set_to_zero()`."
-            )
+        check_optimizer(tx)
         params, extra = jax.tree.map(gather_padded, (params, extra), is_leaf=is_padded)
         step = jax.numpy.zeros((), "int32")
         return cls(step=step, params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn, extra=extra)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import jax
@@ -89,7 +89,7 @@ class StepLoss:
         plan, steps = state.tx.plan, self.micro.steps
         check_keep(self.remat, plan)
         check_rng(rng)
-        _check_third_argument(self.fn, self.mutable, rng)
+        self._check_arguments(state, rng)
         merge = Merge(self.merge, num_batch_shards(plan.mesh, plan.config))
         _, carried = self._bind(state, merge)
         inputs = LossInputs(state.params, carried, batch, rng)
@@ -105,6 +105,32 @@ class StepLoss:
             traced = traced.with_row_facts(plan)
         leaves = [*(leaf.param for leaf in plan.leaves), *carried_leaves(plan, carried)]
         return choose_merges(traced, merge, plan, leaves, functools.partial(trace, 2)), inputs
+
+    def _check_arguments(self, state: TrainStateLike, rng: jax.Array | None) -> None:
+        """Raises unless a loss that has a signature gets all its arguments: a key only if it takes one, and fields."""
+        try:
+            signature = inspect.signature(self.fn, follow_wrapped=False)  # a decorator may take other arguments
+        except Exception:  # of a builtin, or of annotations that Python cannot evaluate
+            return
+        parameters = [x for x in signature.parameters.values() if x.name not in self.mutable]
+        positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+        further = [
+            *(positional[2:] if rng is None else positional[3:]),
+            *(x for x in parameters if x.kind is x.KEYWORD_ONLY),
+        ]
+        fields = {f.name for f in dataclasses.fields(state)}
+        if of_state := [x.name for x in further if x.name in fields and x.default is x.empty]:
+            raise TypeError(
+                f"The loss takes {of_state}, as fields of the state are called. Name fields that it reads or changes: "
+                f"`jzero.{self.maker}(..., mutable={(*self.mutable, *of_state)})`. A key is passed by "
+                "`step(state, batch, rng=key)`."
+            )
+        if rng is None and len(positional) > 2 and positional[2].default is inspect.Parameter.empty:
+            raise TypeError(
+                f"The loss takes a third argument, {positional[2].name!r}: pass a key, `step(state, batch, rng=key)`."
+            )
+        if rng is not None and len(positional) < 3 and all(x.kind != x.VAR_POSITIONAL for x in parameters):
+            raise TypeError("A key was passed as `rng`, but the loss takes none: `loss_fn(params, batch, rng)`.")
 
     def _num_parts(self, plan: ZeroPlan) -> int:
         """Returns into how many parts a batch is split, each of which the loss sees alone."""
@@ -146,19 +172,3 @@ def _check_has_rows(state: TrainStateLike, plan: ZeroPlan) -> None:
             f"{on_disk[0]!r} is on disk (`Offload(params='disk')`), from which only steps called from Python read: "
             "call this step outside of `jax.jit`, or keep parameters in the host's memory (`params='host'`)."
         )
-
-
-def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array | None) -> None:
-    """Raises unless a key is passed if and only if the loss takes one; ignores losses without a signature."""
-    try:
-        signature = inspect.signature(loss_fn, follow_wrapped=False)  # a decorator may take other arguments
-    except Exception:  # of a builtin, or of annotations that Python cannot evaluate
-        return
-    parameters = [x for x in signature.parameters.values() if x.name not in mutable]
-    positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
-    if rng is None and len(positional) > 2 and positional[2].default is inspect.Parameter.empty:
-        raise TypeError(
-            f"The loss takes a third argument, {positional[2].name!r}: pass a key, `step(state, batch, rng=key)`."
-        )
-    if rng is not None and len(positional) < 3 and all(x.kind != x.VAR_POSITIONAL for x in parameters):
-        raise TypeError("A key was passed as `rng`, but the loss takes none: `loss_fn(params, batch, rng)`.")

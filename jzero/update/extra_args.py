@@ -132,6 +132,7 @@ def check_params_stored(plan: ZeroPlan, params: PyTree) -> None:
         if np.shape(x) != leaf.stored_shape and i not in plan.keys:
             raise ValueError(
                 f"{leaf.path!r} is stored as {leaf.stored_shape}, but the parameters to be updated hold it as "
-                f"{np.shape(x)}. Edit parameters with `jzero.update_params` or `.at[...]`; shard the state again "
-                "(`jzero.shard_train_state`) if they come from another one."
+                f"{np.shape(x)}. Pass those of the state, `state.tx.update(grads, state.opt_state, state.params)`, not "
+                "`jzero.natural_params(state)`. Edit parameters with `jzero.update_params` or `.at[...]`; shard the "
+                "state again (`jzero.shard_train_state`) if they come from another one."
             )
