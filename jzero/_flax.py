@@ -1,6 +1,6 @@
 """Makes jzero's types known to Flax where they are defined, since Flax passes types over that it does not know.
 
-Serialization (`flax.serialization.to_bytes`, `to_state_dict`) holds stored arrays; layers see natural shapes.
+Serialization (`flax.serialization.to_bytes`, `to_state_dict`) holds natural arrays; layers see natural shapes, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def register_fields(cls: type[T]) -> type[T]:
 
 
 def register_array(cls: type[T], inner: Callable[[T], Any], replace: Callable[[T, Any], T]) -> None:
-    """Registers a box around an array: serialized as the array, unboxed by Linen's modules."""
+    """Registers a box around an array: serialized as what `inner` returns, unboxed by Linen's modules."""
     serialization.register_serialization_state(cls, inner, replace)
     meta.AxisMetadata.register(cls)
 

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from flax import nnx, serialization
+from flax.training import checkpoints
 from flax.training.train_state import TrainState
 from optax import contrib
 
@@ -71,8 +73,50 @@ def test_a_padded_leaf_is_used_as_an_array():
     assert jax.tree.structure(edited) == jax.tree.structure(state)
     with pytest.raises(ValueError, match=r"'embed' .*`jzero.update_params`"):
         state.replace(params={**state.params, "embed": w * 2}).apply_gradients(grads=state.params)
-    loaded = serialization.from_bytes(state, serialization.to_bytes(state))
-    np.testing.assert_array_equal(jzero.gather_params(loaded)["embed"], want)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_flax_reads_and_writes_natural_shapes(stage):
+    plain, _ = sharded(optax.adam(1e-2))
+    plain = plain.apply_gradients(grads=jax.tree.map(jnp.sin, plain.params))
+    state = jzero.shard_train_state(plain, config=dataclasses.replace(CONFIG, stage=stage))
+    written = serialization.to_bytes(state)
+    assert jax.tree.structure(serialization.msgpack_restore(written)) == jax.tree.structure(
+        serialization.to_state_dict(plain)
+    )
+    read = serialization.from_bytes(plain, written)
+    jax.tree.map(np.testing.assert_array_equal, read, plain)
+    again = serialization.from_bytes(jax.tree.map(jnp.zeros_like, state), serialization.to_bytes(plain))
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def parted(tree):
+    """What Equinox makes of arguments of `filter_jit` (`eqx.partition`): arrays, and all the rest."""
+    mask = jax.tree.map(lambda x: isinstance(x, jax.Array), tree)
+    return [
+        jax.tree.map(lambda is_array, x, own=own: x if is_array == own else None, mask, tree) for own in (True, False)
+    ]
+
+
+def joined(arrays, rest):
+    """What it makes of both (`eqx.combine`)."""
+    return jax.tree.map(lambda x, y: y if x is None else x, arrays, rest, is_leaf=lambda x: x is None)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_libraries_that_do_not_know_padded_leaves_get_an_error_that_does(stage, tmp_path):
+    _, state = sharded(optax.adam(1e-2), ("embed",))
+    state = jzero.shard_train_state(state, config=dataclasses.replace(CONFIG, stage=stage))
+    calls = [
+        lambda: orbax.checkpoint.PyTreeCheckpointer().save(tmp_path / "a", state),
+        lambda: orbax.checkpoint.StandardCheckpointer().save(tmp_path / "b", state),
+        lambda: checkpoints.save_checkpoint(str(tmp_path), state, 1),
+        lambda: joined(*parted(state)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"jzero\.save_checkpoint.*jzero\.unshard_train_state"):
+            call()
 
 
 def test_layers_take_padded_leaves():
@@ -193,6 +237,27 @@ def test_a_step_refuses_leaves_that_another_plan_laid_out():
         jzero.make_train_step(loss)(mixed, TOKENS)
     with pytest.raises(ValueError, match=r"\(64, 15\), .*shard_train_state"):
         mixed.apply_gradients(grads=plain.params)
+
+
+@stages(2, 3)
+def test_small_odd_leaves_train_whole_beside_others(stage):
+    plain, _ = sharded(optax.adam(1e-2))
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, padding_threshold=800)
+    state = jzero.shard_train_state(plain, config=config)
+    whole = {x.path for x in jzero.plan_of(state).leaves if x.grad.cut is None}
+    assert whole == {"layers", "kernel"}
+    step = jzero.make_train_step(small_loss, accumulate_steps=2, clip_norm=0.1)
+    tokens = np.repeat(TOKENS, 4)
+    jzero.analyze(step, state, tokens).verify()
+    for _ in range(2):
+        state, _ = step(state, tokens)
+    tx = optax.chain(optax.clip_by_global_norm(0.1), plain.tx)
+    want = TrainState.create(apply_fn=None, params=plain.params, tx=tx)
+    for _ in range(2):
+        want = step_by_hand(want)[0]
+    assert_close(jzero.gather_params(state), want.params)
+    moments = {name: np.asarray(x) for name, x in state.opt_state[0].mu.items()}
+    assert_close(moments, want.opt_state[1][0].mu)
 
 
 class Two(nnx.Module):

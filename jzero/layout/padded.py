@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, TypeGuard, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jzero import _compat, _flax
@@ -56,7 +57,20 @@ class _Layout:
     path: str = dataclasses.field(compare=False)
 
 
-class _Inside:
+class _SaysWhatToDo(type):
+    """Errors of jax, Orbax and Equinox about trees that they do not take show the types in them: these say more."""
+
+    def __repr__(cls) -> str:
+        return (
+            f"{super().__repr__()} (a leaf stored with padding: save states with `jzero.save_checkpoint`, and hand "
+            "libraries that do not know such leaves, as Orbax and `eqx.filter_jit`, "
+            "`jzero.unshard_train_state(state)`; beside other parts of a state use `state.params` rather than "
+            "`jzero.natural_params(state)`, and `jzero.value_and_grad` for gradients; in `jax.tree.map`, put the tree "
+            "first that has plain arrays)"
+        )
+
+
+class _Inside(metaclass=_SaysWhatToDo):
     """The key of the array in a node: an empty name, so that leaves keep their names without padding."""
 
     def __str__(self) -> str:
@@ -64,17 +78,6 @@ class _Inside:
 
 
 _INSIDE = _Inside()
-
-
-class _SaysWhatToDo(type):
-    """Jax's errors about trees of different structure show the types of their nodes: this one says more."""
-
-    def __repr__(cls) -> str:
-        return (
-            f"{super().__repr__()} (a leaf stored with padding: beside other parts of a state use `state.params` "
-            "rather than `jzero.natural_params(state)`, and `jzero.value_and_grad` for gradients; in `jax.tree.map`, "
-            "put the tree first that has plain arrays)"
-        )
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -171,6 +174,13 @@ class Padded(metaclass=_SaysWhatToDo):
         """Elements without padding."""
         return int(np.prod(self.shape))
 
+    def replaced(self, natural: Any) -> Padded:
+        """Returns the leaf with the values of an array of its natural shape."""
+        new, old = self.cut_now.to_stored(jnp.asarray(natural)), self.stored
+        is_placed = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
+        is_traced = isinstance(new, jax.core.Tracer)
+        return Padded(jax.device_put(new, old.sharding) if is_placed and not is_traced else new, self.path, self.cut)
+
     def __setitem__(self, index: object, value: object) -> NoReturn:
         # In place, the edit would show in every other tree that holds this node, where arrays do not change.
         raise TypeError(
@@ -225,9 +235,7 @@ class _At:
             new = getattr(leaf.natural.at[self.index], name)(*args, **kwargs)
             if new.shape != leaf.shape:  # from `get`
                 return new
-            new = leaf.cut_now.to_stored(new)
-            is_traced = isinstance(new, jax.core.Tracer)
-            return Padded(new if is_traced else jax.device_put(new, leaf.sharding), leaf.path, leaf.cut)
+            return leaf.replaced(new)
 
         return edit
 
@@ -262,7 +270,13 @@ for (
 ) in "rshift rrshift neg pos abs invert eq ne lt le gt ge getitem len iter bool float int index complex".split():
     _forward(f"__{_name}__")
 
-_flax.register_array(Padded, lambda x: x.stored, lambda x, stored: Padded(stored, x.path, x.cut))
+
+def _from_flax(leaf: Padded, value: Any) -> Padded:
+    """Returns a leaf with what Flax read: a natural array, or a stored one, which jzero gave to Flax until 0.2."""
+    return leaf.replaced(value) if np.shape(value) == leaf.shape else Padded(value, leaf.path, leaf.cut)
+
+
+_flax.register_array(Padded, lambda x: x.natural, _from_flax)
 
 
 def box(x: T, path: str, shape: tuple[int, ...], cut: Cut | None) -> T | Padded:

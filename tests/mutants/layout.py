@@ -3,6 +3,21 @@
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant(
+        "small_odd_leaves_padded",
+        "plan/choice.py",
+        "if size <= most_unpadded:",
+        "if size < most_unpadded:",
+        "test_plan.py::test_small_leaves_that_no_dimension_divides_are_whole_at_every_stage",
+    ),
+    Mutant(
+        "flax_reads_stored_arrays",
+        "layout/padded.py",
+        "_flax.register_array(Padded, lambda x: x.natural, _from_flax)",
+        "_flax.register_array(Padded, lambda x: x.stored, _from_flax)",
+        "test_padded.py::test_flax_reads_and_writes_natural_shapes",
+        "[3]",
+    ),
     # Padded leaves, and what an optimizer asks for.
     Mutant(
         "optimizer_leaves_are_stored_arrays",
