@@ -208,8 +208,8 @@ def test_stored_leaf_is_the_natural_one_and_zeros(shape, num_shards, dtype):
         ((512, 128), 8, None, {}, (512, 128)),
         ((500, 128), 8, None, {}, (500, 128)),  # the second dimension divides
         ((31, 127), 8, None, {}, (31, 128)),  # 127 wastes less than 31
-        ((257, 3), 64, None, {}, (832,)),  # either dimension would waste more than an eighth
-        ((6, 9, 11), 8, 0, {}, (6, 104)),  # the same, behind a scanned one
+        ((257, 3), 64, None, {}, (832, 1)),  # either dimension would waste more than an eighth
+        ((6, 9, 11), 8, 0, {}, (6, 104, 1)),  # the same, behind a scanned one
         ((9, 11, 6), 8, 2, {}, (9, 16, 6)),  # nothing behind the scanned one to flatten
         ((9, 11, 64), 8, None, {2}, (9, 16, 64)),  # another axis has the last: no flattening over it
         ((50257, 768), 512, None, {}, (50688, 768)),  # GPT-2's embedding
@@ -219,6 +219,7 @@ def test_known_leaves(shape, num_shards, scan_dim, taken_dims, stored_shape):
     cut, _ = choose(shape, num_shards, scan_dim, frozenset(taken_dims))
     assert cut is not None
     assert cut.stored_shape == stored_shape
+    assert len(stored_shape) == len(shape), "functions of `x.ndim` see that of the parameter"
 
 
 def test_slice_of_a_stack_is_cut_like_the_stack():

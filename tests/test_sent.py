@@ -219,13 +219,33 @@ def test_gathers_of_the_loss_may_have_the_name_of_the_update(facts):
     assert find_violations(dataclasses.replace(compiled, collectives=collectives), plan) == before
 
 
-@pytest.mark.parametrize(("rules", "found"), [({}, "flattened leaves"), ({"w": jzero.LeafRule(dim=1)}, None)])
-def test_updates_gather_what_is_flattened_but_not_what_is_padded(rules, found):
+def by_row(name="w"):
+    """An optimizer that needs rows of one parameter: their largest elements."""
+    scaled = lambda x: x / jnp.abs(x).max(1, keepdims=True)
+    return optax.chain(optax.trace(0.9), optax.stateless(lambda updates, _: {**updates, name: scaled(updates[name])}))
+
+
+MOMENTUM = optax.sgd(1e-3, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("stage", "tx", "rules", "times"),
+    [
+        (1, optax.lamb(1e-3), {}, 1),
+        (3, MOMENTUM, {}, 1),
+        pytest.param(2, MOMENTUM, {}, 1, marks=pytest.mark.slow),
+        (1, by_row(), {}, 3),
+        (1, MOMENTUM, {"w": jzero.LeafRule(dim=1)}, 1),
+    ],
+)
+def test_updates_gather_what_is_flattened_only_if_they_need_more_than_elements_and_sums(stage, tx, rules, times):
     """By default (21, 35) is flattened: to pad either dimension to a multiple of 8 adds a seventh."""
-    state = abstract_state({"w": (21, 35)}, optax.sgd(1e-3, momentum=0.9), stage=1, rules=rules)
+    state = abstract_state({"w": (21, 35)}, tx, stage=stage, rules=rules)
     loss = lambda params, x: jnp.square(x @ params["w"]).mean()
-    violations = jzero.analyze(jzero.make_train_step(loss), state, np.ones((16, 21), np.float32)).violations
-    assert [found in x for x in violations] == ([True] if found else []), violations
+    report = jzero.analyze(jzero.make_train_step(loss), state, np.ones((16, 21), np.float32))
+    gathered = sum(x.elements for x in report.collectives if x.kind == "all-gather")
+    assert gathered == times * (736 if not rules else 21 * 40)
+    assert ["flattened leaves" in x for x in report.violations] == ([True] if times > 1 else []), report.violations
 
 
 def test_padding_may_be_gathered_with_new_parameters_but_not_exchanged():
@@ -243,7 +263,7 @@ def test_padding_may_be_gathered_with_new_parameters_but_not_exchanged():
 def test_flattened_leaves_on_the_host_and_frozen_ones_are_not_gathered():
     shapes = dict.fromkeys(("far", "frozen", "near"), (21, 35))
     options = {"offload": jzero.Offload(optimizer="host"), "rules": {"near": jzero.LeafRule(offload=False)}}
-    state = abstract_state(shapes, optax.sgd(1e-3, momentum=0.9), trainable="far|near", stage=1, **options)
+    state = abstract_state(shapes, by_row("near"), trainable="far|near", stage=1, **options)
     loss = lambda params, x: sum(jnp.square(x @ w).mean() for w in params.values())
     violations = jzero.analyze(jzero.make_train_step(loss), state, np.ones((16, 21), np.float32)).violations
     assert any("flattened leaves" in x and "['near']" in x for x in violations), violations

@@ -238,7 +238,7 @@ def _on_flattened(plan: ZeroPlan) -> str:
     if not flat:
         return ""
     return (
-        " The update gathers the optimizer state of flattened leaves, since the optimizer takes natural shapes: "
+        " The update gathers flattened leaves if the optimizer needs more of them than single elements and their sum: "
         f"{flat[:3]}{' and more' if len(flat) > 3 else ''}. `LeafRule(dim=...)` pads one dimension instead."
     )
 

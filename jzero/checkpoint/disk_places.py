@@ -69,7 +69,9 @@ def in_stored(place: Rectangle, leaf: StateLeaf) -> Rectangle:
         return place
     dim, inner = leaf.cut.dim, leaf.shape[leaf.cut.dim :]
     first = sum(a * math.prod(inner[d + 1 :]) for d, a in enumerate(place.start[dim:]))
-    return Rectangle((*place.start[:dim], first), (*place.shape[:dim], math.prod(place.shape[dim:])))
+    rest = len(inner) - 1
+    shape = (*place.shape[:dim], math.prod(place.shape[dim:]), *[1] * rest)
+    return Rectangle((*place.start[:dim], first, *[0] * rest), shape)
 
 
 def in_natural(place: Rectangle, leaf: StateLeaf) -> list[Piece]:
@@ -80,7 +82,7 @@ def in_natural(place: Rectangle, leaf: StateLeaf) -> list[Piece]:
     first = place.start[cut.dim]
     stop = min(first + place.shape[cut.dim], cut.natural_size)
     inner = leaf.shape[cut.dim :] if cut.flat else (cut.natural_size,)
-    tail = slice(cut.dim + 1, None)
+    tail = slice(len(place.shape) if cut.flat else cut.dim + 1, None)
     pieces, done = [], 0
     for rectangle in _ranges(first, stop, inner):
         start = (*place.start[: cut.dim], *rectangle.start, *place.start[tail])

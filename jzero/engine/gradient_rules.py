@@ -96,7 +96,7 @@ def _pad(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     pads_cut = any(any(w) and reduction.cut.cuts(d) for d, w in enumerate(widths))
     if not makers.is_free(x) or not makers.is_zero(value) or not grows or pads_cut:
         return None
-    own = reduction.cut.for_shard(widths, (0, 0, 0))
+    own = reduction.cut.for_shard(widths, lambda _: (0, 0, 0))
     return Passed(
         {0: reduction.for_shape(_compat.type_of(x).shape)}, lambda xs: lax.pad(xs[0], jnp.zeros((), xs[0].dtype), own)
     )
@@ -113,7 +113,7 @@ def _update(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | Non
         _, shard, *index = inputs  # [1, D/N, F], then the indices
         # [L, D/N, F]. Nothing reads the whole zeros, inputs[0], any more.
         return lax.dynamic_update_slice(
-            reduction.zeros(), shard, reduction.cut.for_shard(index, jnp.zeros_like(index[0]))
+            reduction.zeros(), shard, reduction.cut.for_shard(index, lambda _: jnp.zeros_like(index[0]))
         )
 
     return Passed({1: reduction.for_shape(_compat.type_of(x).shape)}, apply)

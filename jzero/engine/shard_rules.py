@@ -30,8 +30,8 @@ Rule: TypeAlias = Callable[[ShardedParam, JaxprEqn, Sequence[jax.Array]], Sharde
 class OwnPart(Protocol):
     """Adapts values, one per dimension of a whole parameter, to an array that may be a shard."""
 
-    def __call__(self, values: Sequence[T], of_cut: T) -> Sequence[T]:
-        """Returns the values; for a shard, with `of_cut` for the cut dimension."""
+    def __call__(self, values: Sequence[T], of_cut: Callable[[int], T]) -> Sequence[T]:
+        """Returns the values; for a shard, `of_cut(d)` of each dimension that is cut."""
 
 
 def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> ShardedParam | None:
@@ -120,8 +120,7 @@ def _slice(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> Sh
         return None
 
     def cut_slice(x: jax.Array, own: OwnPart) -> jax.Array:
-        size = x.shape[_cut_dim(lazy, x)]  # the shard's
-        return lax.slice(x, own(start, 0), own(limit, size), own(strides, 1))
+        return lax.slice(x, own(start, lambda _: 0), own(limit, x.shape.__getitem__), own(strides, lambda _: 1))
 
     return _map_arrays(lazy, eqn, cut_slice, range(len(lazy.shape)))
 
@@ -136,7 +135,7 @@ def _dynamic_slice(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array
         return None
 
     def cut_slice(x: jax.Array, own: OwnPart) -> jax.Array:
-        return lax.dynamic_slice(x, own(others, jnp.zeros_like(others[0])), own(sizes, x.shape[_cut_dim(lazy, x)]))
+        return lax.dynamic_slice(x, own(others, lambda d: jnp.zeros_like(others[d])), own(sizes, x.shape.__getitem__))
 
     return _map_arrays(lazy, eqn, cut_slice, range(len(lazy.shape)))
 
@@ -146,16 +145,12 @@ def _can_change(lazy: ShardedParam, dims: Sequence[int]) -> bool:
     return lazy.on_disk is None or (lazy.shard.ndim > 1 and set(dims) <= {0})
 
 
-def _cut_dim(lazy: ShardedParam, x: jax.Array) -> int:
-    """Returns the cut dimension of an array; for handles, [L, 2], the one after the rows."""
-    return min(lazy.cut.dim, x.ndim - 1)
-
-
 def _map_arrays(
     lazy: ShardedParam, eqn: JaxprEqn, fn: Callable[[jax.Array, OwnPart], jax.Array], dims: Sequence[int]
 ) -> ShardedParam:
     """Applies `fn(array, own)` to the arrays of a lazy parameter; dimension `i` of the result was `dims[i]`."""
-    of_shard = lazy.cut.for_shard if lazy.on_disk is None else lambda values, of_cut: [values[0], of_cut]
+    # The handles of rows on disk are [L, 2].
+    of_shard = lazy.cut.for_shard if lazy.on_disk is None else lambda values, of_cut: [values[0], of_cut(1)]
     return dataclasses.replace(
         lazy,
         # e.g. [L, D/N, F] -> [1, D/N, F], and [L, D, F] -> [1, D, F]

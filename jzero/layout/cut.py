@@ -30,7 +30,7 @@ class Cut:
       dim: The cut dimension; if `flat`, the first of those flattened into one.
       shape: The natural shape of the leaf.
       num_shards: N.
-      flat: Whether dimensions `dim` and up are stored as one.
+      flat: Whether dimensions `dim` and up are stored as one; ones follow it, so that the array keeps its `ndim`.
       other_axes: The other mesh axes that shard each dimension, if collectives must know them; else empty.
       parts: How many parts of equal size each shard has.
       num_stacked: How many leading dimensions are those of a stack of layers, which blocks do not cross.
@@ -121,17 +121,22 @@ class Cut:
         blocks = None if self.blocks is None else self.blocks._replace(parts=1)
         return dataclasses.replace(self, shape=shape, other_axes=(), blocks=blocks)
 
+    def _with_size(self, size: int) -> tuple[int, ...]:
+        """Returns the shape of an array that is cut like this one and has so many elements along the cut dimension."""
+        if self.blocks is not None:
+            return (*self.shape[: self.dim], size)
+        behind = self.shape[self.dim + 1 :]
+        return (*self.shape[: self.dim], size, *((1,) * len(behind) if self.flat else behind))
+
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of the stored (global) array, whose shards all have the same size."""
-        tail = () if self.flat else self.shape[self.dim + 1 :]
-        return (*self.shape[: self.dim], self.stored_size, *tail)
+        return self._with_size(self.stored_size)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of one device's part."""
-        tail = () if self.flat else self.shape[self.dim + 1 :]
-        return (*self.shape[: self.dim], self.stored_size // self.num_shards, *tail)
+        return self._with_size(self.stored_size // self.num_shards)
 
     @property
     def is_padded(self) -> bool:
@@ -178,9 +183,9 @@ class Cut:
         dim = list(dims).index(self.dim)
         return dataclasses.replace(self, dim=dim, shape=tuple(shape), other_axes=axes, num_stacked=stacked)
 
-    def for_shard(self, values: Sequence[T], of_cut: T) -> list[T]:
-        """Returns values per dimension of a shard, given those per natural dimension: `of_cut` for the cut one."""
-        return [*values[: self.dim], of_cut, *(() if self.flat else values[self.dim + 1 :])]
+    def for_shard(self, values: Sequence[T], of_cut: Callable[[int], T]) -> list[T]:
+        """Returns values per dimension of a shard, given those per natural one: `of_cut(d)` if that is cut."""
+        return [of_cut(d) if self.cuts(d) else value for d, value in enumerate(values[: len(self.stored_shape)])]
 
     def with_other_axes(self, spec: Iterable[AxisNames], sizes: Mapping[str, int]) -> Cut:
         """Returns the cut of a leaf that other mesh axes shard, too.
@@ -215,7 +220,7 @@ class Cut:
     @property
     def unpadded_shape(self) -> tuple[int, ...]:
         """Shape of the stored array without its padding."""
-        return (*self.shape[: self.dim], self.natural_size, *(() if self.flat else self.shape[self.dim + 1 :]))
+        return self._with_size(self.natural_size)
 
     def to_stored(self, x: jax.Array) -> jax.Array:
         """Returns a natural array as it is stored: flattened, packed, zero-padded. [..., D] -> [..., P]."""

@@ -54,6 +54,8 @@ class Pass(NamedTuple):
       arrays: The arrays as stored, on the host or on the devices.
       numbers: 0-d arrays.
       targets: For each result the number of the array that it overwrites, or the dtype of a new one on the devices.
+      is_far: Whether arrays are on the host, so that the pass runs on each device's part, chunk by chunk; else it runs
+        on whole arrays, which the compiler divides.
     """
 
     leaf: StateLeaf
@@ -61,6 +63,7 @@ class Pass(NamedTuple):
     arrays: Sequence[jax.Array]
     numbers: Sequence[jax.Array] = ()
     targets: Sequence[int | DType] = ()
+    is_far: bool = True
 
 
 class Part(NamedTuple):
@@ -94,6 +97,12 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
 
     def compute(part: Part, here: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> list[jax.Array]:
         return [part.without_padding(y, 0) for y in x.fn(here, part.positions, numbers)]
+
+    if not x.is_far:
+        outs = compute(_whole(x.leaf), x.arrays, x.numbers)
+        dtypes = [x.arrays[t].dtype if isinstance(t, int) else t for t in x.targets]
+        cast = [y.astype(dtype) for y, dtype in zip(outs, dtypes, strict=True)]
+        return [lax.with_sharding_constraint(y, x.leaf.device_sharding) for y in cast]
 
     def in_chunks(arrays: list[jax.Array], numbers: list[jax.Array]) -> list[jax.Array]:
         shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
@@ -143,6 +152,9 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
 
     def compute(part: Part, here: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> jax.Array:
         return number_of_part(part, x.fn(here, part.positions, numbers), how, dtype)
+
+    if not x.is_far:
+        return compute(_whole(x.leaf), x.arrays, x.numbers)
 
     def in_chunks(arrays: list[jax.Array], numbers: list[jax.Array]) -> jax.Array:
         shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
@@ -195,6 +207,11 @@ def first_index(leaf: StateLeaf, shape: tuple[int, ...]) -> list[jax.Array]:
     spec = leaf.device_sharding.spec
     names = [tuple(jax.tree.leaves(x)) for x in (*spec, *[None] * (len(shape) - len(spec)))]
     return [lax.axis_index(x) * n if x else cast("jax.Array", np.int32(0)) for x, n in zip(names, shape, strict=True)]
+
+
+def _whole(leaf: StateLeaf) -> Part:
+    """Returns the whole of a stored leaf, outside of a `shard_map`."""
+    return Part(leaf, lambda dim: lax.broadcasted_iota(jnp.int32, leaf.stored_shape, dim))
 
 
 def _part(leaf: StateLeaf, shape: tuple[int, ...], first: Sequence[jax.Array], chunk: Chunk, pieces: Pieces) -> Part:

@@ -1,6 +1,8 @@
 """The inputs of an update as a split sees them: arrays in natural shape, and fields.
 
-A field is an array of a parameter with state on the host or on disk; it stays as it is stored until a pass reads it.
+A field is an array of a parameter with state on the host or on disk, or of a flattened one; it stays as it is stored
+until a pass reads it. The natural shape of a flattened parameter has no part that a device holds: in that shape each
+operation of the optimizer would gather its operands.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Input: TypeAlias = "jax.Array | Field"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Field:
-    """An array of a parameter with state on the host or on disk.
+    """An array of a parameter that an update reads as it is stored.
 
     Attributes:
       number: The parameter.
@@ -79,12 +81,19 @@ def far_params(plan: ZeroPlan) -> frozenset[int]:
     return frozenset(i for i in plan.offloaded if plan.leaves[i].param.shape)
 
 
-def placed_fields(plan: ZeroPlan, stored: Before[Stored], far: frozenset[int]) -> Before[Input]:
-    """Returns the inputs of an update: arrays in natural shape, and the fields of parameters with state elsewhere."""
+def params_as_stored(plan: ZeroPlan) -> frozenset[int]:
+    """Returns the parameters whose arrays an update reads as they are stored."""
+    grads = [leaf.grad.cut for leaf in plan.leaves]
+    return far_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}
+
+
+def placed_fields(plan: ZeroPlan, stored: Before[Stored]) -> Before[Input]:
+    """Returns the inputs of an update: arrays in natural shape, and the fields of `params_as_stored`."""
+    kept = params_as_stored(plan)
 
     def place(x: Stored, i: int | None, leaf: StateLeaf, name: str = "") -> Input:
         leaf.check_shape(x)
-        if i not in far or leaf.shape != plan.leaves[i].param.shape:
+        if i not in kept or leaf.shape != plan.leaves[i].param.shape:
             return leaf.load(x)
         grad = plan.leaves[i].grad
         if memory_of(x) != "device" or (i in plan.disk_fields and name and tuple(x.shape) == grad.stored_shape):
@@ -110,7 +119,7 @@ def placed_fields(plan: ZeroPlan, stored: Before[Stored], far: frozenset[int]) -
         [of_param(i, x, "params") for i, x in enumerate(stored.params)],
         [of_param(i, x) for i, x in enumerate(stored.masters)],
         inner,
-        [Field(i, x.grad, None) if rounds and i in far else None for i, x in enumerate(plan.leaves)],
+        [Field(i, x.grad, None) if rounds and i in kept else None for i, x in enumerate(plan.leaves)],
         stored.number,
         stored.applied,
         stored.value,

@@ -20,7 +20,7 @@ from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.products import mixes
 from jzero.layout.on_disk import OnDisk, Stored
-from jzero.update.fields import far_params, owners_of_inputs, placed_fields
+from jzero.update.fields import owners_of_inputs, placed_fields
 from jzero.update.run import Run, Targets, numbers_of, traced
 from jzero.update.split import Kind
 from jzero.update.visits import Programs, Source, SumTarget, Visit, VisitOperands
@@ -58,8 +58,8 @@ def find_visits(update: WholeUpdate, stored: Before[Stored], sums: Mapping[int, 
     Raises:
       ValueError: The optimizer needs a field on disk as a whole.
     """
-    plan, far = update.plan, far_params(update.plan)
-    inputs = placed_fields(plan, stored, far)
+    plan = update.plan
+    inputs = placed_fields(plan, stored)
     leaves, jaxpr, out = traced(update, inputs)
     run = Run(plan, flattened(jaxpr, chooses=True), leaves, sums)
     _check_elementwise(run)

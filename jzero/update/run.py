@@ -40,6 +40,7 @@ from jzero.update.fields import (
     grad_field,
     owners_of_inputs,
     param_field,
+    params_as_stored,
     placed_fields,
 )
 from jzero.update.gathered import Everywhere
@@ -61,20 +62,20 @@ def run_update(update: WholeUpdate, stored: Before[Stored], disk: FromDisk = NO_
       stored: Its inputs as stored; gradients also in natural shape.
       disk: Results of passes over records.
     """
-    plan, far = update.plan, far_params(update.plan)
-    inputs = placed_fields(plan, stored, far)
-    if plan.num_shards == 1 and not far:
+    plan, far, kept = update.plan, far_params(update.plan), params_as_stored(update.plan)
+    inputs = placed_fields(plan, stored)
+    if plan.num_shards == 1 and not kept:
         return update(cast("Before[jax.Array]", inputs))
     leaves, jaxpr, out = traced(update, inputs)
     has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
-    if not far and not has_matrices:  # already traced: call it
+    if not kept and not has_matrices:  # already traced: call it
         return jax.jit(update)(inputs)
     run = Run(plan, flattened(jaxpr, chooses=bool(far)), leaves, disk.sums)
     run.evaluate(owners_of_inputs(plan, inputs) if has_matrices and plan.num_shards > 1 else None)
     assert not run.pending
     numbers = numbers_of(out)
     passed: dict[int, Stored] = {}
-    for i in sorted(far):
+    for i in sorted(kept):
         targets = run.targets(i, inputs, numbers)
         if i in plan.disk_fields and disk.columns is not None and i in disk.columns.chosen:
             passed |= disk.columns.update(run, i, inputs, targets)
@@ -234,7 +235,7 @@ class Run:
 
     def _sum(self, eqn: JaxprEqn) -> list[jax.Array]:
         fields = [self.fields[v] for v in self.kernel(eqn.invars).reads if v in self.fields]
-        if not any(memory_of(x.array) == "host" for x in fields):
+        if not any(memory_of(x.array) == "host" or _is_flat(x) for x in fields):
             return _compat.bind(eqn, [self.value(v) for v in eqn.invars])
         operands = self._pass(fields[0].number, eqn.invars)
         return [reduce_pass(self.plan, operands, eqn.primitive.name, _compat.type_of(eqn.outvars[0]).dtype)]
@@ -253,8 +254,8 @@ class Run:
         return targets
 
     def update(self, i: int, inputs: Before[Input], targets: Targets) -> dict[int, jax.Array]:
-        """Returns the results of a parameter with state on the host, by their numbers among all results."""
-        leaf, outs = self.plan.leaves[i], self.split.jaxpr.outvars
+        """Returns the results of a parameter that is read as stored, as stored, by their numbers among all results."""
+        outs = self.split.jaxpr.outvars
         overwritten = {k: x for k, x in targets.items() if not isinstance(x, OnDisk)}
         near = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
         for k, dtype in near.items():  # it overwrites the gradient if that is wide enough
@@ -265,7 +266,7 @@ class Run:
             return {}
         results = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
         new = dict(zip(targets, results, strict=True))
-        return new | {k: leaf.grad.load(round_to(new[k], dtype)) for k, dtype in near.items()}
+        return new | {k: round_to(new[k], dtype) for k, dtype in near.items()}
 
     def from_disk(self, i: int, inputs: Before[Input], targets: Targets, result: jax.Array | None) -> dict[int, Stored]:
         """Returns the results of a parameter with state on disk, by their numbers: if nothing changes, the old ones."""
@@ -299,7 +300,8 @@ class Run:
             return fn(values, chunks[0].shape)
 
         place = IdDict((x, k) for k, x in enumerate(arrays))
-        return Pass(leaf, on_chunks, arrays, numbers, [place[x] if isinstance(x, jax.Array) else x for x in targets])
+        places = [place[x] if isinstance(x, jax.Array) else x for x in targets]
+        return Pass(leaf, on_chunks, arrays, numbers, places, is_far=i in far_params(self.plan))
 
     def warn(self) -> None:
         """Warns of state on the host that was needed whole."""
@@ -310,3 +312,8 @@ class Run:
                 "more there; keep them on the devices (`LeafRule(offload=False)`) if that is too much.",
                 stacklevel=2,
             )
+
+
+def _is_flat(field: Field) -> bool:
+    """Whether a field is an array of a flattened parameter."""
+    return field.leaf.cut is not None and field.leaf.cut.flat

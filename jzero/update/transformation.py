@@ -287,11 +287,14 @@ def _natural(plan: ZeroPlan, x: PyTree) -> PyTree:
 
 
 def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: Stored) -> jax.Array:
-    """Returns a new parameter, cut like its gradient, as the plan stores it; see [Note: Gathering new parameters]."""
+    """Returns a new parameter, natural or stored like its gradient, as the plan stores it.
+
+    See [Note: Gathering new parameters].
+    """
     if memory_of(new) != "device":
         return new
     assert not isinstance(old, OnDisk)
-    new, platform = leaf.grad.load(new), platform_facts(plan.mesh)
+    new, platform = new if leaf.param.cut == leaf.grad.cut else leaf.grad.load(new), platform_facts(plan.mesh)
     has_hops = len(plan.comm.shard_axes) > 1  # the compiler would gather it in one
     if leaf.param.cut is None and leaf.grad.cut is not None and (platform.transposes_gathers or has_hops):
         new = gather_leaf(new, leaf.grad, plan, onto=old if platform.transposes_gathers else None)
