@@ -118,7 +118,7 @@ def natural(stored, shape):
     """Returns a stored array without padding, which must be zero; by hand, not by jzero's own functions."""
     if stored.shape == shape:
         return stored
-    if stored.ndim == len(shape):
+    if all(kept >= size for kept, size in zip(stored.shape, shape, strict=True)):  # not flattened
         inside = tuple(slice(0, size) for size in shape)
         rest = stored.copy()
         rest[inside] = 0

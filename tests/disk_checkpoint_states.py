@@ -64,7 +64,11 @@ def whole(state):
 def layout(kind, stage, precision, num=8, path=None):
     offload = {"optimizer": kind} if kind != "disk" else {"optimizer": kind, "path": path, "chunk_bytes": 2048}
     config = jzero.ZeroConfig(
-        stage=stage, precision=precision, persistence_threshold=50, offload=jzero.Offload(**offload)
+        stage=stage,
+        precision=precision,
+        persistence_threshold=50,
+        padding_threshold=0,
+        offload=jzero.Offload(**offload),
     )
     return {"config": config, "mesh": mesh(num)}
 

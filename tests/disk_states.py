@@ -42,7 +42,11 @@ def state_on_disk(path, stage=3, precision="fp32", tx=None, mesh=None, layers=2,
     options = {"optimizer": "disk", "path": path, "chunk_bytes": 2048} | offload
     state = jzero.TrainState.create(params=make_params(layers), tx=tx or ADAMW)
     config = jzero.ZeroConfig(
-        stage=stage, precision=precision, persistence_threshold=50, offload=jzero.Offload(**options)
+        stage=stage,
+        precision=precision,
+        persistence_threshold=50,
+        padding_threshold=0,
+        offload=jzero.Offload(**options),
     )
     return jzero.shard_train_state(state, config=config, mesh=mesh or two_devices())
 

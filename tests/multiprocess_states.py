@@ -38,7 +38,7 @@ def whole(state: Any) -> dict[str, str]:
 
 
 def config(stage: int) -> jzero.ZeroConfig:
-    return jzero.ZeroConfig(stage=stage, persistence_threshold=50)
+    return jzero.ZeroConfig(stage=stage, persistence_threshold=50, padding_threshold=0)
 
 
 def mesh(**axes: int) -> jax.sharding.Mesh:

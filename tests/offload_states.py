@@ -21,7 +21,8 @@ def kinds(tree):
 
 
 def config(stage, precision="fp32", offload=HOST, **options):
-    return jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=50, offload=offload, **options)
+    options = {"persistence_threshold": 50, "padding_threshold": 0} | options
+    return jzero.ZeroConfig(stage=stage, precision=precision, offload=offload, **options)
 
 
 ADAMW = optax.adamw(1e-2)

@@ -50,7 +50,11 @@ def batch(seed=0):
 
 
 def config(offload, precision="bf16", **options):
-    options = {"persistence_threshold": 400, "rules": {"h/.*": jzero.LeafRule(scan_dim=0)}} | options
+    options = {
+        "persistence_threshold": 400,
+        "padding_threshold": 0,
+        "rules": {"h/.*": jzero.LeafRule(scan_dim=0)},
+    } | options
     return jzero.ZeroConfig(precision=precision, offload=offload, **options)
 
 
