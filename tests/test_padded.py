@@ -260,6 +260,26 @@ def test_small_odd_leaves_train_whole_beside_others(stage):
     assert_close(moments, want.opt_state[1][0].mu)
 
 
+@stages(3, of=[1, 3])
+def test_flattened_leaves_are_updated_as_they_are_stored(stage):
+    """Elements, sums over them (norms that scale each leaf), and numbers that are not zero where padding is."""
+    shifted = optax.stateless(lambda updates, params: jax.tree.map(lambda g, p: g + 0.1 * jnp.cos(p), updates, params))
+    tx = optax.chain(shifted, optax.trace(0.9), optax.scale_by_trust_ratio(), optax.sgd(0.1))
+    rng, shapes = np.random.default_rng(0), {"embed": (61, 15), "matrix": (11, 12), "layers": (3, 11, 11)}
+    drawn = {name: to_jax(rng.normal(size=shape) / 4, jnp.float32) for name, shape in shapes.items()}
+    plain = TrainState.create(apply_fn=None, params=drawn, tx=tx)
+    state = jzero.shard_train_state(plain, config=dataclasses.replace(CONFIG, stage=stage))
+    assert {x.path for x in jzero.plan_of(state).leaves if x.grad.cut.flat} == {"matrix", "layers"}
+    step = jzero.make_train_step(small_loss)
+    for _ in range(2):
+        state, _ = step(state, TOKENS)
+        plain = step_by_hand(plain)[0]
+    assert_close(jzero.gather_params(state), plain.params)
+    layers = state.opt_state[1].trace["layers"].stored  # each 11 · 11 elements and 7 zeros
+    assert layers.shape == (3, 128, 1)
+    assert not np.asarray(layers)[:, 121:].any()
+
+
 class Two(nnx.Module):
     def __init__(self):
         linear = lambda m, n, seed: nnx.Linear(m, n, kernel_init=initializer(seed), rngs=nnx.Rngs(0))

@@ -20,14 +20,14 @@ A node knows its own layout. So whatever takes a node in (a new state over the p
 two optimizers) takes it in natural shape; a step refuses one that its plan would have laid out otherwise.
 
 Leaves taken out of the tree (`jax.tree.leaves(state.params)`) are the stored arrays, and `jax.tree.map` maps over
-those: trees of their shardings, dtypes and bytes are as they would be without padding, and masks by `x.ndim` are right,
-since flattened dimensions leave ones behind. Their sums and norms are right, since padding is zero; their means are
-not, nor are masks by `x.shape`: make those of `jax.eval_shape(jzero.natural_params, state)`. Functions of `jax.lax` take
-only arrays, such as `jnp.asarray(params["kernel"])`.
+those: trees of their shardings, dtypes and bytes are as they would be without padding, and masks by `x.ndim` are
+right, since flattened dimensions leave ones behind. Their sums and norms are right, since padding is zero; their means
+are not, nor are masks by `x.shape`: make those of `jax.eval_shape(jzero.natural_params, state)`. Functions of `jax.lax`
+take only arrays, such as `jnp.asarray(params["kernel"])`.
 
 Flax's serialization reads and writes natural arrays. Orbax and Equinox's `filter_jit` take trees apart in ways that
-nodes of other libraries do not survive: they raise errors that show the type of the node or of its key. Small leaves are
-whole rather than padded (`ZeroConfig.padding_threshold`), so most programs meet no such node.
+nodes of other libraries do not survive: they raise errors that show the type of the node or of its key. Small leaves
+are whole rather than padded (`ZeroConfig.padding_threshold`), so most programs meet no such node.
 """
 
 from __future__ import annotations

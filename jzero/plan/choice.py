@@ -91,7 +91,7 @@ def choose_cut(
     if even is not None:
         return _beside_stack(even, scan_dim), ""
     if size <= most_unpadded:
-        return None, f"up to {most_unpadded} elements, and {num_shards} divides no dimension (padding_threshold)"
+        return None, f"small, and {num_shards} divides no dimension (padding_threshold)"
     cut = min((Cut(d, shape, num_shards) for d in by_size), key=lambda c: c.padding)
     start = 0 if scan_dim is None else scan_dim + 1
     if cut.padding > MAX_PADDING * size and not any(d in taken_dims for d in range(start, len(shape))):

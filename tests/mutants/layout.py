@@ -4,6 +4,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "flattened_leaves_updated_in_natural_shape",
+        "update/fields.py",
+        "return far_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}",
+        "return far_params(plan)",
+        "test_sent.py::test_updates_gather_what_is_flattened_only_if_they_need_more_than_elements_and_sums",
+    ),
+    Mutant(
+        "padding_of_flattened_leaves_not_seen_by_updates",
+        "update/chunks.py",
+        "lambda dim: lax.broadcasted_iota(jnp.int32, leaf.stored_shape, dim)",
+        "lambda dim: jnp.zeros(leaf.stored_shape, jnp.int32)",
+        "test_padded.py::test_flattened_leaves_are_updated_as_they_are_stored",
+    ),
+    Mutant(
         "small_odd_leaves_padded",
         "plan/choice.py",
         "if size <= most_unpadded:",
