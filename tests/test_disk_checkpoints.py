@@ -55,9 +55,9 @@ def test_records_and_chunks_hold_the_elements_of_the_array(shape, dim, flat, mos
     cut = Cut(dim, shape, 3, flat=flat)
     leaf = StateLeaf("x", shape, np.dtype(np.int32), mesh(3), ("data",), cut=cut)
     natural = np.arange(1, math.prod(shape) + 1).reshape(shape)
-    stored = natural.reshape(*shape[:dim], -1, *[1] * (len(shape) - dim - 1)) if flat else natural
+    stored = natural.reshape(*shape[:dim], *[1] * (len(shape) - dim - 1), -1) if flat else natural
     widths = [(0, 0)] * stored.ndim
-    widths[dim] = (0, cut.stored_size - cut.natural_size)
+    widths[-1 if flat else dim] = (0, cut.stored_size - cut.natural_size)
     stored = np.pad(stored, widths)
     found = np.zeros(shape, int)
     for place in rectangles(stored.shape, 1, most):

@@ -157,8 +157,8 @@ def test_flattened_leaf():
         np.testing.assert_array_equal(jzero.get_full_param(ours, "w"), value)
         np.testing.assert_array_equal(jzero.get_full_opt_state(ours, "w", name="trace"), value)
         for stored in jax.tree.leaves((ours.opt_state[0].trace, ours.params if stage == 3 else [])):
-            assert stored.shape == (16, 1)
-            assert np.asarray(stored)[15] == 0
+            assert stored.shape == (1, 16)
+            assert np.asarray(stored)[0, 15] == 0
 
 
 @pytest.mark.parametrize(

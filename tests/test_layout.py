@@ -59,9 +59,9 @@ def test_every_device_holds_an_equal_part_and_together_they_hold_the_leaf(leaf):
     if cut is None:
         return
     assert cut.shape == shape
-    assert cut.stored_shape[cut.dim] % num_shards == 0
+    assert cut.stored_shape[cut.stored_dim] % num_shards == 0
     parts = list(cut.stored_shape)
-    parts[cut.dim] //= num_shards
+    parts[cut.stored_dim] //= num_shards
     assert cut.shard_shape == tuple(parts)
     assert math.prod(cut.shard_shape) * num_shards == math.prod(cut.stored_shape) >= math.prod(shape)
     assert cut.padding == math.prod(cut.stored_shape) - math.prod(shape)
@@ -76,7 +76,7 @@ def test_natural_shape_is_the_stored_one_without_padding_and_flattening(leaf):
     if cut is None:
         return
     sliced = list(cut.stored_shape)
-    sliced[cut.dim] = cut.natural_size
+    sliced[cut.stored_dim] = cut.natural_size
     assert cut.natural_size <= cut.stored_size < cut.natural_size + cut.num_shards
     assert math.prod(sliced) == math.prod(leaf[0])
     assert tuple(sliced[: cut.dim]) == leaf[0][: cut.dim]
@@ -196,7 +196,7 @@ def test_stored_leaf_is_the_natural_one_and_zeros(shape, num_shards, dtype):
         assert kept.dtype == x.dtype
         assert np.count_nonzero(np.asarray(kept)) == x.size, "nothing is lost, and padding is zero"
         beyond = [slice(None)] * kept.ndim
-        beyond[cut.dim] = slice(cut.natural_size, None)
+        beyond[cut.stored_dim] = slice(cut.natural_size, None)
         assert not np.asarray(kept)[tuple(beyond)].any(), "padding is at the end"
         assert back.dtype == x.dtype
         np.testing.assert_array_equal(np.asarray(back), x)
@@ -208,8 +208,8 @@ def test_stored_leaf_is_the_natural_one_and_zeros(shape, num_shards, dtype):
         ((512, 128), 8, None, {}, (512, 128)),
         ((500, 128), 8, None, {}, (500, 128)),  # the second dimension divides
         ((31, 127), 8, None, {}, (31, 128)),  # 127 wastes less than 31
-        ((257, 3), 64, None, {}, (832, 1)),  # either dimension would waste more than an eighth
-        ((6, 9, 11), 8, 0, {}, (6, 104, 1)),  # the same, behind a scanned one
+        ((257, 3), 64, None, {}, (1, 832)),  # either dimension would waste more than an eighth
+        ((6, 9, 11), 8, 0, {}, (6, 1, 104)),  # the same, behind a scanned one
         ((9, 11, 6), 8, 2, {}, (9, 16, 6)),  # nothing behind the scanned one to flatten
         ((9, 11, 64), 8, None, {2}, (9, 16, 64)),  # another axis has the last: no flattening over it
         ((50257, 768), 512, None, {}, (50688, 768)),  # GPT-2's embedding

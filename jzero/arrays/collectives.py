@@ -71,7 +71,7 @@ def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan, *, onto: jax.Arra
 
 def _gather_parts(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
     """Returns a whole parameter from its shards. [..., P/N, F] -> [..., D, F]."""
-    if cut.dim == 0:
+    if cut.stored_dim == 0:
         return gather_param(shard, cut, comm)
     beside = (None, *cut.axes_beside()) if cut.other_axes else ()
     apart = Cut(0, (cut.num_shards, *shard.shape), cut.num_shards, other_axes=beside)

@@ -45,7 +45,7 @@ def chunk_shape(plan: ZeroPlan, i: int) -> tuple[int, ...]:
     part, record = leaf.part_shape, plan.records_of(i)[0].shape
     if leaf.cut is not None and leaf.cut.flat:
         dim = leaf.cut.dim
-        return (*record[:dim], *rectangles(leaf.shape[dim:], 1, record[dim])[0].shape)
+        return (*record[:dim], *rectangles(leaf.shape[dim:], 1, record[leaf.cut.stored_dim])[0].shape)
     several = jax.process_count() > 1
     return tuple(
         _largest_divisor(rows, most) if several and rows < stored else min(most, natural)
@@ -69,9 +69,9 @@ def in_stored(place: Rectangle, leaf: StateLeaf) -> Rectangle:
         return place
     dim, inner = leaf.cut.dim, leaf.shape[leaf.cut.dim :]
     first = sum(a * math.prod(inner[d + 1 :]) for d, a in enumerate(place.start[dim:]))
-    rest = len(inner) - 1
-    shape = (*place.shape[:dim], math.prod(place.shape[dim:]), *[1] * rest)
-    return Rectangle((*place.start[:dim], first, *[0] * rest), shape)
+    before = len(inner) - 1
+    shape = (*place.shape[:dim], *[1] * before, math.prod(place.shape[dim:]))
+    return Rectangle((*place.start[:dim], *[0] * before, first), shape)
 
 
 def in_natural(place: Rectangle, leaf: StateLeaf) -> list[Piece]:
@@ -79,16 +79,16 @@ def in_natural(place: Rectangle, leaf: StateLeaf) -> list[Piece]:
     cut = leaf.cut
     if cut is None:
         return [Piece(place, tuple(slice(0, n) for n in place.shape))]
-    first = place.start[cut.dim]
-    stop = min(first + place.shape[cut.dim], cut.natural_size)
+    first = place.start[cut.stored_dim]
+    stop = min(first + place.shape[cut.stored_dim], cut.natural_size)
     inner = leaf.shape[cut.dim :] if cut.flat else (cut.natural_size,)
-    tail = slice(len(place.shape) if cut.flat else cut.dim + 1, None)
+    tail = slice(cut.stored_dim + 1, None)
     pieces, done = [], 0
     for rectangle in _ranges(first, stop, inner):
         start = (*place.start[: cut.dim], *rectangle.start, *place.start[tail])
         shape = (*place.shape[: cut.dim], *rectangle.shape, *place.shape[tail])
         inside = [slice(0, n) for n in place.shape]
-        inside[cut.dim] = slice(done, done + rectangle.size)
+        inside[cut.stored_dim] = slice(done, done + rectangle.size)
         pieces.append(Piece(Rectangle(start, shape), tuple(inside)))
         done += rectangle.size
     return pieces

@@ -110,7 +110,7 @@ class Levels(NamedTuple):
         """Returns how one such part is cut over nodes."""
         within_node = self.cut_within(cut)
         return Cut(
-            cut.dim,
+            cut.stored_dim,
             within_node.shard_shape,
             self.num_nodes,
             other_axes=within_node.axes_beside(),
@@ -146,7 +146,7 @@ class Direct:
     def gather(self, shard: jax.Array, cut: Cut) -> jax.Array:
         """See `Comm`."""
         return apply_to_parts(
-            lambda x: lax.all_gather(x, self.axis, axis=cut.dim, tiled=True),
+            lambda x: lax.all_gather(x, self.axis, axis=cut.stored_dim, tiled=True),
             shard,
             cut.axes_beside(),
             cut.axes_beside(),
@@ -157,7 +157,7 @@ class Direct:
         if not self.scatters:
             return own_part(sum_along(x, self.axis), cut, self)
         return apply_to_parts(
-            lambda x: lax.psum_scatter(x, self.axis, scatter_dimension=cut.dim, tiled=True),
+            lambda x: lax.psum_scatter(x, self.axis, scatter_dimension=cut.stored_dim, tiled=True),
             x,
             cut.axes_beside(),
             cut.axes_beside(),
@@ -373,4 +373,4 @@ def shard_index(comm: Comm) -> jax.Array:
 def own_part(stored: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
     """Returns this device's shard of a stored array that all devices hold. [..., P] -> [..., P/N]."""
     size = cut.stored_size // cut.num_shards
-    return lax.dynamic_slice_in_dim(stored, shard_index(comm) * size, size, axis=cut.dim)
+    return lax.dynamic_slice_in_dim(stored, shard_index(comm) * size, size, axis=cut.stored_dim)

@@ -30,7 +30,8 @@ class Cut:
       dim: The cut dimension; if `flat`, the first of those flattened into one.
       shape: The natural shape of the leaf.
       num_shards: N.
-      flat: Whether dimensions `dim` and up are stored as one; ones follow it, so that the array keeps its `ndim`.
+      flat: Whether dimensions `dim` and up are stored as one; ones stand before it, so that the array keeps its `ndim`.
+        (Behind it, TPUs would pad each one to a row of 128.)
       other_axes: The other mesh axes that shard each dimension, if collectives must know them; else empty.
       parts: How many parts of equal size each shard has.
       num_stacked: How many leading dimensions are those of a stack of layers, which blocks do not cross.
@@ -59,6 +60,11 @@ class Cut:
         if self.blocks is None:
             return 1
         return self.blocks.parts * packed_size(self.size_beside // self.blocks.parts, self.blocks.kind)
+
+    @property
+    def stored_dim(self) -> int:
+        """The cut dimension of the stored array."""
+        return len(self.shape) - 1 if self.flat and self.blocks is None else self.dim
 
     @property
     def packed_dim(self) -> int:
@@ -123,10 +129,9 @@ class Cut:
 
     def _with_size(self, size: int) -> tuple[int, ...]:
         """Returns the shape of an array that is cut like this one and has so many elements along the cut dimension."""
-        if self.blocks is not None:
-            return (*self.shape[: self.dim], size)
-        behind = self.shape[self.dim + 1 :]
-        return (*self.shape[: self.dim], size, *((1,) * len(behind) if self.flat else behind))
+        if self.flat:
+            return (*self.shape[: self.dim], *(1,) * (self.stored_dim - self.dim), size)
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -212,7 +217,7 @@ class Cut:
     def spec(self, base: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
         """Returns the spec of the stored array: `base` plus ZeRO's mesh axes on the cut dimension."""
         entries = [*base, *[None] * (len(self.shape) - len(base))][: len(self.stored_shape)]
-        entries[self.dim] = axes[0] if len(axes) == 1 else axes
+        entries[self.stored_dim] = axes[0] if len(axes) == 1 else axes
         while entries[-1] is None:  # as the compiler writes it, so that the outputs of a user's `jit` compare equal
             entries.pop()
         return PartitionSpec(*entries)
@@ -231,7 +236,7 @@ class Cut:
         if not self.is_padded:
             return x
         widths = [(0, 0, 0)] * x.ndim
-        widths[self.dim] = (0, self.stored_size - self.natural_size, 0)
+        widths[self.stored_dim] = (0, self.stored_size - self.natural_size, 0)
         return lax.pad(x, jnp.zeros((), x.dtype), widths)
 
     def to_natural(self, x: jax.Array) -> jax.Array:
@@ -239,18 +244,18 @@ class Cut:
         if self.blocks is not None:
             return apply_to_parts(self._unpack_part, x, self.axes_beside(), self.other_axes)
         if self.is_padded:
-            x = lax.slice_in_dim(x, 0, self.natural_size, axis=self.dim)
+            x = lax.slice_in_dim(x, 0, self.natural_size, axis=self.stored_dim)
         return x.reshape(self.shape) if self.flat else x
 
     def join(self, shards: jax.Array) -> jax.Array:
         """Returns the natural array of all shards, one behind the other. [N, ..., P/N] -> [..., D]."""
-        return self.to_natural(jnp.moveaxis(shards, 0, self.dim).reshape(self.stored_shape))
+        return self.to_natural(jnp.moveaxis(shards, 0, self.stored_dim).reshape(self.stored_shape))
 
     def divide(self, x: jax.Array) -> jax.Array:
         """Returns the shards of a natural array, one behind the other. [..., D] -> [N, ..., P/N]."""
-        stored = self.to_stored(x.reshape(self.shape))
-        apart = stored.reshape(*stored.shape[: self.dim], self.num_shards, -1, *stored.shape[self.dim + 1 :])
-        return jnp.moveaxis(apart, self.dim, 0)
+        stored, dim = self.to_stored(x.reshape(self.shape)), self.stored_dim
+        apart = stored.reshape(*stored.shape[:dim], self.num_shards, -1, *stored.shape[dim + 1 :])
+        return jnp.moveaxis(apart, dim, 0)
 
     def _unpack_part(self, x: jax.Array) -> jax.Array:
         """Returns the values of one device's part in blocks. Bytes [*stacked, P · K] -> [..., D, ...]."""
@@ -276,9 +281,9 @@ class Cut:
 
     def inside(self, index: Index) -> Index | None:
         """Returns a part of the stored array without its padding; `None` if it is all padding."""
-        start, stop, _ = index[self.dim].indices(self.stored_size)
-        stop = min(stop, self.natural_size)
-        return (*index[: self.dim], slice(start, stop), *index[self.dim + 1 :]) if start < stop else None
+        start, stop, _ = index[self.stored_dim].indices(self.stored_size)
+        stop, rest = min(stop, self.natural_size), index[self.stored_dim + 1 :]
+        return (*index[: self.stored_dim], slice(start, stop), *rest) if start < stop else None
 
     def part(self, read: Callable[[Index], np.ndarray], dtype: DType, index: Index) -> np.ndarray:
         """Returns a part of the stored array on the host; `read` returns the values at an index without padding."""

@@ -143,7 +143,7 @@ class StateLeaf:
     @property
     def column_dim(self) -> int:
         """The dimension of the stored array whose indices are its columns, see `Offload.zenflow`."""
-        return self.stored_shape.index(max(self.stored_shape)) if self.cut is None else self.cut.dim
+        return self.stored_shape.index(max(self.stored_shape)) if self.cut is None else self.cut.stored_dim
 
     @property
     def bytes_per_device(self) -> int:

@@ -17,7 +17,6 @@ would copy the state there, and the plan would span two backends.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
@@ -80,7 +79,7 @@ class Part(NamedTuple):
     def positions(self) -> jax.Array:
         """Returns the position of each element in the natural array."""
         cut, shape = self.leaf.cut, self.leaf.shape
-        natural = (*shape[: cut.dim], math.prod(shape[cut.dim :])) if cut is not None and cut.flat else shape
+        natural = shape if cut is None else cut.unpadded_shape
         return positions_of(natural, [self.along(d) for d in range(len(natural))])
 
     def without_padding(self, x: jax.Array, value: ArrayLike) -> jax.Array:
@@ -88,7 +87,7 @@ class Part(NamedTuple):
         cut = self.leaf.cut
         if cut is None or not cut.is_padded:
             return x
-        return jnp.where(self.along(cut.dim) < cut.natural_size, x, jnp.asarray(value, x.dtype))
+        return jnp.where(self.along(cut.stored_dim) < cut.natural_size, x, jnp.asarray(value, x.dtype))
 
 
 def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:

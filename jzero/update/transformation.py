@@ -294,10 +294,14 @@ def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: Stored) -> j
     if memory_of(new) != "device":
         return new
     assert not isinstance(old, OnDisk)
-    new, platform = new if leaf.param.cut == leaf.grad.cut else leaf.grad.load(new), platform_facts(plan.mesh)
-    has_hops = len(plan.comm.shard_axes) > 1  # the compiler would gather it in one
-    if leaf.param.cut is None and leaf.grad.cut is not None and (platform.transposes_gathers or has_hops):
-        new = gather_leaf(new, leaf.grad, plan, onto=old if platform.transposes_gathers else None)
+    platform, cut = platform_facts(plan.mesh), leaf.grad.cut
+    by_row = cut is not None and (platform.transposes_gathers or cut.flat)
+    if (
+        leaf.param.cut is None and cut is not None and (by_row or len(plan.comm.shard_axes) > 1)
+    ):  # XLA gathers in one hop
+        new = gather_leaf(new, leaf.grad, plan, onto=old if by_row else None)
+    elif leaf.param.cut != leaf.grad.cut:
+        new = leaf.grad.load(new)
     new = leaf.param.store(new)
     return jnp.where(new == old, old, new) if platform.copies_results else new
 
