@@ -124,17 +124,6 @@ def test_a_part_of_an_optimizer_gets_the_arguments_that_it_takes(case):
     np.testing.assert_array_equal(updates["w"], [3, 6, 9])
 
 
-def test_an_argument_that_a_part_refuses_leaves_no_effect_twice():
-    tx, w = optax.chain(optax.scale_by_schedule(says_the_count), SCALED), {"w": np.zeros(3, np.float32)}
-    jaxpr = jax.make_jaxpr(lambda w: call_update(tx, {"value": 2.0, "grad": w}, w, tx.init(w), w))(w)
-    assert str(jaxpr).count("debug_callback[") == 1
-
-
-def says_the_count(count):
-    jax.debug.callback(lambda count: None, count)
-    return 1.0
-
-
 @pytest.mark.parametrize("create", [jzero.TrainState.create, create_counted])
 def test_the_loss_of_a_step_that_is_not_applied_does_not_reach_the_optimizer(create):
     weighted = lambda params, batch: jzero.Weighted(loss(params, batch["x"]) * batch["w"].sum(), batch["w"].sum())

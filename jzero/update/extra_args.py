@@ -53,7 +53,8 @@ def call_update(
 
     Whether an optimizer takes an argument shows only in the call: `optax.chain`, `masked` and others take any, and pass
     them on to their parts, of which one may name those that it takes (`optax.contrib.sam`). A program that trains with
-    such an optimizer does not hand over the others.
+    such an optimizer does not hand over the others. The step keeps callbacks of a call that failed (`jax.debug.print`
+    in a part before the one that refuses), beside those of the call that counts.
 
     Args:
       tx: The user's transformation.
@@ -67,8 +68,7 @@ def call_update(
     while True:
         extra = {**{name: x for name, x in offered.items() if name not in refused}, **given}
         try:
-            # A program of its own, so that an attempt that fails leaves no effects (callbacks) in the step.
-            return jax.jit(lambda: _update(tx, grads, state, params, extra, refused), inline=True)()  # noqa: B023
+            return _update(tx, grads, state, params, extra, refused)
         except TypeError as error:
             found = UNEXPECTED.search(str(error))
             if found is None or found[1] in given or found[1] not in extra:

@@ -72,13 +72,6 @@ MUTANTS = [
         "nested",
     ),
     Mutant(
-        "attempts_to_call_an_optimizer_leave_effects",
-        "update/extra_args.py",
-        "return jax.jit(lambda: _update(tx, grads, state, params, extra, refused), inline=True)()  # noqa: B023",
-        "return _update(tx, grads, state, params, extra, refused)",
-        "test_extra_args.py::test_an_argument_that_a_part_refuses_leaves_no_effect_twice",
-    ),
-    Mutant(
         "notes_on_every_error_of_an_optimizer",
         "update/extra_args.py",
         "            if _compares_trees(error):\n",
