@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from jzero._version import __version__ as __version__
@@ -168,6 +169,9 @@ that `import jzero` takes no time, and a program loads only what it uses."""
 _HOME = dict(sorted((name, module) for module, names in _HOMES.items() for name in names))
 __all__ = list(_HOME)
 
+_ROOMS_OF_STATES = ("jzero.analysis", "jzero.checkpoint", "jzero.state", "jzero.step")
+"""Their functions do not depend on the mesh that the program has set, see [Note: The mesh that is set]."""
+
 if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
@@ -175,7 +179,10 @@ if not TYPE_CHECKING:  # type checkers would accept any name
             near = [x for x in _HOME if x.startswith(name)] or difflib.get_close_matches(name, _HOME, n=1)
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        if inspect.isfunction(value) and _HOME[name].startswith(_ROOMS_OF_STATES):
+            value = importlib.import_module("jzero.layout.set_mesh").public(value)
+        globals()[name] = value
         return value
 
 

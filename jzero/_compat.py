@@ -22,8 +22,11 @@ from jax._src import (
     distributed,  # nor has the key-value store that processes share
     effects,  # which effects are ordered has no public name
     linear_util,  # nor has the function that is traced to a jaxpr
-    sharding_impls,  # nor has the sharding that nobody gave
+    sharding_impls,  # nor has setting it, nor the sharding that nobody gave
     source_info_util,  # nor has re-entering an equation's name stack and traceback
+)
+from jax._src import (
+    mesh as mesh_lib,  # nor has the mesh of devices that is set while jax traces
 )
 from jax._src.interpreters import partial_eval  # nor has taking outputs from a jaxpr
 from jax.experimental import compute_on as jax_compute_on
@@ -67,6 +70,28 @@ def starves_steps(mesh: jax.sharding.Mesh) -> bool:
     threads = max(int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1), local)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return jax.__version_info__ < (0, 12) and is_cpu and local > 1 and threads < 2 * local
+
+
+NO_MESH = mesh_lib.empty_abstract_mesh
+"""The mesh that is set where none is."""
+
+
+@contextlib.contextmanager
+def mesh_set(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None) -> Iterator[None]:
+    """Sets a mesh, or none, as `jax.set_mesh` does, which refuses while jax traces."""
+    concrete = mesh if isinstance(mesh, jax.sharding.Mesh) else mesh_lib.empty_concrete_mesh
+    abstract = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else concrete.abstract_mesh
+    with (
+        sharding_impls._internal_use_concrete_mesh(concrete),
+        jax.sharding.use_abstract_mesh(NO_MESH),  # from which any other may follow, of any size
+        jax.sharding.use_abstract_mesh(abstract),
+    ):
+        yield
+
+
+def concrete_mesh() -> jax.sharding.Mesh:
+    """Returns the mesh of devices that is set, also while jax traces; an empty one if there is none."""
+    return mesh_lib.get_concrete_mesh()
 
 
 DistributedClient: TypeAlias = Any  # defined by jaxlib's extension, which differs between versions

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
@@ -116,12 +116,6 @@ def test_mesh_must_have_the_axis():
         jzero.plan_train_state(plain_state(), config=config, mesh=mesh)
     with raises(ValueError, "`replica_axis='replica'`", "mesh=jzero.make_mesh(replica=..., fsdp=...)"):
         jzero.plan_train_state(plain_state(), config=config)
-
-
-def test_mesh_must_have_automatic_axes():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with raises(ValueError, "['data']", "AxisType.Auto", "jzero.make_mesh"):
-        jzero.shard_train_state(plain_state(), stage=3, mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import checkpoint_items, meet
 from jzero.checkpoint.writer import Writer
 from jzero.config.settings import check, integer, one_of, optional
+from jzero.layout.set_mesh import in_own_mesh
 from jzero.state.adapter import StateAdapter, adapt_sharded
 from jzero.state.pending import apply_pending, settled_step
 
@@ -110,6 +111,7 @@ class CheckpointManager:
         self._notice = PreemptionNotice()
         _close_at_exit(self)
 
+    @in_own_mesh
     def save(
         self,
         state: State,
@@ -185,6 +187,7 @@ class CheckpointManager:
         """Waits until the current save is complete; raises a `CheckpointError` if it failed."""
         self._writer.wait()
 
+    @in_own_mesh
     def restore(
         self,
         like: State,

@@ -33,11 +33,18 @@ from jzero.jaxpr.rows import row_facts
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes, num_batch_shards
 from jzero.layout.padded import is_padded, unbox
+from jzero.layout.set_mesh import is_of_other_mesh
 from jzero.plan.plan import ZeroPlan
 
 FROZEN = "frozen"
 """Name of the carried state that holds parameters outside the optimizer."""
 
+
+OTHER_MESH = (
+    "The loss closes over an array of another mesh than the state's, one with Explicit axes (`jax.set_mesh` makes "
+    "all new arrays so), and jax does not compute with arrays of both. Close over a NumPy array, `np.asarray(x)`, make "
+    "the array inside the loss, or pass it in the batch or as a parameter."
+)
 
 T = TypeVar("T")
 
@@ -188,6 +195,8 @@ def _make_jaxpr(fn: Callable[..., PyTree], plan: ZeroPlan, shapes: tuple[PyTree,
         ) from error
     except (AssertionError, ValueError) as error:
         text = str(error)
+        if "should match the aval mesh" in text:
+            raise ValueError(OTHER_MESH) from error
         is_cast = "ManualAxisType" in text or "manual_axis_type" in text
         if not any(repr(name) in text for name in axes) or not (is_cast or "shard_map" in text):
             raise
@@ -201,6 +210,8 @@ def _make_jaxpr(fn: Callable[..., PyTree], plan: ZeroPlan, shapes: tuple[PyTree,
             f"The loss casts a value to vary along one of ZeRO's axes, {axes}, with `lax.pcast`: leave that out, since "
             "all values may vary there and the step does not check it."
         ) from error
+    if any(map(is_of_other_mesh, _compat.open_jaxpr(jaxpr)[1])):
+        raise ValueError(OTHER_MESH)
     return jaxpr, out_shape
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jzero._types import AxisNames
 from jzero.config.zero import ZeroConfig
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
+M = TypeVar("M", Mesh, AbstractMesh, AnyMesh)
 
 HOST_MEMORY = "pinned_host"
 """Page-locked memory of the host, which devices copy from and to directly."""
@@ -92,8 +93,20 @@ def _over_slices(sizes: Mapping[str, int], num_slices: int, devices: Sequence[ja
     return grid
 
 
-def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
-    """Raises if `mesh` lacks an axis that `config` names; warns if devices would be idle."""
+def with_auto_axes(mesh: M, names: Collection[str] | None = None) -> M:
+    """Returns a mesh on which some axes, or all, are Auto."""
+    types = [
+        AxisType.Auto if names is None or n in names else t
+        for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    ]
+    return mesh.update(axis_types=tuple(types))
+
+
+def check_mesh(mesh: M, config: ZeroConfig) -> M:
+    """Returns the mesh with ZeRO's axes as Auto, since jzero itself places arrays along these.
+
+    Raises if it lacks an axis that `config` names; warns if devices would be idle.
+    """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             f"`mesh` must be a `jax.sharding.Mesh`: got {type(mesh).__name__}. Make one with `jzero.make_mesh`."
@@ -105,12 +118,6 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
                 f"`{field}` must name an axis of the mesh: got {name!r}, but the mesh has axes {mesh.axis_names}. "
                 f"Set `ZeroConfig({field}=...)`, or make the mesh with `jzero.make_mesh({name}=...)`."
             )
-    explicit = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != AxisType.Auto]
-    if explicit and isinstance(mesh, Mesh):  # only names and sizes of an abstract mesh count
-        raise ValueError(
-            f"Mesh axes {explicit} are not automatic; jzero places arrays itself. Make the mesh with "
-            "`jzero.make_mesh(...)`, or pass `axis_types=(AxisType.Auto,) * n` to `jax.make_mesh`."
-        )
     if isinstance(mesh, Mesh) and mesh.size == 1 and jax.device_count() > 1:
         warnings.warn(
             f"The mesh has one device, but {jax.device_count()} are there: nothing is partitioned. "
@@ -127,6 +134,7 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
                 f"`jzero.make_mesh({config.node_axis}=..., {config.axis}=...)`.",
                 stacklevel=4,
             )
+    return with_auto_axes(mesh, batch_axes(config))
 
 
 def num_along(values: np.ndarray, dim: int) -> int:

@@ -50,7 +50,7 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
       config: The configuration.
       mesh: The mesh; may be abstract.
     """
-    check_mesh(mesh, config)
+    mesh = check_mesh(mesh, config)
     _check_not_overwritten(state.params)
     offload = config.offload
     if "host" in (offload.optimizer, offload.params):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jzero import _compat
 from jzero._compat import Atom
@@ -106,14 +106,14 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
             PROGRAM: "\n".join(map(describe_program, lowered.programs)),
         }
 
-    programs, rebuild, _ = agree(
+    programs, rebuild, plan = agree(
         "init_train_state",
         mesh,
         lambda: lower_init(make_state, key, config, mesh, trainable=trainable, zeros=zeros),
         describe,
         wait_s=check_wait(check_processes),
     )
-    placed = place_array(key, key.dtype, NamedSharding(mesh, PartitionSpec()))
+    placed = place_array(key, key.dtype, plan.whole_sharding)
     return rebuild(jax.block_until_ready(program.compile()(placed)) for program in programs)
 
 
@@ -174,8 +174,7 @@ def lower_init(
         state = with_leaves(numbered, plan, [arrays[k] for k in range(len(leaves))], tx=tx)
         return adapted.rebuild(state)
 
-    replicated = NamedSharding(mesh, PartitionSpec())
-    abstract = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated)
+    abstract = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=plan.whole_sharding)
     programs = []
     for number, group in enumerate(groups):
         shardings = [leaves[k].sharding for k in group]

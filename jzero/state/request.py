@@ -6,7 +6,7 @@ import collections
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jzero._text import path_str
 from jzero._types import Optimizer, PyTree, TrainStateLike
@@ -209,8 +209,6 @@ def resolve_config(stage: int | None, config: ZeroConfig | None, old: ZeroPlan |
 
 def resolve_mesh(mesh: M | None, config: ZeroConfig) -> M | Mesh:
     """Returns the mesh, or one of all devices."""
-    if isinstance(mesh, AbstractMesh):  # of which only names and sizes count
-        return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     if mesh is not None:
         return mesh
     for field, what in (("replica_axis", "replicas"), ("node_axis", "nodes")):

@@ -17,6 +17,7 @@ from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.on_disk import OnDisk, when_read
 from jzero.layout.padded import is_padded
 from jzero.layout.placement import gather_padded, memory_of
+from jzero.layout.set_mesh import in_own_mesh
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
@@ -78,6 +79,7 @@ class TrainState:
         step = jax.numpy.zeros((), "int32")
         return cls(step=step, params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn, extra=extra)
 
+    @in_own_mesh
     def apply_gradients(self, *, grads: PyTree) -> TrainState:
         """Returns the state after one optimizer step with `grads`."""
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)

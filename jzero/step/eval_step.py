@@ -12,6 +12,7 @@ from jzero._types import PyTree, State, TrainStateLike
 from jzero.config.zero import refers_to_config
 from jzero.engine.gradients import evaluate
 from jzero.engine.outputs import PerExample, Summed, Weighted
+from jzero.layout.set_mesh import for_program
 from jzero.state.adapter import Loss, adapt_sharded
 from jzero.step.jitted import Step
 from jzero.step.loss import Splitter
@@ -26,7 +27,7 @@ class EvalStep(Step):
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         """Returns the metrics of the whole batch."""
-        return self._dispatch(adapt_sharded(state).state, batch, rng)
+        return for_program(self._dispatch(adapt_sharded(state).state, batch, rng))
 
     def _splitter(self, has_aux: bool) -> Splitter:
         return lambda metrics: (jnp.ones((), jnp.float32), jax.tree.map(_as_sums, metrics, is_leaf=_is_marked))

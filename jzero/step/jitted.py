@@ -25,6 +25,7 @@ from jzero.config.settings import FLAG, NAMES, Setting, check, integer, one_of
 from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
 from jzero.engine.merge import MERGES
 from jzero.engine.recompute import Remat
+from jzero.layout.set_mesh import from_program, in_own_mesh
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, adapt_sharded, plan_of
 from jzero.state.disk import detached, for_loss, run_on_rows
@@ -189,6 +190,7 @@ class Step:
     def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> PyTree:
         return None
 
+    @in_own_mesh
     def _dispatch(self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> PyTree:
         """Runs `_compute` under `jit`; checks and places arguments unless they are of the kinds of the last call."""
         plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
@@ -199,6 +201,7 @@ class Step:
         jitted, kinds = expected.jitted, expected.inputs
         if jitted is None or not are_like(inputs, kinds):
             if has_tracers([*leaves, *inputs]):
+                batch, rng = from_program((batch, rng))
                 return self._compute(state, batch, rng=rng)
             check_alive(leaves)
             if self.donated:
@@ -255,11 +258,13 @@ class Step:
                 raise TypeError(ABSTRACT_MESH) from error
             raise
 
+    @in_own_mesh
     def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> jax.stages.Traced:
         """Traces the step for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         return self._jit(train_state.tx.plan, train_state).trace(for_loss(train_state), batch, **optional_rng(rng))
 
+    @in_own_mesh
     def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
@@ -284,6 +289,7 @@ class Step:
         self._agreement.clear()
         self._expected = _Expected()
 
+    @in_own_mesh
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
         """Returns the state's plan, which also knows the loss: `plan.closed_over`, `plan.kept`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
@@ -292,6 +298,7 @@ class Step:
         kept = kept_by(self.remat, traced, plan, self.micro) if isinstance(self.remat, Keep) else None
         return dataclasses.replace(plan, closed_over=tuple(find_closed_over(traced, plan)), kept=kept)
 
+    @in_own_mesh
     def recomputation(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Remat:
         """Returns `remat`; if it is `None`, its default for this plan and loss: "cheap" or "as_written"."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)

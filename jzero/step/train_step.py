@@ -15,6 +15,7 @@ from jzero.engine.gradients import LossResult, MicroBatches, loss_and_grads
 from jzero.engine.outputs import Weighted
 from jzero.engine.recompute import Remat
 from jzero.engine.written_variables import Changed
+from jzero.layout.set_mesh import for_program
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, Metrics, adapt_sharded
 from jzero.state.next_state import StepGrads, check_can_compute, next_state, scaled_grads
@@ -40,7 +41,7 @@ class ValueAndGrad(Step):
             aux = {**aux, **changed}
         else:
             adapted.update_model(changed)
-        return ((value, aux) if self.has_aux else value), adapted.wrap_grads(grads)
+        return for_program((value, aux) if self.has_aux else value), adapted.wrap_grads(grads)
 
     def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         plan = state.tx.plan
@@ -77,7 +78,7 @@ class TrainStep(Step):
         rebuilt = adapted.rebuild(new)
         if self._watch.is_exhausted(adapted.state, new, metrics):
             raise loss_scale_error(new.tx.plan, new, rebuilt)
-        return rebuilt, metrics
+        return rebuilt, for_program(metrics)
 
     def _next_state(self, state: TrainStateLike, results: PyTree) -> TrainStateLike:
         return results[0]

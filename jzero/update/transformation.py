@@ -28,6 +28,7 @@ from jzero.layout.on_disk import OnDisk, Stored
 from jzero.layout.padded import is_padded
 from jzero.layout.placement import memory_of
 from jzero.layout.platform import platform_facts
+from jzero.layout.set_mesh import from_program, is_foreign
 from jzero.plan.opt_state import ZeroOptState, with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
@@ -89,6 +90,8 @@ class ZeroTransformation:
                 "alone: optax cannot add to them. Use one, or keep the parameters on the devices."
             )
         self._check_in_programs()
+        _check_set_mesh(self.plan)
+        updates, extra_args = from_program((updates, extra_args))
         check_grads(self.plan, updates)
         check_params_stored(self.plan, params)
         in_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((updates, state, params)))
@@ -189,6 +192,18 @@ class ZeroTransformation:
             leaf.param.load(round_to(x, leaf.compute_dtype)) for x, leaf in zip(leaves, self.plan.leaves, strict=True)
         ]
         return self.plan.params_treedef.unflatten(natural)
+
+
+def _check_set_mesh(plan: ZeroPlan) -> None:
+    """Raises if jax will refuse what code outside of jzero is about to do with an update: add it to parameters."""
+    if is_foreign(plan.mesh):
+        names = jax.sharding.get_abstract_mesh().axis_names
+        raise ValueError(
+            f"A mesh with Explicit axes {names} is set (`jax.set_mesh`), under which jax does not add arrays of "
+            f"another mesh, here those of the state {plan.mesh.axis_names}. Train with `jzero.make_train_step` or a "
+            "`jzero.TrainState`, whose `apply_gradients` sets the state's mesh; or set it yourself, around the calls "
+            "of your own step: `with jax.set_mesh(jzero.plan_of(state).mesh):`."
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)
