@@ -143,7 +143,7 @@ def restore_checkpoint(
 def warn_unless_complete(report: RestoreReport, choice: Choice) -> None:
     """Warns about missing leaves, and about leaves that the state does not have."""
     if report.missing or (report.unexpected and not choice.is_partial):
-        warnings.warn(str(report), stacklevel=3)
+        warnings.warn(str(report), stacklevel=4)  # in the program, outside of `set_mesh`
 
 
 def restore_from(

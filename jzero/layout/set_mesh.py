@@ -50,9 +50,9 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        own, current = _only([*args, *kwargs.values()]), jax.sharding.get_abstract_mesh()
-        is_needed = not (current.empty or current.manual_axes) if own is None else _departs(own)
-        if not is_needed:
+        own = _only([*args, *kwargs.values()])
+        # If nothing says which, no mesh is set; one of Auto axes may stay, since jax lets arrays of such meshes meet.
+        if not (is_foreign(_compat.NO_MESH) if own is None else _departs(own)):
             return function(*args, **kwargs)
         with _compat.mesh_set(own):
             result = function(*args, **kwargs)
