@@ -22,7 +22,7 @@ from jax._src import (
     distributed,  # nor has the key-value store that processes share
     effects,  # which effects are ordered has no public name
     linear_util,  # nor has the function that is traced to a jaxpr
-    sharding_impls,  # nor has setting it, nor the sharding that nobody gave
+    sharding_impls,  # nor has setting that, nor the sharding that nobody gave
     source_info_util,  # nor has re-entering an equation's name stack and traceback
 )
 from jax._src import (
@@ -147,11 +147,14 @@ def contained_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def shape_of(kind: core.AbstractValue) -> jax.ShapeDtypeStruct:
-    """Returns a type without its mesh; varying axes need the current one."""
+    """Returns a type without its mesh, unless that is set, with Explicit axes; varying axes need the current one."""
     assert isinstance(kind, core.ShapedArray)
     of_mesh: dict[str, Any] = {}
-    if kind.manual_axis_type.varying:
-        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+    current = jax.sharding.get_abstract_mesh()
+    if current._any_axis_explicit and kind.sharding.mesh == current:
+        of_mesh = {"sharding": kind.sharding}
+    elif kind.manual_axis_type.varying:
+        sharding = NamedSharding(current, PartitionSpec())
         of_mesh = {"sharding": sharding, "manual_axis_type": kind.manual_axis_type}
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type, **of_mesh)
 
@@ -242,10 +245,12 @@ def in_names(names: Scopes) -> Iterator[None]:
 def equation_context(eqn: JaxprEqn) -> Iterator[None]:
     """Re-enters the name stack, the traceback and the settings that an equation was traced under.
 
-    The mesh of the surrounding `shard_map` stays current: the equation was traced outside of it.
+    The mesh of the surrounding `shard_map` stays current: the equation was traced outside of it. Not so one with
+    Explicit axes, since within `jax.sharding.auto_axes` these are Auto.
     """
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     mesh = jax.sharding.get_abstract_mesh()
+    mesh = eqn.ctx.cur_abstract_mesh if mesh._any_axis_explicit else mesh
     with (
         source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
         eqn.ctx.manager,
@@ -268,19 +273,30 @@ def has_mesh(atom: Atom) -> bool:
 def bind(eqn: JaxprEqn, inputs: Sequence[ArrayLike], **changed_params: object) -> list[jax.Array]:
     """Applies an equation's primitive to new inputs and returns its outputs as a list.
 
-    The sharding that some equations hold for their output's type says nothing but the mesh that they were traced in,
-    where all axes are automatic: it is left out.
+    The sharding that some equations hold for their output's type names the mesh that they were traced in. Unless that
+    is set, with Explicit axes, it is left out; what the user said (`out_sharding`) becomes a constraint.
     """
-    own = eqn.params
-    if isinstance(own.get("sharding"), NamedSharding) and eqn.primitive.name != "sharding_constraint":
-        own = {**own, "sharding": None}
+    own, said, mesh = eqn.params, None, jax.sharding.get_abstract_mesh()
+    if eqn.primitive.name not in ("sharding_constraint", "reshard") and not mesh._any_axis_explicit:
+        said = sharding_said(eqn)
+        own = {name: None if isinstance(x, NamedSharding) else x for name, x in own.items()}
     params = eqn.primitive.get_bind_params({**own, **changed_params})
     if isinstance(params, tuple):  # the form that jax documents: functions first
         functions, params = params
         outputs = eqn.primitive.bind(*functions, *inputs, **params)
     else:
         outputs = eqn.primitive.bind(*inputs, **params)
-    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+    outputs = list(outputs) if eqn.primitive.multiple_results else [outputs]
+    return outputs if said is None or mesh.empty else [jax.lax.with_sharding_constraint(x, said.spec) for x in outputs]
+
+
+def sharding_said(eqn: JaxprEqn) -> NamedSharding | None:
+    """Returns the sharding that the user gave for the result of an equation: a constraint, or one of Explicit axes."""
+    names = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+    sharding = eqn.params.get(names.get(eqn.primitive.name, "out_sharding"))
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return sharding if eqn.primitive.name == "sharding_constraint" or sharding.mesh._any_axis_explicit else None
 
 
 def is_placeholder(x: object) -> bool:

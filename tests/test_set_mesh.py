@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
@@ -54,7 +54,9 @@ def shard(stage=3, mesh=None, **options):
 
 
 def make_batch():
-    return jnp.asarray(draw(16, 5, seed=1))
+    """Rows, split over the mesh that is set."""
+    x, mesh = draw(16, 5, seed=1), jax.sharding.get_mesh()
+    return jnp.asarray(x) if mesh.empty else jax.device_put(x, NamedSharding(mesh, P(mesh.axis_names)))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jzero._types import PyTree, TrainStateLike
 from jzero.config.zero import ZeroConfig
-from jzero.layout.mesh import AnyMesh, axes_of_config, make_mesh
+from jzero.layout.mesh import AnyMesh, axes_of_config, make_mesh, with_explicit_axes
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import adapt, plan_if_sharded
 from jzero.state.shard import abstract_train_state
@@ -60,7 +60,7 @@ def relaid(
     if config is None:  # a plain state of some plain function
         return x
     if mesh is None and devices is None and plan is not None:
-        mesh = plan.mesh
+        mesh = plan.loss_mesh
     if mesh is None:
         sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()} if plan is not None else {}
         named = axes_of_config(config)
@@ -68,6 +68,7 @@ def relaid(
         axes = {name: size for name, size in named.items() if name not in sizes} | sizes
         axes |= {name: size for name, size in named.items() if size == -1}
         mesh = abstract_mesh(devices, axes) if isinstance(devices, int) else make_mesh(devices=devices, **axes)
+        mesh = with_explicit_axes(mesh, () if plan is None else plan.explicit_axes)
     # The state itself, not the library's objects: those of NNX cannot hold abstract arrays.
     return abstract_train_state(state, config=config, mesh=mesh, trainable=trainable)
 

@@ -56,7 +56,7 @@ def _cast(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
 
 
 def _constraint(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
-    sharding = eqn.params["sharding"]
+    sharding = _compat.sharding_said(eqn)
     if not isinstance(sharding, NamedSharding):
         return None
     # ZeRO's axes are manual here.
@@ -152,6 +152,7 @@ GRADIENT_RULES: dict[str, Callable[[Makers, JaxprEqn, Reduction], Passed | None]
     "copy": _same,
     "dynamic_update_slice": _update,
     "pad": _pad,
+    "reshard": _constraint,
     "sharding_constraint": _constraint,
     "transpose": _transpose,
 }

@@ -38,6 +38,7 @@ from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes, num_batch_shards
 from jzero.layout.placement import memory_of
 from jzero.layout.platform import platform_facts
+from jzero.layout.set_mesh import set_if_explicit
 from jzero.layout.sums import Sums
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.ways import Way
@@ -109,7 +110,8 @@ def loss_and_grads(
 def bytes_of_kept_blocks(traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> int:
     """Returns the bytes that the blocks of `Keep` save on one device for the backward pass of a micro-batch."""
     local_step = _LocalStep(traced, plan, micro, differentiates=True, carried=[], grads_to_host=False)
-    return kept_bytes(local_step.joint([]).jaxpr)
+    with set_if_explicit(plan.loss_mesh):
+        return kept_bytes(local_step.joint([]).jaxpr)
 
 
 def evaluate(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
@@ -142,7 +144,8 @@ def _run(
     )
     local_step = _LocalStep(traced, plan, micro, differentiates, carried, grads_to_host)
     # Outside `shard_map`: inside, constraints on other mesh axes would come out wrong.
-    joint = local_step.joint(leaves[4])
+    with set_if_explicit(plan.loss_mesh):
+        joint = local_step.joint(leaves[4])
     mapped = jax.shard_map(
         lambda *leaves: local_step(joint, *leaves)._asdict(),
         mesh=plan.mesh,

@@ -17,7 +17,9 @@ from jzero._compat import Atom
 from jzero.engine.gradient_exits import Reduction
 from jzero.jaxpr.equations import equations_in
 
-RELABELS = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "sharding_constraint", "transpose"])
+RELABELS = frozenset(
+    ["broadcast_in_dim", "convert_element_type", "copy", "reshard", "sharding_constraint", "transpose"]
+)
 
 
 class Makers:

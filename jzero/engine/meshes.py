@@ -8,6 +8,9 @@ mesh in its type, where ZeRO's axes are automatic like all others, and so does e
 `shard_map`, ZeRO's axes are manual. An equation without jaxprs takes the types of its new inputs. An equation that
 contains jaxprs keeps their types, which then do not match. So the walk enters these equations, or traces them again
 inside the step.
+
+If the model uses Explicit axes, the loss is traced and differentiated on a mesh that has them as Explicit. In the walk
+all other axes are Auto: `reshard`, and what a line of the model says as `out_sharding`, become sharding constraints.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
@@ -27,6 +30,7 @@ from jzero.engine.lazy import is_lazy
 from jzero.engine.placed import PLACED
 from jzero.engine.shard_rules import constrain_lazy
 from jzero.jaxpr.identity import IdDict
+from jzero.layout.mesh import with_axes
 
 
 class Meshes(NamedTuple):
@@ -70,6 +74,8 @@ def names_mesh(eqn: JaxprEqn) -> bool:
     """Whether an equation itself names axes of the mesh."""
     if eqn.primitive.name in ("sharding_constraint", "shard_map"):
         return True
+    if eqn.primitive.name == "reshard":
+        return _compat.sharding_said(eqn) is not None
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))  # those of a `jit`
     return any(isinstance(s, NamedSharding) for s in shardings)
 
@@ -82,14 +88,6 @@ def constrain(x: Value, sharding: object, axes: frozenset[str]) -> Value:
     # No other axis has a second device: there is nothing to constrain.
     if all(name in axes or mesh.shape[name] == 1 for name in mesh.axis_names):
         return x
-    spec = _drop_axes(sharding.spec, axes)
+    spec = with_axes(sharding.spec, [name for name in mesh.axis_names if name not in axes])
     # The constraint of a lazy parameter applies to its shard, [D/N, F].
     return constrain_lazy(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)
-
-
-def _drop_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
-    def entry(names: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        others = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if n not in axes and n is not None)
-        return None if not others else others if isinstance(names, tuple) else others[0]
-
-    return PartitionSpec(*(entry(names) for names in spec))

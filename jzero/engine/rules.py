@@ -151,7 +151,7 @@ def _barrier(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
 
 
 def _constraint(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    return [constrain(inputs[0], eqn.params["sharding"], walk.axes)]
+    return [constrain(inputs[0], _compat.sharding_said(eqn), walk.axes)]
 
 
 def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
@@ -258,8 +258,8 @@ RULES: dict[str, Rule] = {
     "scan": scan,
     "cond": _cond,
     "optimization_barrier": _barrier,
-    # jax adds it if a mesh is set; here it changes nothing, since no axis is explicit.
-    "reshard": lambda walk, eqn, inputs: inputs[:1],
+    # jax adds it if a mesh is set, too; then it changes nothing, since no axis is Explicit.
+    "reshard": _constraint,
     "shard_map": _shard_map,
     "sharding_constraint": _constraint,
 }

@@ -19,21 +19,21 @@ from typing import NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
 from jzero._guard import attempt
-from jzero._types import PyTree
+from jzero._types import DType, PyTree
 from jzero.config.keep import Keep
 from jzero.config.precision import is_key
 from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute, num_blocks
 from jzero.jaxpr.row_facts import RowFacts
 from jzero.jaxpr.rows import row_facts
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.mesh import batch_axes, num_batch_shards
+from jzero.layout.mesh import batch_axes, num_batch_shards, with_axes
 from jzero.layout.padded import is_padded, unbox
-from jzero.layout.set_mesh import is_of_other_mesh
+from jzero.layout.set_mesh import is_of_other_mesh, set_if_explicit
 from jzero.plan.plan import ZeroPlan
 
 FROZEN = "frozen"
@@ -127,7 +127,8 @@ class TracedLoss:
         keys = [i == 3 or (i == 1 and is_key(dtype)) for i, dtype in zip(groups, dtypes, strict=True)]
         axes = batch_axes(plan.config)
         split = [axis for axis in axes if plan.mesh.shape[axis] > 1]  # an axis of one device has nothing to reduce
-        facts = row_facts(self.jaxpr, batch=batch, keys=keys, axes=split or axes)
+        with set_if_explicit(plan.loss_mesh):
+            facts = row_facts(self.jaxpr, batch=batch, keys=keys, axes=split or axes)
         return dataclasses.replace(self, row_facts=facts)
 
     def by_field(self, values: Sequence[T]) -> dict[str, dict[str, T]]:
@@ -159,7 +160,7 @@ def trace_loss(
     local = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((times * x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype), batch
     )
-    shapes = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in plan.leaves]  # [D, F], whole
+    shapes = [param_shape(leaf.param, leaf.compute_dtype, plan) for leaf in plan.leaves]  # [D, F], whole
     params = plan.params_treedef.unflatten(shapes)
     carried = _carried_shapes(plan, inputs.carried)
     key = [] if rng is None else [jax.ShapeDtypeStruct(rng.shape, rng.dtype)]
@@ -179,11 +180,19 @@ def trace_loss(
     return TracedLoss(jaxpr, out_shape, sizes, specs, _resolve_remat(remat, plan, jaxpr))
 
 
+def param_shape(leaf: StateLeaf, dtype: DType | None, plan: ZeroPlan) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a whole parameter, with the Explicit axes that cut it."""
+    spec = with_axes(leaf.base, plan.explicit_axes)
+    sharding = NamedSharding(plan.loss_mesh, spec) if any(spec) else None
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+
 def _make_jaxpr(fn: Callable[..., PyTree], plan: ZeroPlan, shapes: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
     """Returns a function's jaxpr, and the shapes of its results."""
     axes = batch_axes(plan.config)
     try:
-        jaxpr, out_shape = jax.make_jaxpr(fn, axis_env=axis_env(plan), return_shape=True)(*shapes)
+        with set_if_explicit(plan.loss_mesh):
+            jaxpr, out_shape = jax.make_jaxpr(fn, axis_env=axis_env(plan), return_shape=True)(*shapes)
     except NameError as error:
         # jax raises a plain `NameError`: only its text tells it from one in the user's code.
         unbound = re.search(r"unbound axis name:? ['\"]?(\w+)", str(error))
@@ -251,7 +260,7 @@ def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, PyTree]) -> dict[str, 
     frozen = {name: jax.tree.map(unbox, x, is_leaf=is_padded) for name, x in carried.items() if name == FROZEN}
     leaves, treedef = jax.tree.flatten({**carried, **frozen})
     shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype) if leaf is None else jax.ShapeDtypeStruct(leaf.shape, leaf.compute_dtype)
+        jax.ShapeDtypeStruct(x.shape, x.dtype) if leaf is None else param_shape(leaf, leaf.compute_dtype, plan)
         for x, leaf in zip(leaves, carried_leaves(plan, carried), strict=True)
     ]
     return treedef.unflatten(shapes)

@@ -160,7 +160,7 @@ def _elementwise(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_S
     # Operations under `vmap` may have operands of size 1 in the new dimension.
     same = [not jnp.ndim(x.x) or (x.dim is None and _shape(eqn, k)[dim] == 1) for k, x in enumerate(inputs)]
     cut = [x if s else walk.cut(x, dim, _shape(eqn, k)) for k, (x, s) in enumerate(zip(inputs, same, strict=True))]
-    return cut if eqn.primitive.name == "sharding_constraint" else walk.bind(eqn, cut, dim)
+    return cut if eqn.primitive.name in ("sharding_constraint", "reshard") else walk.bind(eqn, cut, dim)
 
 
 def _broadcast_in_dim(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 import jax
 import numpy as np
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jzero._types import AxisNames
 from jzero.config.zero import ZeroConfig
@@ -93,20 +93,35 @@ def _over_slices(sizes: Mapping[str, int], num_slices: int, devices: Sequence[ja
     return grid
 
 
-def with_auto_axes(mesh: M, names: Collection[str] | None = None) -> M:
-    """Returns a mesh on which some axes, or all, are Auto."""
-    types = [
-        AxisType.Auto if names is None or n in names else t
-        for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True)
-    ]
+def with_explicit_axes(mesh: M, names: Collection[str] = ()) -> M:
+    """Returns a mesh with these axes as Explicit and all others as Auto."""
+    types = [AxisType.Explicit if name in names else AxisType.Auto for name in mesh.axis_names]
     return mesh.update(axis_types=tuple(types))
 
 
-def check_mesh(mesh: M, config: ZeroConfig) -> M:
-    """Returns the mesh with ZeRO's axes as Auto, since jzero itself places arrays along these.
+def explicit_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """Returns the names of the Explicit axes of a mesh."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(str(name) for name, kind in pairs if kind == AxisType.Explicit)
 
-    Raises if it lacks an axis that `config` names; warns if devices would be idle.
-    """
+
+def of_model(mesh: M, config: ZeroConfig) -> M:
+    """Returns a mesh as a model sees it: ZeRO's axes are Auto, since jzero itself places arrays along them."""
+    return with_explicit_axes(mesh, [name for name in explicit_axes(mesh) if name not in batch_axes(config)])
+
+
+def with_axes(spec: PartitionSpec, names: Collection[str]) -> PartitionSpec:
+    """Returns a spec with these axes alone."""
+
+    def entry(said: AxisNames) -> AxisNames:
+        kept = tuple(n for n in (said if isinstance(said, tuple) else (said,)) if n is not None and n in names)
+        return None if not kept else kept if isinstance(said, tuple) else kept[0]
+
+    return PartitionSpec(*(entry(said) for said in spec))
+
+
+def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
+    """Raises if `mesh` lacks an axis that `config` names; warns if devices would be idle."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             f"`mesh` must be a `jax.sharding.Mesh`: got {type(mesh).__name__}. Make one with `jzero.make_mesh`."
@@ -134,7 +149,6 @@ def check_mesh(mesh: M, config: ZeroConfig) -> M:
                 f"`jzero.make_mesh({config.node_axis}=..., {config.axis}=...)`.",
                 stacklevel=4,
             )
-    return with_auto_axes(mesh, batch_axes(config))
 
 
 def num_along(values: np.ndarray, dim: int) -> int:

@@ -11,16 +11,17 @@ types of its own mesh, so that it can compute with that. A state, and its gradie
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero._types import PyTree
-from jzero.layout.mesh import AnyMesh, with_auto_axes
+from jzero.layout.mesh import AnyMesh, explicit_axes, with_explicit_axes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,9 +41,14 @@ def in_own_mesh(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def set_if_explicit(mesh: AnyMesh) -> contextlib.AbstractContextManager[None]:
+    """Sets the mesh that a model sees, if it has Explicit axes, see [Note: Meshes in types]."""
+    return _compat.mesh_set(mesh) if explicit_axes(mesh) else contextlib.nullcontext()
+
+
 def is_foreign(own: AnyMesh) -> bool:
     """Whether the program has set a mesh under which jax refuses to compute with arrays of a state's mesh."""
-    return _has_explicit(jax.sharding.get_abstract_mesh()) and _departs(own)
+    return bool(explicit_axes(jax.sharding.get_abstract_mesh())) and _departs(own)
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
@@ -66,7 +72,7 @@ def _only(values: Iterable[object]) -> AnyMesh | None:
     found: set[AnyMesh] = set()
     for value in values:
         if isinstance(value, Mesh | AbstractMesh):
-            found.add(with_auto_axes(value))
+            found.add(with_explicit_axes(value))
         for x in value if isinstance(value, tuple) else (value,):  # a model and its optimizer
             plan: Any = getattr(getattr(x, "tx", x), "plan", None)
             if isinstance(mesh := getattr(plan, "mesh", None), Mesh | AbstractMesh):
@@ -76,25 +82,16 @@ def _only(values: Iterable[object]) -> AnyMesh | None:
 
 
 def _departs(own: AnyMesh) -> bool:
-    """Whether a mesh must be set: another one is, or its own Explicit axes need it."""
+    """Whether another mesh is set. Inside of a `shard_map`, it is the `shard_map`'s own."""
     current = jax.sharding.get_abstract_mesh()
-    if current.manual_axes:  # inside of a `shard_map`, which has set its own
-        return False
-    return _has_explicit(own) if current.empty else _abstract(own) != current
-
-
-def _abstract(mesh: AnyMesh) -> AbstractMesh:
-    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-
-
-def _has_explicit(mesh: AnyMesh) -> bool:
-    return AxisType.Explicit in mesh.axis_types
+    abstract = own if isinstance(own, AbstractMesh) else own.abstract_mesh
+    return not current.empty and not current.manual_axes and abstract != current
 
 
 def for_program(tree: T) -> T:
     """Returns a tree with the types of the mesh that the program has set, for arrays that are whole on all devices."""
     current = jax.sharding.get_abstract_mesh()
-    if not _has_explicit(current) or current.manual_axes:
+    if not explicit_axes(current) or current.manual_axes:
         return tree
     concrete = _compat.concrete_mesh()
 
@@ -119,10 +116,10 @@ def from_program(tree: T) -> T:
             return x
         current, whole = jax.sharding.get_abstract_mesh(), PartitionSpec(*[None] * x.ndim)
         if isinstance(x, jax.core.Tracer):
-            to = with_auto_axes(jax.typeof(x).sharding.mesh) if current.empty else current
+            to = with_explicit_axes(jax.typeof(x).sharding.mesh) if current.empty else current
             return jax.sharding.reshard(x, NamedSharding(to, whole))
         sharding = x.sharding
-        auto = NamedSharding(with_auto_axes(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+        auto = NamedSharding(with_explicit_axes(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
         return jax.device_put(x, auto)  # the same buffers
 
     return jax.tree.map(convert, tree)
@@ -133,4 +130,4 @@ def is_of_other_mesh(x: PyTree) -> bool:
     if not isinstance(x, jax.Array):
         return False
     mesh, current = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
-    return _has_explicit(mesh) and mesh != current and not current.manual_axes
+    return bool(explicit_axes(mesh)) and mesh != current and not current.manual_axes

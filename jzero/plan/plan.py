@@ -18,7 +18,7 @@ from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import itemsize
 from jzero.layout.comm import Comm, comm_of
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, mesh_platform, names_host_memory
+from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, mesh_platform, names_host_memory, with_explicit_axes
 from jzero.layout.padded import Padded
 from jzero.layout.records import Rectangle, rectangles
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
@@ -54,6 +54,7 @@ class ZeroPlan(Report):
         Every device holds them whole; only the plan from `step.plan(state, batch)` knows them.
       kept: What a step with `remat=Keep(...)` keeps between its passes; likewise.
       matrices: The matrix work of the optimizer: what one device computes, and what all of them do.
+      explicit_axes: The mesh axes beside ZeRO's that are Explicit while jax traces the loss.
       params_treedef: Structure of `state.params`.
       opt_treedef: Structure of `state.opt_state`, as stored.
       inner_treedef: Structure of the state of the user's own optimizer; equal to `opt_treedef` unless the
@@ -76,6 +77,7 @@ class ZeroPlan(Report):
     closed_over: tuple[StateLeaf, ...] = ()
     kept: Kept | None = None
     matrices: MatrixWork = NO_MATRICES
+    explicit_axes: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -189,6 +191,11 @@ class ZeroPlan(Report):
     def batch_sharding(self) -> NamedSharding:
         """The sharding of arrays of the batch: cut on their first dimension."""
         return NamedSharding(self.mesh, PartitionSpec(batch_axes(self.config)))
+
+    @functools.cached_property
+    def loss_mesh(self) -> AnyMesh:
+        """The mesh with its Explicit axes, on which jax traces the loss."""
+        return with_explicit_axes(self.mesh, self.explicit_axes)
 
     @functools.cached_property
     def whole_sharding(self) -> NamedSharding:

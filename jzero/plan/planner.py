@@ -19,7 +19,16 @@ from jzero._types import PyTree, TrainStateLike
 from jzero.config.precision import DynamicLossScale, is_key
 from jzero.config.zero import ZeroConfig
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, check_host_memory, check_mesh
+from jzero.layout.mesh import (
+    AnyMesh,
+    axis_size,
+    batch_axes,
+    check_host_memory,
+    check_mesh,
+    explicit_axes,
+    of_model,
+    with_explicit_axes,
+)
 from jzero.plan.matrices import warn_of_matrices, with_matrices
 from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, plan_opt_leaf
 from jzero.plan.opt_state import DiskState, ZeroOptState, host_array, initial_loss_scale
@@ -50,7 +59,8 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
       config: The configuration.
       mesh: The mesh; may be abstract.
     """
-    mesh = check_mesh(mesh, config)
+    check_mesh(mesh, config)
+    explicit, mesh = explicit_axes(of_model(mesh, config)), with_explicit_axes(mesh)
     _check_not_overwritten(state.params)
     offload = config.offload
     if "host" in (offload.optimizer, offload.params):
@@ -69,7 +79,7 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
     if config.offload.params == "disk":
         _check_rows(plan)
     warn_of_matrices(plan)
-    return _first_of_equal(plan)
+    return _first_of_equal(dataclasses.replace(plan, explicit_axes=explicit))
 
 
 def _check_rows(plan: ZeroPlan) -> None:

@@ -28,8 +28,10 @@ from jzero.config.precision import is_key
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig, refers_to_config
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import of_model
 from jzero.layout.on_disk import OnDisk
 from jzero.layout.placement import make_strongly_typed, place_array
+from jzero.layout.set_mesh import for_program, from_program, set_if_explicit
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.state_fields import check_fields, other_fields
@@ -141,7 +143,9 @@ def lower_init(
     zeros: str | None = None,
 ) -> LoweredInit:
     """Lowers the programs of `init_train_state`."""
-    adapted, jaxpr = _trace_factory(make_state, key)
+    used = of_model(mesh, config)  # `make_state` sees Explicit axes as the loss does
+    with set_if_explicit(used):
+        adapted, jaxpr = _trace_factory(make_state, key)
     shapes = adapted.state
     natural = restrict(shapes, trainable)
     plan = make_plan(natural, natural.tx, config, mesh)
@@ -165,8 +169,11 @@ def lower_init(
     def make_leaves(number: int, key: jax.Array) -> list[jax.Array]:
         group = groups[number]
         sources = {source for k in group if (source := made_from[k]) is not None}
-        outputs = one_leaf_at_a_time(inner, consts, key, sources, side_effects=number == 0, zeroed=zeroed)
-        values = flat_state(stored(treedef.unflatten(outputs)), plan)
+        with set_if_explicit(used):
+            outputs = one_leaf_at_a_time(
+                inner, consts, for_program(key), sources, side_effects=number == 0, zeroed=zeroed
+            )
+        values = flat_state(stored(treedef.unflatten(from_program(outputs))), plan)
         return [leaves[k].store(make_strongly_typed(values[k], leaves[k].dtype)) for k in group]
 
     def rebuild(results: Iterable[list[jax.Array]]) -> State:
@@ -192,7 +199,8 @@ def _trace_factory(make_state: Callable[[jax.Array], State], key: jax.Array) -> 
         return adapters[-1].state
 
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
-    adapters[-1].state = shapes
+    kinds = map(_compat.shape_of, jaxpr.out_avals)  # with the Explicit axes that cut them
+    adapters[-1].state = jax.tree.unflatten(jax.tree.structure(shapes), kinds)
     return adapters[-1], jaxpr
 
 

@@ -19,12 +19,13 @@ from jzero.config.precision import is_key, scale_by, widen
 from jzero.engine.meshes import MeshFacts
 from jzero.engine.outputs import Weighted
 from jzero.engine.rules import start_walk
-from jzero.engine.trace import carried_leaves
+from jzero.engine.trace import carried_leaves, param_shape
 from jzero.engine.written_variables import Changed, by_path, unchanged_shape
 from jzero.layout.casts import round_to
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import AnyMesh, batch_axes
 from jzero.layout.placement import overwrite, place_array
+from jzero.layout.set_mesh import set_if_explicit
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, adapt
 from jzero.state.train_state import map_state, write_fields
@@ -151,12 +152,13 @@ class Reference:
     def _trace_on_mesh(self, state: TrainStateLike, batch: PyTree) -> Loss | None:
         """Returns a function like `_loss_and_grads`, on the reference's mesh; `None` unless the loss names a mesh."""
         _, carried = self._bind(state)
-        rounded = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
+        rounded = [param_shape(leaf.param, leaf.compute_dtype, self.plan) for leaf in self.plan.leaves]
         batch, carried = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch, carried))
         scale = jax.ShapeDtypeStruct((), jnp.float32)
         names = [(name, 1) for name in self.axes]
         trace = jax.make_jaxpr(self._loss_and_grads(state), axis_env=names, return_shape=True)
-        jaxpr, out_shape = trace(self._select_trained(rounded), rounded, batch, carried, scale)
+        with set_if_explicit(self.plan.loss_mesh):
+            jaxpr, out_shape = trace(self._select_trained(rounded), rounded, batch, carried, scale)
         if not MeshFacts().of(jaxpr).carried:
             return None
         walk = start_walk(frozenset(self._manual))
