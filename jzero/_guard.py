@@ -14,13 +14,7 @@ T = TypeVar("T")
 
 
 def attempt(check: Callable[..., T], *args: Any) -> T | None:
-    """Returns what a check finds; `None`, and a line in the log, if it fails.
-
-    Example:
-      >>> from jzero._guard import attempt
-      >>> attempt(len, "rows"), attempt(len, 3)
-      (4, None)
-    """
+    """Returns what a check finds; `None`, and a line in the log, if it fails."""
     try:
         return check(*args)
     except Exception as error:

@@ -6,7 +6,7 @@ round between the three, and is all the memory that this takes: they queue befor
 reader takes record and buffer together, so the next record to be visited always has one, and nothing hangs.
 
 Ctrl-C interrupts the calling thread at any line. All that this thread does to the others is to put something into a
-queue or to get something out, which happens or does not. It counts those that have ended, and never joins them: if
+queue or to get something out, which happens or does not. It counts those that have ended before it joins them: if
 Ctrl-C ends a `Thread.join`, Python 3.11 and 3.12 take a thread that still runs for one that has ended. A pass that ends
 early is thrown away with its threads and queues, once no read or write is under way; the buffers are kept.
 """
@@ -242,6 +242,9 @@ class _Pass:
         while len(self._ended) < len(of):
             with contextlib.suppress(queue.Empty):
                 self._ends.get(timeout=WAKE_S)
+        for thread in self._threads:
+            if thread.is_alive():  # it does nothing any more, but still refers to the store
+                thread.join()
 
     def _next_arrived(self) -> tuple[int, np.ndarray]:
         arrived = self._arrived.get()
