@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections.abc import Callable, Iterator
 
 # XLA's CPU client runs devices on as many threads as there are cores or devices. With just one thread a device, two
 # programs in flight can wait for each other for ever: after 40 s XLA ends the process (seen with jax 0.10, 2 cores).
@@ -56,20 +57,23 @@ def earlier_objects_are_not_searched_for_garbage() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def checks_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def checks_do_not_fail() -> Iterator[Callable[[Exception], None]]:
     """What a user's step takes for unknown is an error in a test."""
+    logs = _guard.note_failure
 
     def fail(error: Exception) -> None:
         raise error
 
-    monkeypatch.setattr(_guard, "note_failure", fail)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_guard, "note_failure", fail)
+        yield logs
 
 
 @pytest.fixture
-def checks_may_fail(checks_do_not_fail: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def checks_may_fail(checks_do_not_fail: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a user's step."""
-    monkeypatch.undo()
+    monkeypatch.setattr(_guard, "note_failure", checks_do_not_fail)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected
