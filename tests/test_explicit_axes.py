@@ -111,7 +111,7 @@ def assert_near(got, want):
     ("how", "stage", "options"),
     [
         ("scan cond", 3, {}),
-        ("unrolled jit", 2, {"accumulate_steps": 2}),
+        slow("unrolled jit", 2, {"accumulate_steps": 2}),
         slow("unrolled", 3, {}),
         slow("unrolled remat", 3, {"remat": "as_written"}),
         slow("scan remat", 1, {}),

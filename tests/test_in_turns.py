@@ -13,17 +13,13 @@ import pytest
 import jzero
 from tests.tiers import default_for
 
-WEIGHTS = {"up": np.linspace(-1, 1, 5 * 27, dtype=np.float32).reshape(5, 27), "down": np.full((27, 3), 0.1, np.float32)}
+WEIGHTS = {"w": np.linspace(-1, 1, 5 * 27, dtype=np.float32).reshape(5, 27)}
 BATCH = np.sin(np.arange(16 * 5, dtype=np.float32)).reshape(16, 5)
 
 
-def hidden(params, batch):
-    return jnp.tanh(batch @ params["up"]) @ params["down"]
-
-
 LOSSES = {
-    "squares": lambda params, batch: jnp.square(hidden(params, batch) - 1.0).mean(),
-    "tanh": lambda params, batch: jnp.tanh(hidden(params, batch)).mean(),
+    "squares": lambda params, batch: jnp.square(batch @ params["w"] - 1.0).mean(),
+    "tanh": lambda params, batch: jnp.tanh(batch @ params["w"]).mean(),
 }
 STEPS = {"clipped": ("squares", 1e-2), "free": ("squares", None), "other loss": ("tanh", None)}
 SCALED = jzero.Precision(loss_scale=128.0)  # a power of two: no value changes
@@ -65,7 +61,7 @@ class Reference:
             self.params = optax.apply_updates(self.params, updates)
 
 
-@pytest.mark.parametrize("layout", default_for(["near", "disk", "delayed"], LAYOUTS))
+@pytest.mark.parametrize("layout", default_for(["disk", "delayed"], LAYOUTS))
 @pytest.mark.parametrize("stage", default_for([3], [1, 3]))
 def test_each_state_and_step_keeps_its_own(layout, stage, tmp_path):
     fields = LAYOUTS[layout] | ({"path": str(tmp_path)} if layout == "disk" else {})
@@ -96,13 +92,12 @@ def test_a_step_that_overflows_is_skipped_by_an_optimizer_with_norms(layout, tmp
     tx, huge, precision = optax.lamb(1e-2), np.float32(1e30) * BATCH, jzero.Precision(loss_scale=128.0)
     config = jzero.ZeroConfig(stage=3, precision=precision, persistence_threshold=0, offload=jzero.Offload(**fields))
     state = jzero.shard_train_state(jzero.TrainState.create(params=WEIGHTS, tx=tx), config=config)
-    loss_fn, expected = lambda params, batch: jnp.square(batch @ params["up"]).mean(), Reference(tx, waits=False)
-    step = jzero.make_train_step(loss_fn)
+    step, expected = jzero.make_train_step(LOSSES["squares"]), Reference(tx, waits=False)
     applied = []
     for batch in (huge, BATCH, huge):
         state, metrics = step(state, batch)
         applied.append(bool(metrics["step_applied"]))
     state = jzero.apply_pending(state)
     assert (applied, int(state.step)) == ([False, True, False], 1)
-    expected.apply(jax.grad(loss_fn)(WEIGHTS, BATCH))
-    np.testing.assert_allclose(jzero.gather_params(state)["up"], expected.params["up"], rtol=0, atol=3e-6)
+    expected.step("squares", None)
+    np.testing.assert_allclose(jzero.gather_params(state)["w"], expected.params["w"], rtol=0, atol=3e-6)
