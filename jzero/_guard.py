@@ -24,4 +24,4 @@ def attempt(check: Callable[..., T], *args: Any) -> T | None:
 
 def note_failure(error: Exception) -> None:
     """Logs the error of a check. In tests it raises it instead: there it is a fault of the check."""
-    logging.getLogger("jzero").info("A check failed, and the step goes on without it.", exc_info=error)
+    logging.getLogger("jzero").warning("A check failed, and the step goes on without it.", exc_info=error)

@@ -158,7 +158,7 @@ def test_a_check_that_fails_stops_no_step(check, monkeypatch, caplog):
 
     monkeypatch.setattr(f"jzero.{check}", fail)
     step = jzero.value_and_grad(lambda params, x: 2 * each(params, x).mean())
-    with caplog.at_level("INFO", "jzero"):
+    with caplog.at_level("WARNING", "jzero"):
         loss, grads = step(sharded(stage=3, persistence_threshold=0), BATCH)
     np.testing.assert_allclose(loss, 2 * np.square(BATCH @ W).mean(), rtol=1e-5)
     np.testing.assert_allclose(grads["w"], 4 * BATCH.T @ (BATCH @ W) / (3 * ROWS), rtol=1e-4, atol=1e-6)
