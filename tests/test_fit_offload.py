@@ -27,8 +27,8 @@ MASTERS = jzero.ZeroConfig(stage=0, persistence_threshold=1000, precision="bf16"
 
 def on_h200(**options):
     options = {"config": MASTERS, "hbm_bytes": 3e6, "remat": ("as_written",), "confirm": False, **options}
-    options.setdefault("max_accumulate_steps", 1)
-    return jzero.fit(jax.eval_shape(make_state, jax.random.key(0)), stack_loss, BATCH, topology="h200:8", **options)
+    options = {"topology": "h200:8", "max_accumulate_steps": 1, **options}
+    return jzero.fit(jax.eval_shape(make_state, jax.random.key(0)), stack_loss, BATCH, **options)
 
 
 def test_offload_is_tried_last():
@@ -43,7 +43,7 @@ def test_offload_is_tried_last():
     assert host.config.offload == dataclasses.replace(small.offload, optimizer="host")
     assert {x.config.offload.optimizer for x in host.tried} == {"none", "host", "disk"}
     assert "optimizer state on the host" in str(host).splitlines()[0]
-    assert any("of each node's memory, pinned: pass `host_bytes`" in note for note in host.notes)
+    assert any("of each host's memory, pinned: pass `host_bytes`" in note for note in host.notes)
     needed = 8 * host.chosen.memory.host
     assert below(host_bytes=needed).config == host.config
     assert not any("pass `host_bytes`" in note for note in below(host_bytes=needed).notes)
@@ -52,6 +52,16 @@ def test_offload_is_tried_last():
     assert "optimizer state on disk" in str(choice).splitlines()[0]
     with pytest.raises(ValueError, match="nothing fits"):
         below(host_bytes=needed / 2).config  # noqa: B018
+
+
+def test_a_host_of_a_slice_keeps_the_state_of_its_own_chips():
+    """Sixteen chips on hosts of four."""
+    offload = jzero.Offload(optimizer="host", chunk_bytes=2**12)
+    config = dataclasses.replace(MASTERS, stage=3, offload=offload)
+    find = functools.partial(on_h200, config=config, stages=(3,), topology="v5e:4x4")
+    (hosted, *_) = find().tried
+    assert find(host_bytes=4 * hosted.memory.host).chosen is not None
+    assert {x.verdict for x in find(host_bytes=4 * hosted.memory.host - 1).tried} == {"1 B too much for the host"}
 
 
 def test_the_host_is_compared_from_the_start_if_asked():
@@ -84,7 +94,7 @@ def test_where_the_link_to_the_host_is_unknown_offload_comes_last():
 
 
 def test_a_step_waits_for_as_long_as_the_state_moves():
-    """A master and two moments of each parameter, 12 bytes, each way; all eight devices share the disk of a node."""
+    """A master and two moments of each parameter, 12 bytes, each way; all eight devices share their host's disk."""
     choice = on_h200(max_accumulate_steps=4, **DISK)
     size = 2 * LAYERS * WIDTH * HIDDEN
     for x in choice.tried:

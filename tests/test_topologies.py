@@ -24,25 +24,26 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "num_devices", "devices_per_node"),
+    ("name", "kind", "num_devices", "devices_per_node", "devices_per_host"),
     [
-        ("h200:8", "gpu", 8, 8),
-        ("h200:1", "gpu", 1, 1),
-        ("l40s:3", "gpu", 3, 3),
-        ("h100:16", "gpu", 16, 8),
-        ("a100-80:1024", "gpu", 1024, 8),
-        ("v5e:4x4", "tpu", 16, 16),
-        ("v6e:2x4", "tpu", 8, 8),
-        ("v5e:1x1", "tpu", 1, 1),
-        ("v5p:2x2x3", "tpu", 12, 12),
-        ("v4:2x2x2", "tpu", 8, 8),
-        ("v5e:2x4*3", "tpu", 24, 8),
+        ("h200:8", "gpu", 8, 8, 8),
+        ("h200:1", "gpu", 1, 1, 1),
+        ("l40s:3", "gpu", 3, 3, 3),
+        ("h100:16", "gpu", 16, 8, 8),
+        ("a100-80:1024", "gpu", 1024, 8, 8),
+        ("v5e:4x4", "tpu", 16, 16, 4),
+        ("v6e:2x4", "tpu", 8, 8, 4),
+        ("v5e:1x1", "tpu", 1, 1, 1),
+        ("v5p:2x2x3", "tpu", 12, 12, 4),
+        ("v4:2x2x2", "tpu", 8, 8, 4),
+        ("v5e:2x4*3", "tpu", 24, 8, 4),
     ],
 )
-def test_a_name_says_how_many_devices_and_what_joins_them(name, kind, num_devices, devices_per_node):
+def test_a_name_says_how_many_devices_and_what_joins_them(name, kind, num_devices, devices_per_node, devices_per_host):
     found = machine(name)
     assert (found.name, found.kind) == (name, kind)
     assert (found.num_devices, found.devices_per_node) == (num_devices, devices_per_node)
+    assert found.devices_per_host == devices_per_host
     assert hash(found) == hash(machine(name))
     assert found == machine(name)
 

@@ -93,6 +93,7 @@ def measured_machine(rates: dict[str, Figures], count: int) -> Machine | None:
         kind="gpu",
         num_devices=count,
         devices_per_node=count,
+        devices_per_host=count,
         hbm_bytes=0,
         hbm_bytes_per_s=per_second["memory"],
         flops={name: per_second[name] for name in PRODUCTS if name in per_second},

@@ -15,8 +15,8 @@ from jzero.analysis.candidates import CHOSEN, NEAR, RECOMPUTED, Candidate, Fit, 
 from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.confirm import confirm as confirmed
 from jzero.analysis.fill import Filling
+from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.limits import USABLE, hardware_of, limit_of
-from jzero.analysis.node_memory import NodeMemory
 from jzero.analysis.relocation import plan_of_argument
 from jzero.analysis.search import Search, Stage
 from jzero.analysis.step_memory import gathers_more
@@ -32,7 +32,7 @@ CLOSE = (
     "The choice is estimated at {share:.0%} of the limit, and estimates can be 10 % low: compile it "
     "(`confirm=True`) before a long run, or leave room with a lower `hbm_bytes`."
 )
-HOST = "The state takes {num_bytes} of each node's memory, pinned: pass `host_bytes` to limit it."
+HOST = "The state takes {num_bytes} of each host's memory, pinned: pass `host_bytes` to limit it."
 FRACTION = (
     f"jax takes 75 % of a GPU's memory unless told otherwise: to train with {USABLE:.0%} of it, set "
     f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}."
@@ -89,8 +89,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         but 3.
       remat: The options to try for `make_train_step(remat=...)`; "offload" is not searched.
       max_accumulate_steps: Most micro-batches to try.
-      host_bytes: What the state may take of a node's memory.
-      disk_path: A folder on a local disk of every node, for `Offload(optimizer="disk")`.
+      host_bytes: What the state may take of one host's memory.
+      disk_path: A folder on a local disk of every host, for `Offload(optimizer="disk")`.
       disk_bytes: What the state may take of that disk.
       disk_bytes_per_s: The disk's rate in each direction, both at once, as `jzero doctor --disk` measures it.
       offload: Whether to compare optimizer state in host memory with all else, rather than try it last. A step then
@@ -132,9 +132,11 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     if callable(make_state):
         state = jax.eval_shape(lambda key: adapt(make_state(key)).state, jax.random.key(0))
     num_devices = hardware.num_devices if hardware is not None else len(jax.devices())
-    per_node = hardware.devices_per_node if hardware is not None else jax.local_device_count()
-    node = NodeMemory(
-        devices=min(per_node, num_devices),
+    per_host = hardware.devices_per_host if hardware is not None else 0
+    if topology is None:
+        per_host = max(per_host, jax.local_device_count())  # a host may have several processes
+    host = HostMemory(
+        devices=min(per_host, num_devices),
         host_bytes=host_bytes,
         disk_path=disk_path,
         disk_bytes=disk_bytes,
@@ -151,7 +153,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         hardware=hardware,
         devices=devices,
         num_devices=num_devices,
-        node=node,
+        host=host,
         base=config or ZeroConfig(stage=0),
         limit=limit,
         stages=_allowed(stages, config),
@@ -203,14 +205,14 @@ def _notes_on(search: Search, chosen: Candidate) -> list[str]:
     memory, notes = chosen.memory, []
     if not chosen.is_compiled and chosen.peak > NEAR * search.limit:
         notes.append(CLOSE.format(share=chosen.peak / search.limit))
-    if memory.host and search.node.host_bytes is None:
-        notes.append(HOST.format(num_bytes=format_bytes(search.node.devices * memory.host)))
+    if memory.host and search.host.host_bytes is None:
+        notes.append(HOST.format(num_bytes=format_bytes(search.host.devices * memory.host)))
     return [*notes, *gathers_more(memory.gathered_bytes, memory.planned_bytes), *search.saved_by_integers(chosen)]
 
 
 def _offloads(search: Search, *, from_start: bool) -> tuple[list[Offload], tuple[Offload, ...], list[str]]:
     """Returns the offloads to try, those to try if nothing fits, and notes on those that are impossible."""
-    base, *on_disk = search.node.offloads(search.base.offload)
+    base, *on_disk = search.host.offloads(search.base.offload)
     offloads, notes = [base], []
     for offload in on_disk:
         why_not = search.why_not_on_disk(offload)

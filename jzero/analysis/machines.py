@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from jzero.analysis.accelerators import GPUS, TPUS
@@ -30,6 +30,7 @@ class Machine:
       kind: `gpu` or `tpu`.
       num_devices: All devices of all hosts.
       devices_per_node: Devices that the fast links join: the GPUs of one host, or all chips of a TPU slice.
+      devices_per_host: Devices that share a host's memory and disk: up to 8 GPUs, or up to 2x2 chips of a TPU slice.
       hbm_bytes: Memory of one device that programs can use. On GPUs jax takes 75 % of it unless told otherwise.
       hbm_bytes_per_s: Bandwidth of that memory.
       flops: Peak operations per second of one device by HLO's name of the element type, as far as published.
@@ -47,6 +48,7 @@ class Machine:
     kind: Literal["gpu", "tpu"]
     num_devices: int
     devices_per_node: int
+    devices_per_host: int
     hbm_bytes: int
     hbm_bytes_per_s: float
     flops: Mapping[str, float] = dataclasses.field(hash=False)
@@ -85,6 +87,7 @@ def machine(name: str) -> Machine:
             kind="gpu",
             num_devices=num_devices,
             devices_per_node=min(num_devices, GPUS_PER_HOST),
+            devices_per_host=min(num_devices, GPUS_PER_HOST),
             hbm_bytes=gpu.hbm_bytes,
             hbm_bytes_per_s=gpu.hbm_bytes_per_s,
             flops=gpu.flops,
@@ -100,6 +103,7 @@ def machine(name: str) -> Machine:
         kind="tpu",
         num_devices=num_devices,
         devices_per_node=math.prod(shape),
+        devices_per_host=math.prod(chips_of_host(shape)),
         hbm_bytes=tpu.hbm_bytes,
         hbm_bytes_per_s=tpu.hbm_bytes_per_s,
         flops=tpu.flops,
@@ -108,6 +112,11 @@ def machine(name: str) -> Machine:
         inter_link_bytes_per_s=None,
         remark=UNKNOWN_NETWORK if num_slices > 1 else "",
     )
+
+
+def chips_of_host(shape: Sequence[int]) -> list[int]:
+    """Returns how many chips of a TPU slice each host has, by dimension."""
+    return [min(2, shape[0]), min(2, shape[1]), 1]
 
 
 def parse_machine(name: str) -> tuple[str, tuple[int, ...], int]:

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from jzero._types import PyTree, State, TrainStateLike
 from jzero.analysis.candidates import NEARLY, Candidate, recomputation_rank
+from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.machines import Machine
-from jzero.analysis.node_memory import NodeMemory
 from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.stages import check_on_records
 from jzero.analysis.step_memory import StepMemory, memory_of_step
@@ -68,7 +68,7 @@ class Search:
       hardware: Its specifications, if known.
       devices: Its devices, if it can be compiled for.
       num_devices: Their number.
-      node: The host memory and the disk of a node.
+      host: The memory and the disk of one of its hosts.
       base: The settings that are not searched.
       limit: Most bytes of a step on one device.
       stages: The stages to search.
@@ -87,7 +87,7 @@ class Search:
     hardware: Machine | None
     devices: list[jax.Device] | None
     num_devices: int
-    node: NodeMemory
+    host: HostMemory
     base: ZeroConfig
     limit: int
     stages: tuple[Stage, ...]
@@ -223,9 +223,9 @@ class Search:
                 steps,
                 recompute,
                 memory,
-                lacks=self.node.lacks(memory, config.offload),
-                disk_seconds=self.node.disk_seconds(memory, config.offload),
-                host_seconds=self.node.host_seconds(memory, config.offload, self.hardware),
+                lacks=self.host.lacks(memory, config.offload),
+                disk_seconds=self.host.disk_seconds(memory, config.offload),
+                host_seconds=self.host.host_seconds(memory, config.offload, self.hardware),
             )
             if memory.peak <= self.limit or memory.arguments > self.limit:
                 return

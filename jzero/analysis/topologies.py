@@ -28,7 +28,7 @@ import jax
 from jax.experimental import topologies
 
 from jzero.analysis.accelerators import GPUS, KIB, TPUS, GpuFacts, TpuFacts
-from jzero.analysis.machines import GPUS_PER_HOST, parse_machine
+from jzero.analysis.machines import GPUS_PER_HOST, chips_of_host, parse_machine
 
 Kind = Literal["gpu", "tpu"]
 
@@ -192,7 +192,7 @@ def _tpu_devices(name: str, facts: TpuFacts, shape: tuple[int, ...], num_slices:
         description = topologies.get_topology_desc(
             name,
             platform="tpu",
-            chips_per_host_bounds=[min(2, shape[0]), min(2, shape[1]), 1],
+            chips_per_host_bounds=chips_of_host(shape),
             num_slices=num_slices,
             **options,
         )

@@ -39,7 +39,7 @@ def estimate(
     with messages(traceback):
         choose_devices(request.topology, request.devices, plans_only=True)
         if deepspeed:
-            per_node, nodes = request.nodes
+            per_node, nodes = request.hosts
             per_node = per_node if num_gpus_per_node is None else num_gpus_per_node
             result = _deepspeeds_table(request, largest_layer, per_node, nodes if num_nodes is None else num_nodes)
         else:
@@ -113,7 +113,7 @@ def fit(
         typer.Option("--offload", help="Compare optimizer state in host memory with all else. Default: try it last."),
     ] = False,
     host_bytes: Annotated[
-        float | None, typer.Option(help="Host memory of a node that the state may take, e.g. `1e12`.")
+        float | None, typer.Option(help="Memory of one host that the state may take, e.g. `1e12`.")
     ] = None,
     confirm: Annotated[bool, typer.Option(help="Compile the best candidates; their schedules decide.")] = True,
     as_json: Json = False,

@@ -99,14 +99,14 @@ class Request:
         return len(jax.devices())
 
     @property
-    def nodes(self) -> tuple[int, int]:
-        """The devices per node and the nodes of the machine that was named; 1 of each if none was."""
+    def hosts(self) -> tuple[int, int]:
+        """The devices per host and the hosts of the machine that was named; 1 of each if none was."""
         if self.topology is None:
             return self.devices or 1, 1
         from jzero.analysis.machines import machine
 
         named = machine(self.topology)
-        return named.devices_per_node, named.num_devices // named.devices_per_node
+        return named.devices_per_host, named.num_devices // named.devices_per_host
 
     @property
     def where(self) -> str:

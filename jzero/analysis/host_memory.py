@@ -1,4 +1,4 @@
-"""Host memory and disks of a machine's nodes: whether a candidate's state fits there, and how long transfers take."""
+"""Memory and disks of a machine's hosts: whether a candidate's state fits there, and how long transfers take."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ POSITIVE = optional(number("a number > 0", lambda x: 0 < x < math.inf))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NodeMemory:
-    """The host memory and the local disk of a node.
+class HostMemory:
+    """The memory and the local disk of one host.
 
     Attributes:
       devices: Its devices.
-      host_bytes: What the state may take of the host's memory; `None` if that is not known.
+      host_bytes: What the state may take of its memory; `None` if that is not known.
       disk_path: A folder on the disk; `None` to try no disk.
       disk_bytes: What the state may take of it.
       disk_bytes_per_s: Its rate in each direction, both at once.
@@ -49,7 +49,7 @@ class NodeMemory:
         return [base, dataclasses.replace(base, optimizer="disk", path=self.disk_path)]
 
     def lacks(self, memory: StepMemory, offload: Offload) -> str:
-        """Returns which memory of a node is too small; an empty string if all fits."""
+        """Returns which memory of a host is too small; an empty string if all fits."""
         buffers = (2 * offload.disk_threads + 1) * offload.chunk_bytes if memory.disk else 0
         needs = {
             "host": (self.devices * memory.host + buffers, self.host_bytes),
