@@ -58,6 +58,23 @@ def test_an_unknown_name_is_answered_with_the_known_ones(function, name):
     assert all(known in str(caught.value) for known in (*GPUS, *TPUS, "'h200:8'", "'v5e:2x4'"))
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("a100:8", ["a100-80:8", "a100-40:8", "a100-pcie:8"]),
+        ("8xA100", ["a100-80:8", "a100-40:8", "a100-pcie:8"]),
+        ("h100-8", ["h100:8"]),
+        ("v5e-8", ["v5e:2x4"]),
+        ("v5litepod-16", ["v5e:4x4"]),
+        ("v5p-32", ["v5p:2x2x4"]),  # Google Cloud counts its two cores
+    ],
+)
+def test_a_name_of_other_places_is_answered_with_the_one_here(name, meant):
+    with pytest.raises(ValueError, match=f"got '{name}', which may mean {' or '.join(map(repr, meant))}\\. GPUs"):
+        machine(name)
+    assert all(map(machine, meant))
+
+
 def test_gpus_have_no_slices():
     with pytest.raises(ValueError, match=r"'h200:8\*2': ask for 1 to 8"):
         machine("h200:8*2")
@@ -73,12 +90,12 @@ def test_a_count_that_no_hosts_have(function, name):
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("v5e:8", "v5e:2x2"),
+        ("v5e:8", "v5e:2x4"),
         ("v5e:0x4", "v5e:2x2"),
-        ("v5e:3x4", "v5e:2x2"),
-        ("v6e:2x2x2", "v6e:2x2"),
-        ("v5p:2x2", "v5p:2x2x4"),
-        ("v5p:2x3x2", "v5p:2x2x4"),
+        ("v5e:3x4", "v5e:2x6"),
+        ("v6e:2x2x2", "v6e:2x4"),
+        ("v5p:2x2", "v5p:2x2x1"),
+        ("v5p:2x3x2", "v5p:2x2x3"),
         ("v4:2x2x0", "v4:2x2x4"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Literal
 from jzero.analysis.accelerators import GPUS, TPUS
 
 GPUS_PER_HOST = 8
+LARGEST = 33
+"""Above the chips along each dimension of a slice that an error suggests."""
 SHARED_LANES = (
     "The model gives each GPU all of its PCIe lanes. Where GPUs share lanes behind a switch, or traffic goes through "
     "the host's memory (GeForce has no peer-to-peer), a half or a quarter of that rate is left."
@@ -126,9 +129,11 @@ def parse_machine(name: str) -> tuple[str, tuple[int, ...], int]:
     chip, _, text = (f"{number_first[2]}:{number_first[1]}" if number_first else lowercase).partition(":")
     match = re.fullmatch(r"([0-9]+(?:x[0-9]+)*)(?:\*([1-9][0-9]*))?", text)
     if match is None or chip not in (*GPUS, *TPUS):
+        meant = " or ".join(map(repr, _meant(lowercase if match is None else f"{chip}:{text}")))
         raise ValueError(
             "`topology` must be a GPU and how many, such as 'h200:8', or a TPU and the shape of the slice, such as "
-            f"'v5e:2x4': got {name!r}. GPUs: {', '.join(GPUS)}. TPUs: {', '.join(TPUS)}."
+            f"'v5e:2x4': got {name!r}{f', which may mean {meant}' if meant else ''}. GPUs: {', '.join(GPUS)}. TPUs: "
+            f"{', '.join(TPUS)}."
         )
     shape, num_slices = tuple(int(size) for size in match.group(1).split("x")), int(match.group(2) or 1)
     if chip in GPUS:
@@ -145,6 +150,31 @@ def parse_machine(name: str) -> tuple[str, tuple[int, ...], int]:
     if len(shape) != num_dims or min(shape) < 1 or any(size > 1 and size % 2 for size in shape[:2]):
         raise ValueError(
             f"No slice has the shape of {name!r}: a {chip} slice has {num_dims} dimensions, the first two of them 1 or "
-            f"even, as hosts hold 2x2 chips. Ask for '{chip}:{'x'.join('224'[:num_dims])}', for example."
+            f"even, as hosts hold 2x2 chips. Ask for {_slice_of(chip, math.prod(shape))!r}, for example."
         )
     return chip, shape, num_slices
+
+
+def _meant(name: str) -> list[str]:
+    """Returns the machines that a name may mean: `v5e-8` and `v5litepod-8`, as Google Cloud writes it, or `a100:8`."""
+    match = re.fullmatch(r"(\w+?)[:-]([1-9][0-9]*)", name)
+    if match is None:
+        return []
+    chip, count = match[1], int(match[2])
+    slices = [
+        _slice_of(tpu, max(1, count // facts.cores_per_chip))
+        for tpu, facts in TPUS.items()
+        if chip in (tpu, facts.accelerator)
+    ]
+    return slices + [f"{gpu}:{count}" for gpu in GPUS if chip in (gpu, gpu.partition("-")[0])]
+
+
+def _slice_of(chip: str, count: int) -> str:
+    """Returns the most compact slice of so many chips; a small one if there is none."""
+    first, second, last = (1, *range(2, LARGEST, 2)), (1, *range(2, LARGEST, 2)), range(1, LARGEST)
+    num_dims = TPUS[chip].num_dims
+    shapes = [
+        x for x in itertools.product(first, second, last[: 1 if num_dims == 2 else None]) if math.prod(x) == count
+    ]
+    shape = min(shapes, key=lambda x: (sum(x), x[0] > x[1], -x[0], x), default=(2, 2, 4))
+    return f"{chip}:{'x'.join(map(str, shape[:num_dims]))}"
