@@ -1,6 +1,7 @@
 """Eight CPU devices for every test; set before anything asks jax for its devices."""
 
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -55,6 +56,13 @@ def earlier_objects_are_not_searched_for_garbage() -> None:
     """After some files jax's caches hold millions of objects, and one `gc.collect()` would take a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def examples_do_not_change_what_is_logged() -> Iterator[None]:
+    """Some run in this process, and let jzero's log say what takes long."""
+    yield
+    logging.getLogger("jzero").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import jax
 import optax
@@ -20,6 +21,7 @@ import jzero
 from jzero import __main__ as main
 from jzero.analysis import topologies
 from jzero.checkpoint.contents import sign
+from jzero.cli import status
 from jzero.cli.terminal import messages
 from tests import cli_models
 from tests.cli_runs import data_of, folder, message_of, run, text_of  # noqa: F401  # fixtures
@@ -327,9 +329,39 @@ def test_commands_of_the_guide_run(run, checkpoint, tmp_path):
         assert run(here).exit_code == 0, line
 
 
-def test_a_terminal_sees_what_takes_long(monkeypatch, capsys):
+# What takes long.
+
+
+def test_a_terminal_shows_what_takes_long_as_long_as_it_does(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    log = logging.getLogger("jzero")
     with messages(traceback=False):
-        logging.getLogger("jzero").info("Compiling %s.", "stage 3")
-    logging.getLogger("jzero").info("Nobody listens any more.")
-    assert capsys.readouterr().err == "jzero: Compiling stage 3.\n"
+        log.info("Compiling %s.", "stage 3")
+        log.warning("Something to keep.")
+        sys.stdout.write("A module prints.\n")
+    log.info("Nobody listens any more.")
+    written = capsys.readouterr()
+    assert not written.out
+    text = re.sub(r"\x1b\[[^m]*m|\r", "", written.err.replace("\x1b[2K", "<erased>"))
+    assert re.search(r". jzero: Compiling stage 3\. 0:00:00<erased>", text)
+    assert "<erased>jzero: Something to keep.\n" in text
+    assert "<erased>A module prints.\n" in text
+    assert text.endswith("<erased>")
+    assert "Nobody" not in text
+
+
+def test_a_log_gets_a_line_of_what_takes_longer_than_others(monkeypatch, capsys):
+    monkeypatch.setattr(status, "EVERY_S", 0.2)
+    log = logging.getLogger("jzero")
+    with messages(traceback=False):
+        for i in range(50):
+            log.info("Tracing layout %s of 50.", i + 1)
+        log.warning("Something to keep.")
+        deadline = time.monotonic() + 30
+        written = ""
+        while "layout" not in written and time.monotonic() < deadline:
+            time.sleep(0.01)
+            written += capsys.readouterr().err
+    assert written == "jzero: Something to keep.\njzero: Tracing layout 50 of 50.\n"
+    assert not capsys.readouterr().err

@@ -5,6 +5,7 @@ Shapes: B rows, S tokens.
 
 import argparse
 import contextlib
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,9 @@ def start(*, cluster: bool = False) -> None:
     else:
         os.environ.setdefault("PJRT_NPROC", "32")  # threads for two steps at once; see ../cpu_devices.py
         jax.config.update("jax_num_cpu_devices", 8)  # has no effect on accelerators
+    if jax.process_index() == 0:
+        logging.basicConfig()
+        logging.getLogger("jzero").setLevel(logging.INFO)  # says what takes long
 
 
 def say(text: Any) -> None:

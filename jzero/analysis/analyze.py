@@ -103,6 +103,7 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
         placed, keywords = move_to_mesh(placed, keywords, mesh)
     platform = platform_of(_devices_of(mesh)[0])
     used = plan or (plans[0] if plans else None)
+    logging.getLogger("jzero").info("Tracing the step.")
     stages = stages_of(fn, placed, keywords, platform, _compiler(topology, compiler_options))
     facts = _facts(fn, placed, stages, platform)
     notes = _notes_on_stages(stages)

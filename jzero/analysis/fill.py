@@ -20,6 +20,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
+import logging
 import math
 import re
 import warnings
@@ -179,7 +180,9 @@ class Filling:
     def estimated(self, number: int) -> StepMemory:
         """Returns the estimated memory of that step."""
         if number not in self._estimates:
-            self._estimates[number] = memory_of_step(self.step_keeping(number), self.arguments, self.machine)
+            step = self.step_keeping(number)
+            logging.getLogger("jzero").info("Tracing a step that keeps %s between its passes.", self._words(number))
+            self._estimates[number] = memory_of_step(step, self.arguments, self.machine)
         return self._estimates[number]
 
     def longest(self, limit: float) -> int:
@@ -240,8 +243,12 @@ class Filling:
         fitting = {n: x for n, x in self.compiled.items() if x is not None and x.peak <= limit}
         return min(fitting, key=lambda n: (fitting[n].seconds or 0.0, n))
 
+    def _words(self, number: int) -> str:
+        return f"{number} of {len(self.paths) + self.num_blocks} parameters and blocks"
+
     def _compile(self, number: int) -> CompiledStep | None:
         step = self.step_keeping(number) if number else self.step
+        logging.getLogger("jzero").info("Compiling a step that keeps %s between its passes.", self._words(number))
         return compile_step(step, self.arguments, self.topology, self.machine)
 
 

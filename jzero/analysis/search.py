@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,19 +131,24 @@ class Search:
 
     def _layouts(self, offloads: Sequence[Offload]) -> list[Candidate]:
         """Returns the candidates with each of these offloads."""
-        candidates = [
-            x
+        layouts = [
+            (self._config(stage, num_replicas, {**levels, **again, "offload": offload}), num_replicas, recompute)
             for stage, num_replicas, recompute, offload in itertools.product(
                 self.stages, self._replicas(), self._remats, offloads
             )
             if stage > 0 or num_replicas == 1
             for levels in self._levels(stage, num_replicas)
             for again in self._passes(stage, recompute)
-            for x in self._micro_batches(
-                self._config(stage, num_replicas, {**levels, **again, "offload": offload}), num_replicas, recompute
-            )
         ]
-        return list(dict.fromkeys(candidates))
+        return self._traced(layouts)
+
+    def _traced(self, layouts: Sequence[tuple[ZeroConfig, int, Remat | None]]) -> list[Candidate]:
+        """Returns the candidates of layouts, each a configuration, a number of replicas and an option `remat`."""
+        candidates: dict[Candidate, None] = {}
+        for i, layout in enumerate(layouts, 1):
+            logging.getLogger("jzero").info("Tracing layout %s of %s.", i, len(layouts))
+            candidates |= dict.fromkeys(self._micro_batches(*layout))
+        return list(candidates)
 
     def _config(self, stage: Stage, num_replicas: int, levels: Mapping[str, Any] = {}) -> ZeroConfig:
         free = next(name for name in ("replica", "replicas") if name not in batch_axes(self.base))
@@ -174,6 +180,7 @@ class Search:
             return []
         config = dataclasses.replace(x.config, quantization=kinds)
         num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
+        logging.getLogger("jzero").info("Tracing the choice with integers on the links.")
         memory = self.memory(config, num_replicas, x.accumulate_steps, x.remat)
         saved = 1 - dataclasses.replace(x, memory=memory).cost() / x.cost()
         if saved < WORTH_A_NOTE:
@@ -197,6 +204,7 @@ class Search:
     def _remats(self) -> list[Remat | None]:
         """The options that change something."""
         distinct: dict[tuple[float, ...], Remat | None] = {}
+        logging.getLogger("jzero").info("Tracing the step.")
         config = self._config(self.stages[0], 1)
         for recompute in self.remat:
             with warnings.catch_warnings():
@@ -250,11 +258,7 @@ class Search:
             for x in tried
             if x.config.stage == 3 and x.config.offload not in done
         }
-        return [
-            x
-            for (num_replicas, _, config), like in layouts.items()
-            for x in self._micro_batches(cut_further(config), num_replicas, like.remat)
-        ]
+        return self._traced([(cut_further(config), n, like.remat) for (n, _, config), like in layouts.items()])
 
     def memory(self, config: ZeroConfig, num_replicas: int, steps: int, recompute: Remat | None) -> StepMemory:
         """Returns the estimated memory and time of a candidate's step, which is traced once."""

@@ -7,6 +7,7 @@ the results of other programs. See [Note: Records outside of a program] in `jzer
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -64,6 +65,7 @@ class Stage(NamedTuple):
     @property
     def program(self) -> Program:
         """The compiled program as data."""
+        logging.getLogger("jzero").info("Reading the program of %s.", self.name)
         text = self.compiled.as_text()
         assert text is not None
         return parse_hlo(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -135,7 +136,8 @@ def inspect_checkpoint(path: epath.PathLike, *, verify: bool = False) -> Checkpo
     damaged: dict[str, str] | None = None
     if verify:
         damaged = {}
-        for leaf in contents.leaves.values():
+        for i, leaf in enumerate(contents.leaves.values(), 1):
+            logging.getLogger("jzero").info("Reading leaf %s of %s.", i, len(contents.leaves))
             try:
                 for parts in checked_leaves(contents, [leaf]):
                     collections.deque(parts, maxlen=0)

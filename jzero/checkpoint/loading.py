@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from jzero.checkpoint.shards import placed
 from jzero.layout.cut import Cut, Index
 from jzero.layout.misfits import describe_misfit
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.table import format_bytes
 from jzero.pretrained.mapping import Mapping as NameMapping
 from jzero.pretrained.presets import resolve_mapping
 from jzero.state.adapter import adapt_sharded
@@ -101,6 +103,8 @@ def load_params(
         check_fit({i: x}, target.leaves)
         return x
 
+    num_bytes = sum(leaf.num_bytes for leaf in matched.values())
+    logging.getLogger("jzero").info("Reading %s of weights from %s.", format_bytes(num_bytes), path)
     keep = dataclasses.replace(choice, donate=True)  # shares the other arrays
     loaded = target.fill(_WhenAsked(read, matched), None, keep)
     warn_unless_complete(report, dataclasses.replace(choice, params_only=False))

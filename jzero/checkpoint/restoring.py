@@ -10,6 +10,7 @@ local; processes tell each other whether it worked, so that either all continue 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 import warnings
@@ -41,6 +42,7 @@ from jzero.layout.placement import copy_array, on_device
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields
+from jzero.plan.table import format_bytes
 from jzero.state.adapter import StateAdapter, adapt_sharded
 from jzero.state.disk import check_newest, files_of, kept_on_disk
 from jzero.state.train_state import all_leaves, check_alive, flat_state, plain_state, stored_state, with_leaves
@@ -160,6 +162,8 @@ def restore_from(
         target.free(matched)
     target_leaves = target.leaves
     in_memory = {i: leaf for i, leaf in matched.items() if i not in target.on_disk}
+    num_bytes = sum(leaf.num_bytes for leaf in matched.values())
+    logging.getLogger("jzero").info("Restoring %s from %s.", format_bytes(num_bytes), contents.directory)
     read = everywhere(lambda: _read(contents, {i: (target_leaves[i], leaf) for i, leaf in in_memory.items()}))
     _verify(contents, read, target_leaves, in_memory)
     disk = target.restore_files(contents, matched) if target.on_disk else None

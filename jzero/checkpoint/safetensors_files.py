@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -153,6 +154,7 @@ def write_tensors(
     names = [f"{stem}-{i + 1:05d}-of-{count:05d}{SUFFIX}" for i in range(count)] if count > 1 else [stem + SUFFIX]
     targets = [directory / name for name in (names if count == 1 else [*names, stem + INDEX_SUFFIX])]
     report = ExportReport(tuple(map(str, targets)), len(specs), sum(spec.num_bytes for spec in specs))
+    logging.getLogger("jzero").info("Writing %s to %s.", format_bytes(report.num_bytes), path)
     if tensors is None:
         return report
     source = iter(tensors)

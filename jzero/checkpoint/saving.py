@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,6 +101,7 @@ def save_checkpoint(
     meet("save_checkpoint", state, wait_s)
     items = checkpoint_items(apply_pending(state), data_iterator=data_iterator, extra=extra)
     written: list[epath.Path] = []
+    logging.getLogger("jzero").info("Saving the state to %s.", directory)
     try:
         _THREAD.run(_write, directory, items, written)
     except CheckpointError:

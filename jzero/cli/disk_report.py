@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from jzero.disk.files import check_folder, file_system, free_bytes
 from jzero.disk.rates import DiskRates, measure_rates
@@ -58,6 +59,7 @@ def examine_disk(path: str, num_bytes: int) -> DiskReport:
     """
     folder = check_folder(path, "--disk")
     free = free_bytes(folder)
+    logging.getLogger("jzero").info("Measuring the disk of %s with %s.", folder, format_bytes(num_bytes))
     rates, fallbacks = measure_rates(folder, num_bytes)
     seconds = 1e9 * BYTES_PER_PARAMETER / rates.duplex
     return DiskReport(folder, file_system(folder), free, fallbacks, rates, seconds)

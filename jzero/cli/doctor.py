@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import logging
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -152,6 +153,7 @@ class _WrongResultError(Exception):
 
 def _run(name: str, check: Callable[[], str]) -> Check:
     try:
+        logging.getLogger("jzero").info("Checking %s.", name)
         return Check(name, "ok", check())
     except _NotAvailableError as error:
         return Check(name, "not available", str(error))

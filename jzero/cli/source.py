@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pathlib
 import sys
@@ -63,6 +64,7 @@ def _of_user(request: Request, name: str) -> Source:
         _refuse(refused, f"{name} returns its own state and batch", "`--model` and `--params`")
     if os.getcwd() not in sys.path:  # unlike `python -m`, scripts do not search it
         sys.path.insert(0, os.getcwd())
+    logging.getLogger("jzero").info("Calling %s.", name)
     model = load_model(name)
     arrays = [f"{x.dtype}[{','.join(map(str, np.shape(x)))}]" for x in jax.tree.leaves(model.batch)]
     return Source(model, name, f"{', '.join(arrays[:3])}{', ...' * (len(arrays) > 3)}")

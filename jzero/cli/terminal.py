@@ -17,6 +17,8 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
+from jzero.cli.status import shown_status
+
 EXPECTED = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 """Errors that users can cause, from the library, jax and the file system; their messages need no traceback."""
 
@@ -88,10 +90,11 @@ def in_flags(text: str) -> str:
 def messages(traceback: bool) -> Iterator[None]:
     """Turns errors into messages on stderr and exit status 2; redirects stdout to stderr meanwhile.
 
-    On a terminal, the library's log shows what takes long.
+    Meanwhile stderr says what takes long.
     """
     try:
-        with contextlib.redirect_stdout(sys.stderr), _progress() if sys.stderr.isatty() else contextlib.nullcontext():
+        with contextlib.redirect_stdout(sys.stderr), shown_status():
+            logging.getLogger("jzero").info("Loading jax.")
             yield
     except Exception as error:
         text = str(error) or type(error).__name__ if isinstance(error, EXPECTED) else _in_users_code(error)
@@ -119,20 +122,6 @@ def _is_of_jzero(file: str) -> bool:
 
 def _is_library(file: str) -> bool:
     return "site-packages" in pathlib.Path(file).parts or pathlib.Path(file).is_relative_to(STANDARD_LIBRARY)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[None]:
-    log, handler = logging.getLogger("jzero"), logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("jzero: %(message)s"))
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
 
 
 def choose_devices(

@@ -10,6 +10,7 @@ disk is made and written likewise, a parameter with all its optimizer state.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from jzero.layout.set_mesh import for_program, from_program, set_if_explicit
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.state_fields import check_fields, other_fields
+from jzero.plan.table import format_bytes
 from jzero.state.adapter import StateAdapter, adapt
 from jzero.state.disk import check_update, open_files
 from jzero.state.initializers import one_leaf_at_a_time
@@ -108,6 +110,7 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
             PROGRAM: "\n".join(map(describe_program, lowered.programs)),
         }
 
+    logging.getLogger("jzero").info("Tracing the function that makes the state.")
     programs, rebuild, plan = agree(
         "init_train_state",
         mesh,
@@ -115,6 +118,8 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
         describe,
         wait_s=check_wait(check_processes),
     )
+    num_bytes = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
+    logging.getLogger("jzero").info("Making a state with %s on each device.", format_bytes(num_bytes))
     placed = place_array(key, key.dtype, plan.whole_sharding)
     return rebuild(jax.block_until_ready(program.compile()(placed)) for program in programs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -146,6 +147,7 @@ class Step:
             **shared,
         }
         self._jits: dict[tuple[ZeroPlan, PyTreeDef], Jitted] = {}
+        self._begun: set[Jitted] = set()
         self._expected = _Expected()
 
     def __repr__(self) -> str:
@@ -207,6 +209,9 @@ class Step:
             if self.donated:
                 check_donated(state, leaves, batch, rng)
             jitted = jitted or self._jit(plan, state, structure)
+            if jitted not in self._begun:
+                logging.getLogger("jzero").info("Compiling %s.", self)
+                self._begun.add(jitted)
             place = functools.partial(place_inputs, plan, batch, rng, self.micro.steps)
             program_state = state if self.donated else for_loss(state)
             batch, rng, in_place = self._agreement.place(place, jitted, program_state, batch, rng)
@@ -286,6 +291,7 @@ class Step:
         for jitted in self._jits.values():
             jitted.clear_cache()
         self._jits.clear()
+        self._begun.clear()
         self._agreement.clear()
         self._expected = _Expected()
 
