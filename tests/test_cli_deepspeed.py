@@ -29,6 +29,13 @@ def test_deepspeed_ends_with_1_if_a_key_is_refused(run, folder):
     assert refused == ["gradient_allreduce_op"]
 
 
+def test_deepspeed_ends_with_1_if_a_block_is_misspelt(run, folder):
+    (folder / "ds_config.json").write_text(json.dumps({"train_batch_size": 32, "zero_optimisation": {"stage": 3}}))
+    result = run("deepspeed ds_config.json")
+    assert result.exit_code == 1
+    assert "Did you mean `zero_optimization`?" in result.stdout
+
+
 def test_deepspeed_ends_with_1_if_a_key_is_left_open(run, folder):
     """Unless `--set`, which once was `--auto`, decides it."""
     config = {**DS_CONFIG, "bf16": {"enabled": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}

@@ -12,6 +12,8 @@ from jzero.deepspeed.keys import KEYS, LOOKED_INTO, PARAMS, STRICT
 from jzero.deepspeed.paths import AUTO, OLD_NAMES, canonical
 from jzero.deepspeed.report import NOT_SET, KeyVerdict
 
+SAME = 0.85
+"""How alike two names of single values are if one is taken for the other."""
 AUTO_NOTE = '"auto" is for a trainer to fill in'
 SWITCHES = ("fp16.enabled", "bf16.enabled")
 
@@ -125,13 +127,15 @@ class Settings:
         self.rows[path] = KeyVerdict(written, value, verdict, note)
 
     def unknown(self, written: str, value: object, names: Sequence[str], *, strict: bool) -> None:
-        """Reads a key that is not in the table: an error in the blocks where DeepSpeed has one."""
-        close = difflib.get_close_matches(written.rpartition(".")[2], names, n=1)
+        """Reads a key that is not in the table: an error in the blocks where DeepSpeed has one, else a likely typo."""
+        cutoff = 0.6 if strict or isinstance(value, Mapping) else SAME
+        close = difflib.get_close_matches(written.rpartition(".")[2], names, n=1, cutoff=cutoff)
         hint = f" Did you mean `{close[0]}`?" if close else ""
         if strict:
             self.problems.append(f"`{written}` is not a key that DeepSpeed knows.{hint}")
         else:
-            self._add(written, written, value, "ignored", f"unknown; DeepSpeed reads no such key.{hint}")
+            verdict: Verdict = "refused" if close else "ignored"
+            self._add(written, written, value, verdict, f"unknown; DeepSpeed reads no such key.{hint}")
 
     def raise_problems(self) -> None:
         """Raises a `ValueError` that lists everything that cannot be read."""
