@@ -71,6 +71,9 @@ def test_deepspeed_sets_keys_that_the_configuration_has_or_lacks(run, folder):
     assert values.items() > {name: value for name, value in sets.items() if "persistence" not in name}.items()
     for name, says in (("gradient_cliping", "Did you mean `gradient_clipping`"), ("x", "Write keys with dots")):
         assert says in message_of(run(f"deepspeed ds_config.json --set {name}=1"))
+    assert message_of(run("deepspeed ds_config.json --set learning_rate=fast")).startswith(
+        "jzero: `learning_rate` must be a number: got 'fast'."
+    )
     contradiction = message_of(run("deepspeed ds_config.json --set train_batch_size=8 --batch-size 64"))
     assert contradiction.startswith("jzero: `--batch-size 64` contradicts `train_batch_size` (8)")
 

@@ -335,6 +335,12 @@ def test_a_trainers_names_decide_what_they_do_there():
     assert {row.key: row.value for row in report.rows}[key] == 7, "the key itself comes first"
 
 
+def test_a_trainers_names_that_the_file_does_not_use_change_nothing():
+    source = {"train_batch_size": 8, "bfloat16": {"enabled": True}, "gradient_clipping": 0.5}  # as `ARGUMENTS` say
+    (config, report), (same, like) = (jzero.from_deepspeed(source, auto=x) for x in ({}, ARGUMENTS))
+    assert (config, report.rows) == (same, like.rows)
+
+
 def test_one_precision_excludes_the_other():
     source = {"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}, "train_batch_size": 8}
     _, report = jzero.from_deepspeed(source)
@@ -380,9 +386,10 @@ def test_arguments_decide(precision):
         ),
         ({"train_batch_size": 8}, {"auto": {"train_batch_size": 8}}, r"`auto` names 'train_batch_size', which is not"),
         ({"train_batch_size": 8}, {"auto": {"lerning_rate": 1}}, "A trainer has .*'learning_rate'"),
-        ({"train_batch_size": 8}, {"auto": {"max_grad_norm": 1}}, r"It stands for \['gradient_clipping'\]: change"),
-        (STOCK, {"auto": {"learning_rate": "fast"}}, r"`auto\['learning_rate'\]` must be a number: got 'fast'"),
-        (STOCK, {"auto": {"warmup_ratio": 0.1}}, r"`auto\['max_steps'\]` must be known where `warmup_ratio` is"),
+        ({"gradient_clipping": 2}, {"auto": {"max_grad_norm": 1}}, r"It stands for \['gradient_clipping'\]: change"),
+        ({"bf16": {"enabled": False}}, {"auto": {"bf16": True}}, r"It stands for \['bf16.enabled', 'fp16.enabled'\]"),
+        (STOCK, {"auto": {"learning_rate": "fast"}}, r"`learning_rate` must be a number: got 'fast'"),
+        (STOCK, {"auto": {"warmup_ratio": 0.1}}, r"`max_steps` must be known where `warmup_ratio` is"),
         ({}, {"batch_size": "8"}, "`batch_size` must be None or an integer >= 1: got '8'"),
         ({}, {"precision": "int8"}, "`precision` must be 'fp32', 'bf16', 'fp16' or a `Precision`: got 'int8'"),
         ({}, {"optimizer": "adam"}, "`optimizer` must be an optax transformation: got 'adam'"),

@@ -106,12 +106,15 @@ def decide(
 
 def _by_path(raw: Block, auto: Mapping[str, Any]) -> dict[str, object]:
     """Returns the values of `auto` by their keys in the file."""
+    present = {canonical(path): value for path, value in paths_of(raw)}
     autos = [path for path, value in paths_of(raw) if isinstance(value, str) and value == AUTO]
     by_path: dict[str, object] = {}
     for name, value in auto.items():
+        if name not in autos and name in TRAINER and present.keys().isdisjoint(TRAINER[name]):
+            continue  # a trainer has it for other files
         values = {name: value} if name in autos else _of_trainer(name, value, auto)
         decided = {path: values[key] for path in autos for key in (path, canonical(path)) if key in values}
-        if not decided:
+        if not decided and (name not in TRAINER or any(present.get(key, x) != x for key, x in values.items())):
             meant = f"It stands for {list(values)}: change these." if values else f"A trainer has {list(TRAINER)}."
             raise ValueError(
                 f'`auto` names {name!r}, which is not "auto" in the configuration: these are {autos}. {meant}'
@@ -123,13 +126,13 @@ def _by_path(raw: Block, auto: Mapping[str, Any]) -> dict[str, object]:
 def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, object]:
     """Returns the keys that an argument of Hugging Face's trainer decides, with their values."""
     if name in TRAINER and not isinstance(value, bool):
-        check(f"auto[{name!r}]", value, A_NUMBER)
+        check(name, value, A_NUMBER)
     if name in ("adam_beta1", "adam_beta2"):
         return {"optimizer.params.betas": [auto.get("adam_beta1", 0.9), auto.get("adam_beta2", 0.999)]}
     if name == "learning_rate":
         return {**dict.fromkeys(TRAINER[name], value), "scheduler.params.warmup_min_lr": 0}
     if name == "warmup_ratio":
-        total = check("auto['max_steps']", auto.get("max_steps"), integer(1, "known where `warmup_ratio` is, >= 1"))
+        total = check("max_steps", auto.get("max_steps"), integer(1, "known where `warmup_ratio` is, >= 1"))
         return dict.fromkeys(TRAINER[name], math.ceil(total * value))
     if name == "hidden_size":  # in elements, by the trainer's rule
         sizes = (value * value, int(0.9 * value * value), 10 * value)
