@@ -25,6 +25,12 @@ def path_str(path: tuple[Any, ...]) -> str:
     return "/".join(key_names(path))
 
 
+def format_number(x: float, digits: int) -> str:
+    """Returns a number to so many digits; large ones in full rather than with an exponent."""
+    text = f"{x:.{digits}g}"
+    return f"{x:.0f}" if "e+" in text else text
+
+
 def format_rows(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
     """Returns one line per row; the first `left` columns, and perhaps the last, are flush left, the others right."""
     flush_left = {*range(left), *([len(rows[0]) - 1] if last_left else [])}

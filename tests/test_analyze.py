@@ -227,6 +227,13 @@ def test_report_as_text_and_json():
     assert data["notes"] == list(report.notes)
 
 
+def test_an_estimate_that_is_near_has_no_sign():
+    report = report_of(2)
+    for share, says in ((1.0, "like"), (0.99999, "like"), (1.1, "+10.0% off"), (0.9, "-10.0% off")):
+        memory = dataclasses.replace(report.memory, peak=round(report.estimated.peak / share))
+        assert f"from the trace, {says} the peak" in str(dataclasses.replace(report, memory=memory))
+
+
 @pytest.mark.parametrize("suffix", ["png", slow("svg")])
 def test_figure(suffix, tmp_path):
     path = tmp_path / f"report.{suffix}"

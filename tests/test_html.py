@@ -8,7 +8,14 @@ import optax
 import pytest
 
 import jzero
-from jzero._text import as_html, wrapped
+from jzero._text import as_html, format_number, wrapped
+
+
+@pytest.mark.parametrize(
+    ("x", "text"), [(28680.4, "28680"), (9999.7, "10000"), (672.83, "672.8"), (1.5, "1.5"), (0.01234567, "0.01235")]
+)
+def test_a_number_has_no_exponent(x, text):
+    assert format_number(x, 4) == text
 
 
 class Tables(html.parser.HTMLParser):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jzero._text import Report, format_rows
+from jzero._text import Report, format_number, format_rows
 from jzero.analysis.ledger import Ledger
 from jzero.analysis.step_memory import StepMemory
 from jzero.config.keep import Keep
@@ -261,7 +261,7 @@ class Fit(Report):
             "ms": lambda x: "" if x.memory.seconds is None else _milliseconds(x.cost()),
             "compiled ms": lambda x: _or_blank(x.compiled_cost(), _milliseconds),
             "host": lambda x: format_bytes(x.memory.host) if x.memory.host else "",
-            "disk": lambda x: f"{x.disk_seconds:.3g} s" if x.memory.disk else "",
+            "disk": lambda x: f"{format_number(x.disk_seconds, 3)} s" if x.memory.disk else "",
             "verdict": lambda x: x.verdict,
         }
         cells = {title: [show(x) for x in self.tried] for title, show in columns.items()}
@@ -280,7 +280,7 @@ def _or_blank(x: T | None, show: Callable[[T], str]) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g}"
+    return format_number(1e3 * seconds, 4)
 
 
 def _recomputation(remat: Remat | None) -> Recomputation:
@@ -338,7 +338,7 @@ def _why_not(x: Candidate, chosen: Candidate) -> str:
         ("host", x.host_seconds or 0.0, chosen.host_seconds or 0.0),
     ):
         if seconds > NEARLY * fewer:
-            return f"fits; waits {seconds:.3g} s for the {link}"
+            return f"fits; waits {format_number(seconds, 3)} s for the {link}"
     cost, least = (x.best_cost(), chosen.best_cost()) if x.is_compiled else (x.cost(), chosen.cost())
     if cost > NEARLY * least:
         measure = "communication" if x.memory.seconds is None else "time"

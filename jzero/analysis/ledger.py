@@ -89,7 +89,10 @@ class Ledger:
         unit = next(name for name, size in UNITS.items() if 2 * most >= size or size == 1)
 
         def show(num_bytes: int | None) -> str:
-            return "-" if num_bytes is None else f"{num_bytes / UNITS[unit]:.{0 if unit == 'B' else 2}f} {unit}"
+            if num_bytes is None:
+                return "-"
+            number = f"{num_bytes / UNITS[unit]:.{0 if unit == 'B' else 2}f}"
+            return format_bytes(num_bytes) if num_bytes and not float(number) else f"{number} {unit}"
 
         params, grads, opt_state = (show(x).removesuffix(f" {unit}") for x in self.states)
         parts = f"parameters {params}, gradients {grads}, optimizer {opt_state}"

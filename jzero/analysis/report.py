@@ -202,10 +202,9 @@ class AnalysisReport(Report):
         lines = ["", "memory per device", *(f"  {name:12}{format_bytes(size):>12}" for name, size in sizes.items())]
         if self.estimated is None:
             return lines
-        off = self.estimated.peak / self.memory.peak - 1
-        lines.append(
-            f"  {'estimated':12}{format_bytes(self.estimated.peak):>12}  from the trace, {off:+.1%} off the peak"
-        )
+        off = f"{self.estimated.peak / self.memory.peak - 1:+.1%} off"
+        off = "like" if off[1:] == "0.0% off" else off
+        lines.append(f"  {'estimated':12}{format_bytes(self.estimated.peak):>12}  from the trace, {off} the peak")
         return [*lines, "", *activation_lines(self.estimated.activations)]
 
     def _collective_lines(self) -> list[str]:

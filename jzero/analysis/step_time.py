@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jzero._text import format_number
 from jzero._types import DType
 from jzero.analysis.buffers import Operation, TracedProgram, Transfer
 from jzero.analysis.collectives import bytes_on_port
@@ -53,9 +54,10 @@ class StepTime:
     seconds: float
 
     def __str__(self) -> str:
-        alone = f"computation {1e3 * self.compute:.3g}, communication {1e3 * self.communication:.3g}"
-        after = f", that of the update {1e3 * self.after_update:.3g}" if self.after_update > 1e-3 * self.seconds else ""
-        return f"{1e3 * self.seconds:.3g} ms (by themselves: {alone}{after})"
+        seconds = self.seconds, self.compute, self.communication, self.after_update
+        step, compute, communication, update = (format_number(1e3 * x, 3) for x in seconds)
+        after = f", that of the update {update}" if self.after_update > 1e-3 * self.seconds else ""
+        return f"{step} ms (by themselves: computation {compute}, communication {communication}{after})"
 
 
 @dataclasses.dataclass(frozen=True)
