@@ -1,65 +1,49 @@
 """Pictures of machines that are not there: estimates, and committed results of benchmarks."""
 
-import functools
-import importlib
 import json
 import pathlib
-import sys
+import re
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from typer.testing import CliRunner
 
 import jzero
 from jzero.analysis.limits import usable_bytes
 from jzero.analysis.machines import machine
 from jzero.cli.commands import app
+from jzero.cli.request import Request
+from jzero.cli.source import load_source
 from pictures.svg import STATES, Canvas, Plot, bars
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 GIB = 2**30
-BF16 = jzero.ZeroConfig(stage=3, precision="bf16")
 LINES = ("work", "params", "opt", "grads", "gathered", "activations")
 
 
-@functools.cache
-def _llama() -> tuple[Any, Any]:
-    """Returns the shapes of a Llama of 7B, and its loss."""
-    sys.path.append(str(ROOT / "examples"))
-    models = importlib.import_module("decoder_models")
-    make_state, loss_fn, _ = models.llama_7b()
-    return jax.eval_shape(make_state, jax.random.key(0)), loss_fn
-
-
-def _batch(rows: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, 4097), jnp.int32)
+def _command(words: str) -> Any:
+    """Returns what a command of jzero prints as JSON."""
+    return json.loads(CliRunner().invoke(app, [*words.split(), "--json"]).stdout)
 
 
 def draw_fit() -> str:
-    """Returns what `fit` tried for 7B on eight H100: a bar for each, beside what a device has."""
-    state, loss_fn = _llama()
-    found = jzero.fit(
-        state, loss_fn, _batch(8), topology="h100:8", config=BF16, confirm=False
-    )
+    """Returns what the first command of the guide tried: a bar for each layout, beside what a device has."""
+    guide = (ROOT / "docs" / "guides" / "memory.md").read_text()
+    found = _command(re.search(r"^jzero (fit .*)$", guide, re.MULTILINE)[1])
     rows = []
-    for x in found.tried:
-        name = f"stage {x.config.stage}"
-        if x.config.stage == 3 and not x.config.reshard_after_forward:
+    for x in found["tried"]:
+        name = f"stage {x['stage']}"
+        if x["stage"] == 3 and not x["reshard_after_forward"]:
             name += ", kept"
-        elif isinstance(x.remat, jzero.Keep):
+        elif str(x["remat"]).startswith("Keep"):
             name += ", filled"
-        states = min(x.memory.states.total, x.memory.peak) / GIB
-        parts = {"opt": states, "work": x.memory.peak / GIB - states}
+        peak = x["estimated_peak"] / GIB
+        states = min(x["states_bytes"] / GIB, peak)
+        parts = {"opt": states, "work": peak - states}
         rows.append(
-            (
-                name,
-                parts,
-                f"{x.memory.peak / GIB:.1f}\t{1000 * x.memory.seconds:.0f} ms",
-            )
+            (name, parts, f"{peak:.1f}\t{1000 * x['estimated_seconds']:.0f} ms")
         )
-    limit = (found.limit / GIB, f"{found.limit / GIB:.1f} GiB usable")
+    limit = (found["limit"] / GIB, f"{found['limit'] / GIB:.1f} GiB usable")
     label = "GiB of a step of 7B on eight H100: " + "; ".join(
         f"{name} {end}" for name, _, end in rows
     ).replace("\t", ", ")
@@ -75,8 +59,6 @@ def draw_fit() -> str:
 
 def draw_devices() -> str:
     """Returns the peak of a step of 7B by number of devices and stage, beside the memory of two cards."""
-    state, loss_fn = _llama()
-    step = jzero.make_train_step(loss_fn)
     counts = [1, 2, 4, 8, 16, 32]
     canvas = Canvas("")
     kinds = {"work": "stage 0", "grads": "stages 1 and 2", "params": "stage 3"}
@@ -93,8 +75,14 @@ def draw_devices() -> str:
         config = jzero.ZeroConfig(stage=stage, precision="bf16")
         points = []
         for k, n in enumerate(counts):
+            request = Request(params="7B", topology=f"h100:{n}", precision="bf16")
+            model = load_source(request).model
             memory = jzero.estimate_step_memory(
-                step, state, _batch(n), topology=f"h100:{n}", config=config
+                jzero.make_train_step(model.loss_fn),
+                model.state,
+                model.batch,
+                topology=request.topology,
+                config=config,
             )
             points.append((k, memory.peak / GIB))
         canvas.line([plot.at(*point) for point in points], f"line {kind}-line")
@@ -123,8 +111,8 @@ def draw_fine_tuning() -> str:
     }
     rows = []
     for way, options in ways.items():
-        words = f"estimate --params 7B --devices 8 --precision bf16 --json {options}".split()
-        sizes = json.loads(CliRunner().invoke(app, words).stdout)["states"]
+        words = f"estimate --params 7B --devices 8 --precision bf16 {options}"
+        sizes = _command(words)["states"]
         parts = {
             "params": sizes["params"] / GIB,
             "grads": sizes["grads"] / GIB,
