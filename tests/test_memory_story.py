@@ -17,7 +17,7 @@ import jzero.hf
 from jzero.analysis.ledger import Ledger
 from jzero.cli.commands import app
 from jzero.cli.decoder import make_loss, make_state
-from jzero.cli.sizes import count, model_sizes, parse_count
+from jzero.cli.sizes import NAMED, NEAR, count, model_sizes, parse_count
 from jzero.plan.state_bytes import BytesPerDevice
 from tests import cli_models
 from tests.tiers import slow
@@ -25,6 +25,7 @@ from tests.tiers import slow
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "llm"))
 import decoder
 
+ROOT = pathlib.Path(__file__).parents[1]
 GIB = 2**30
 STATES = BytesPerDevice(3 * GIB, GIB, 8 * GIB)
 
@@ -63,6 +64,12 @@ def test_a_ledger_of_states_that_are_more_than_the_peak():
     step = str(Ledger(STATES, 11 * GIB)).splitlines()[1]
     assert "estimated  -1.00 GiB" in step
     assert "never exist at once" in step
+
+
+def test_what_is_small_beside_the_rest_has_a_unit_of_its_own():
+    found = str(Ledger(BytesPerDevice(3 * GIB, 2**20, 0), 3 * GIB + 2**21)).splitlines()
+    assert found[0] == "states  exact      3.00 GiB  parameters 3.00, gradients 1.00 MiB, optimizer 0.00"
+    assert found[1].startswith("step    estimated  1.00 MiB")
 
 
 def test_a_small_ledger_has_small_units():
@@ -181,11 +188,20 @@ def test_known_names_have_the_published_parameters(ask, name, parameters):
     assert ask(f"estimate --params {name} --devices 8")["num_params"] == parameters
 
 
-@pytest.mark.parametrize("text", ["20M", "2851e6", "1T", *map(slow, ("124M", "350m", "1.5B", "30B"))])
-def test_other_numbers_come_near(text):
-    sizes = model_sizes(text, {})
-    assert count(sizes) == pytest.approx(parse_count(text), rel=0.04)
-    assert sizes.d_model == sizes.num_heads * 128
+def test_other_numbers_come_as_near_as_the_guide_says():
+    """Those that the guides name, and others."""
+    guides = {path.name: path.read_text() for path in (ROOT / "docs" / "guides").glob("*.md")}
+    says = r"From (\w+) parameters on, the\s+model is within (\d+) % of the number, below that within (\d+) %, or"
+    start, near, less_near = re.search(says, guides["command_line.md"]).groups()
+    assert int(less_near) == 100 * NEAR  # or it is an error
+    named = {text for guide in guides.values() for text in re.findall(r"--params ([\w.]+)", guide)}
+    assert "2851e6" in named
+    numbers = {parse_count(text) for text in named} - {parse_count(text) for text in NAMED}
+    numbers |= {round(x) for x in np.geomspace(parse_count(start), 10**12, 40)}
+    for number in numbers:
+        sizes = model_sizes(str(number), {})
+        assert count(sizes) == pytest.approx(number, rel=int(near) / 100)
+        assert sizes.d_model == sizes.num_heads * 128
 
 
 def test_a_number_of_heads_is_that_of_keys_too():
