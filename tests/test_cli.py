@@ -112,6 +112,15 @@ def test_plan_options(run):
     assert cut["bytes_per_device"]["params"] == 4 * (40 * 11 + 16) // 8
 
 
+def test_devices_have_one_name_and_keep_their_former_ones(run, folder):
+    (folder / "ds_config.json").write_text('{"train_batch_size": 32}')
+    for line, names in (
+        ("estimate --params 20M --json", ("--devices", "--num-devices", "--cpu-devices")),
+        ("deepspeed ds_config.json --json", ("--devices", "--num-devices")),
+    ):
+        assert [data_of(run(f"{line} {name} 16"))["num_devices"] for name in names] == [16] * len(names)
+
+
 def test_plan_prints_the_table_of_this_machine(run):
     state = cli_models.concrete()[0]
     assert text_of(run("plan users:concrete --stage 1")).endswith(f"\n\n{jzero.plan_train_state(state, stage=1)}\n")

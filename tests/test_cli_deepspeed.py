@@ -12,7 +12,7 @@ DS_CONFIG = {"train_batch_size": 32, "gradient_accumulation_steps": 2, "zero_opt
 
 def test_deepspeed_prints_the_verdicts(run, folder):
     (folder / "ds_config.json").write_text(json.dumps(DS_CONFIG))
-    found = data_of(run("deepspeed ds_config.json --num-devices 4 --json"))
+    found = data_of(run("deepspeed ds_config.json --devices 4 --json"))
     assert (found["train_batch_size"], found["micro_batch_size"], found["accumulate_steps"]) == (32, 4, 2)
     assert {row["key"]: row["verdict"] for row in found["rows"]} == dict.fromkeys(
         ("train_batch_size", "gradient_accumulation_steps", "zero_optimization.stage", "gradient_clipping"), "honoured"
@@ -106,7 +106,7 @@ def test_deepspeed_lets_a_trainer_name_steps_that_a_schedule_does_not_need(run, 
 def test_deepspeed_says_where_the_batch_would_come_from(run, folder):
     for config, says in (
         ({}, "batch: not in the file: pass `--batch-size`"),
-        ({"train_micro_batch_size_per_gpu": 4}, "micro-batches x ? devices, with `--num-devices` for the rest"),
+        ({"train_micro_batch_size_per_gpu": 4}, "micro-batches x ? devices, with `--devices` for the rest"),
         ({"train_batch_size": "auto"}, "batch: open"),
     ):
         (folder / "ds_config.json").write_text(json.dumps(config))

@@ -14,6 +14,7 @@ import typer
 
 import jzero
 from jzero.cli.planning import analyze, estimate, fit, plan
+from jzero.cli.request import DEVICES
 from jzero.cli.terminal import Json, Traceback, choose_devices, messages, name_flags, show, use_cpu
 
 app = typer.Typer(
@@ -32,9 +33,7 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-CpuDevices = Annotated[
-    int | None, typer.Option("--cpu-devices", min=1, help="Use this many virtual CPU devices and ignore any others.")
-]
+CpuDevices = Annotated[int | None, typer.Option("--devices", "--cpu-devices", min=1, help=DEVICES)]
 
 
 @app.callback()
@@ -60,7 +59,10 @@ def deepspeed(
     ],
     *,
     num_devices: Annotated[
-        int | None, typer.Option(min=1, help="Number of devices that share the batch; it determines the batch sizes.")
+        int | None,
+        typer.Option(
+            "--devices", "--num-devices", min=1, help="Devices that share the batch; they determine the batch sizes."
+        ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of a step over all devices.")] = None,
     precision: Annotated[

@@ -16,6 +16,7 @@ import jzero
 
 SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_hidden", "vocab_size")
 DEFAULT_SEQ = 4096
+DEVICES = "So many virtual devices in place of those of this machine."
 
 
 def _size(name: str, noun: str) -> Any:
@@ -75,9 +76,7 @@ class Request:
     ] = None
     devices: Annotated[
         int | None,
-        typer.Option(
-            "--devices", "--cpu-devices", min=1, help="So many virtual devices in place of those of this machine."
-        ),
+        typer.Option("--devices", "--num-devices", "--cpu-devices", min=1, help=DEVICES),
     ] = None
 
     @property
