@@ -19,6 +19,7 @@ from jzero.cli.commands import app
 from jzero.cli.decoder import make_loss, make_state
 from jzero.cli.sizes import NAMED, NEAR, count, model_sizes, parse_count
 from jzero.plan.state_bytes import BytesPerDevice
+from jzero.plan.table import format_bytes
 from tests import cli_models
 from tests.tiers import slow
 
@@ -150,6 +151,16 @@ def test_7b_on_eight_h100(ask):
     assert round(found["limit"] / GIB, 2) == 71.19
     assert found["fits"]
     assert {x["states_bytes"] for x in found["tried"] if x["stage"] == 3} == {found["states_bytes"]}
+
+
+def test_deepspeeds_formula_is_that_of_the_layout(ask):
+    asked = f"--params {TINY_PARAMS} {TINY} --stage 3"
+    text = ask(f"fit {asked} --topology h100:8 --seq 16 --batch 8 --hbm-bytes 1.55e5 --no-confirm", text=True)
+    assert "\non host  exact" in text
+    table = ask(f"estimate --deepspeed {asked} --num-gpus-per-node 8")["rows"]
+    (row,) = (x for x in table if x["cpu_offload"] and not x["cpu_offload_params"] and x["zero_init"])
+    size = re.escape(format_bytes(row["gpu_bytes"]))
+    assert re.search(rf"\nDeepSpeed's formula: {size} \(2/N bytes per parameter, not 8.3\d/N, and the largest", text)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def analyze(
             trainable=user.trainable,
             **user.keywords,
         )
-        result = _account(request, source, report.ledger, stage=config.stage, result=report)
+        result = _account(request, source, report.ledger, config=config, result=report)
     show(result, as_json)
     if report.num_devices == 1 and config.stage > 0:
         warn("With one device, nothing is partitioned. Pass `--topology` or `--devices`.")
@@ -138,8 +138,8 @@ def fit(
             confirm=confirm,
             **user.keywords,
         )
-        stage = (choice.chosen or choice.least).config.stage
-        result = _account(request, source, choice.ledger, stage=stage, result=choice)
+        config = (choice.chosen or choice.least).config
+        result = _account(request, source, choice.ledger, config=config, result=choice)
     show(result, as_json)
     if choice.chosen is None:
         raise typer.Exit(1)
@@ -153,7 +153,7 @@ def _planned(request: Request, *, with_leaves: bool = False) -> Any:
     layout = jzero.plan_train_state(user.state, config=config, mesh=request.mesh, trainable=user.trainable)
     host, disk = layout.host_bytes_per_device.total, layout.disk_bytes_per_device
     ledger = Ledger(layout.bytes_per_device, limit=request.limit, host=host, disk=disk)
-    return _account(request, source, ledger, stage=config.stage, result=layout if with_leaves else None)
+    return _account(request, source, ledger, config=config, result=layout if with_leaves else None)
 
 
 def _load(request: Request) -> Source:
@@ -162,10 +162,10 @@ def _load(request: Request) -> Source:
     return load_source(request)
 
 
-def _account(request: Request, source: Source, ledger: Any, *, stage: int, result: Any) -> Any:
+def _account(request: Request, source: Source, ledger: Any, *, config: jzero.ZeroConfig, result: Any) -> Any:
     from jzero.cli.account import account
 
-    return account(request, source, ledger, stage=stage, result=result)
+    return account(request, source, ledger, config=config, result=result)
 
 
 def _deepspeeds_table(
