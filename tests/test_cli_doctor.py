@@ -12,6 +12,7 @@ import jzero
 from jzero.analysis import topologies
 from jzero.cli import doctor
 from jzero.cli.disk_report import examine_disk
+from tests import pages
 from tests.cli_runs import data_of, folder, run, text_of  # noqa: F401  # fixtures
 
 # doctor
@@ -125,10 +126,13 @@ def test_doctor_measures_a_disk(run, tmp_path):
     assert found["seconds_per_billion"] == pytest.approx(12e9 / rates["duplex"])
     assert os.listdir(tmp_path) == []
     text = text_of(run(f"doctor --disk {tmp_path} --disk-bytes 3e6"))
-    assert re.search(rf"disk\n +folder +{tmp_path} \(\S+\), \S+ \wiB free\n", text)
-    assert re.search(r"update +[\d.]+ s per 10\^9 16-bit parameters with Adam", text)
     assert "O_TMPFILE" in text
     assert "O_DIRECT" in text
+    ((_, title, shown),) = (block for block in pages.blocks("guides/command_line.md") if block[0] == "text")
+    assert title == pages.EXAMPLE
+    printed = re.sub(rf"{tmp_path} \(\S+\)", "/local/scratch (ext4)", text[text.index("\ndisk\n") :])
+    shown, printed = (re.sub("  file system .*\n", "", x) for x in (shown, printed))  # others where it lacks something
+    pages.check_output("command_line.md", shown, printed, is_example=True)
 
 
 @pytest.mark.usefixtures("no_checks")

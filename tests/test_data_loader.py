@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 import jzero.data
+from tests import pages
 from tests.data_examples import Source, examples, ids, make, whole_lines, with_noise
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -261,11 +260,7 @@ def test_a_loader_without_end_has_no_length():
 
 def test_guide_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 4
-    namespace = {"__name__": "guide"}
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"docs/data.md, python block {number}", "exec"), namespace)
+    namespace = pages.run("data.md")
     assert isinstance(namespace["state"], jzero.TrainState)
 
 

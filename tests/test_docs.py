@@ -1,13 +1,8 @@
 """The documentation: its code runs, prints what it says, and leaves out no name and no note."""
 
-import contextlib
-import doctest
 import importlib.util
-import io
 import os
-import pathlib
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -17,20 +12,16 @@ import xml.etree.ElementTree
 
 import jax.numpy as jnp
 import pytest
-from typer.testing import CliRunner
 
 import jzero
 import jzero.data
 import jzero.hf
 import jzero.lora
-from jzero.cli.commands import app
+from tests import pages
+from tests.pages import BLOCK, DOCS, PAGES, ROOT, blocks
 from tests.tiers import default_for
 
-ROOT = pathlib.Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md")) if "results" not in path.parts}
 IN_TWO_PROCESSES = "guides/multi_host.md"
-BLOCK = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE_WIDTH = 88  # columns; `.md-grid` in docs/stylesheets/extra.css makes room for them
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 RUN_ELSEWHERE = {  # with more to say about what comes out
@@ -41,48 +32,6 @@ RUN_ELSEWHERE = {  # with more to say about what comes out
     "monitoring.md",  # test_monitor.py
 }
 FIRST_PAGES = ("start.md", "life_of_a_step.md", "guides/precision.md")  # the others are slow; CI runs them all
-OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-
-
-def blocks(page):
-    """Returns language, title and text of each fenced block."""
-    return BLOCK.findall(PAGES[page].read_text())
-
-
-def run_python(text, name, namespace):
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        exec(compile(text, name, "exec"), namespace)
-    return output.getvalue()
-
-
-def run_commands(text):
-    """Runs the lines that call jzero in this process; machines that are not there are left out where they compile."""
-    output = ""
-    for line in text.splitlines():
-        if line.startswith("jzero "):
-            words = shlex.split(line, comments=True)[1:]
-            if words[0] == "analyze":
-                words = shlex.split(re.sub(r"--topology \S+", "", shlex.join(words)))
-            result = CliRunner().invoke(app, words)
-            assert result.exit_code == 0, (line, result.output)
-            output += result.stdout
-    return output
-
-
-def run_page(page):
-    """Runs the blocks of a page in their order and in one namespace, in the current directory."""
-    namespace = {"__name__": "page"}
-    output = None
-    for number, (language, title, text) in enumerate(blocks(page)):
-        name = f"{page}, block {number}"
-        if title:
-            pathlib.Path(title).write_text(text)
-        elif language == "python":
-            output = run_python(text, name, namespace)
-        elif language == "bash":
-            output = run_commands(text)
-        elif language == "text" and output is not None:
-            assert doctest.OutputChecker().check_output(text, output, OUTPUT), f"{name}: it printed\n{output}"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +45,7 @@ def test_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for title in filter(None, (title for _, title, _ in blocks(page))):
         monkeypatch.delitem(sys.modules, title.removesuffix(".py"), raising=False)
-    run_page(page)
+    pages.run(page)
 
 
 def wait_for(processes, *, seconds):
@@ -206,7 +155,27 @@ def test_outputs_that_differ_are_noticed(tmp_path, monkeypatch):
     (tmp_path / "odd.md").write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
     monkeypatch.setitem(PAGES, "odd.md", tmp_path / "odd.md")
     with pytest.raises(AssertionError, match=r"block 1: it printed\s+1\s"):
-        run_page("odd.md")
+        pages.run("odd.md")
+
+
+def test_an_example_differs_in_numbers_alone():
+    shown = "step 1  first step 1.07 s\nread  1.66 GiB/s\n...\nloss 3.8e-06\n"
+    printed = "step 1  first step 814 ms\nread  1004.35 MiB/s\nmore\nloss 0.12\n"
+    pages.check_output("a page", shown, printed, is_example=True)
+    for other in (printed.replace("read", "write"), printed + "more\n"):
+        with pytest.raises(AssertionError, match="a page: it printed"):
+            pages.check_output("a page", shown, other, is_example=True)
+    with pytest.raises(AssertionError):
+        pages.check_output("a page", shown, printed)
+
+
+def test_no_output_is_shown_where_none_is_compared(tmp_path, monkeypatch):
+    for text in (PAGES[IN_TWO_PROCESSES].read_text(), (ROOT / "README.md").read_text()):
+        assert "text" not in {language for language, _, _ in BLOCK.findall(text)}
+    (tmp_path / "odd.md").write_text("```python\nprint(1)\n```\n\n```text\n1\n```\n\n```text\n1\n```\n")
+    monkeypatch.setitem(PAGES, "odd.md", tmp_path / "odd.md")
+    with pytest.raises(AssertionError, match="block 2 shows what no block before it prints"):
+        pages.run("odd.md")
 
 
 def test_every_public_name_is_in_the_reference_once():
@@ -296,9 +265,9 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
-    pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > 20
-    for page in pages:
+    written = list(tmp_path.rglob("*.html"))
+    assert len(written) > 20
+    for page in written:
         text = page.read_text()
         loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*?src=\"?([^\s\">]+)", text)
         loaded += re.findall(r"<link\b(?![^>]*rel=\"?(?:canonical|next|prev))[^>]*?href=\"?([^\s\">]+)", text)

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import re
 import threading
 import types
 
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from jzero.monitor import readings as readings_module
 from jzero.step.metrics import STEP_METRICS
-from tests import disk_states
+from tests import disk_states, pages
 from tests.models import mlp_batch, mlp_loss, mlp_params
 from tests.monitor_runs import Clock, Reading, Record, quiet, run
 
@@ -338,17 +337,9 @@ def test_other_processes_are_silent_unless_asked(every_process, monkeypatch, cap
     assert sink.closed == 1
 
 
-def test_guide_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
-    text = (pathlib.Path(__file__).parents[1] / "docs" / "monitoring.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+def test_guide_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "guide"}
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"monitoring.md, python block {number}", "exec"), namespace)
-    out = capsys.readouterr().out
-    for line in (r"step 30/30  loss \S+  \S+ ms/step  \S+ tokens/s  memory unknown", r"step 45/60  eval/loss \S+"):
-        assert re.search(f"^{line}$", out, re.MULTILINE), out
+    pages.run("monitoring.md")
     lines = [json.loads(line) for line in pathlib.Path("run/log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, 46), 45, *range(46, 61), 60]
     assert list(pathlib.Path("run").rglob("*.xplane.pb"))
