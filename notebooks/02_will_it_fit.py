@@ -203,6 +203,7 @@ assert small.chosen is None or small.config.stage >= choice.config.stage
 # `pip install 'jzero[gpu]'` or `'jzero[tpu]'`. Without it, the cell says so and compiles for the devices here.
 
 # %%
+# The output varies with versions and machines.
 try:
     report = jzero.analyze(step, state, batch, topology="h200:8", config=bf16)
 except (ImportError, RuntimeError) as error:  # no such compiler, or jax has refused it
@@ -216,6 +217,7 @@ print(report)
 # eight H200, and can be further off for CPUs, whose compiler the estimate does not model.
 
 # %%
+# The output varies with versions and machines.
 report.verify()
 np.testing.assert_allclose(report.estimated.arguments, report.memory.arguments, rtol=0.01)
 assert report.machine != "h200:8" or abs(report.estimated.peak / report.memory.peak - 1) < 0.15
