@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import re
 
+import pytest
 from typer.main import get_command
 
 import jzero
@@ -139,3 +140,34 @@ def test_links_lead_somewhere():
             target = ROOT / "notebooks" / f"{target.stem}.ipynb"  # which docs/render.py makes a page of
         assert target.exists(), where
         assert not heading or "." in heading or heading in slugs(target.read_text()), where
+
+
+def numbers_of(text):
+    """Returns the numbers of three digits and more, as written; not those of code, links and dates."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|\d{4}-\d\d-\d\d", " ", text)
+    return [x for x in re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?", text) if len(re.sub(r"\D", "", x)) >= 3]
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [
+        ("memory", "In place of stages 1 and 2"),
+        ("matrix_optimizers", "Gains"),
+        ("offload", "Savings"),
+        ("slow_links", "Gains"),
+    ],
+)
+def test_figures_are_those_of_the_results_that_a_section_links(page, heading):
+    path = PAGES[f"guides/{page}.md"]
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", path.read_text(), re.MULTILINE | re.DOTALL)[1]
+    links = re.findall(r"\(\.\./results/([\w-]+\.md)\)", section)
+    measured = [
+        float(x.replace(",", ""))
+        for link in links
+        for x in re.findall(r"\d[\d,]*\.?\d*", (ROOT / "benchmarks/results" / link).read_text())
+    ]
+    figures = numbers_of(section)
+    assert len(figures) > 2
+    for figure in figures:
+        decimals = len(figure.partition(".")[2])
+        assert float(figure.replace(",", "")) in {round(x, decimals) for x in measured}, (figure, links)
