@@ -29,7 +29,7 @@ from jzero.state.adapter import adapt
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 CLOSE = (
-    "The choice is estimated at {share:.0%} of the limit, and estimates can be 10 % low: compile it "
+    "The choice is estimated at {share:.0%} of the limit, and estimates can be low: compile it "
     "(`confirm=True`) before a long run, or leave room with a lower `hbm_bytes`."
 )
 HOST = "The state takes {num_bytes} of each host's memory, pinned: pass `host_bytes` to limit it."

@@ -195,7 +195,8 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
 ) -> StepMemory:
     """Estimates the memory of a training step on one device from its trace; compiles nothing.
 
-    The states are exact. The rest follows [Note: How memory is estimated]; `analyze` has the compiler's own figure.
+    The states are exact. The rest follows [Note: How memory is estimated]; the guide on memory says how far off it can
+    be, and `analyze` has the compiler's own figure.
 
     Args:
       step: From `make_train_step`.
