@@ -75,8 +75,10 @@ def render(path: pathlib.Path) -> tuple[str, dict[str, bytes]]:
         parts.append(f"```python\n{source}\n```")
         for output in cell["outputs"]:
             parts.extend(_output(output, f"{path.stem}_{len(images) + 1}", images))
-    where = f"https://github.com/jzero-dev/jzero/blob/main/notebooks/{path.name}"
-    parts.insert(1, f"[This notebook]({where}) runs on eight virtual CPU devices.")
+    parts.insert(
+        1,
+        f"[This notebook](../../notebooks/{path.name}) runs on eight virtual CPU devices.",
+    )
     return "\n\n".join(parts) + "\n", images
 
 
