@@ -169,12 +169,22 @@ def test_two_processes_end_as_one(tmp_path):
         ("--out=.", "--out . exists: name a new folder"),
         ("--log=log.txt", "--log: must be FILE.csv, FILE.jsonl, wandb:PROJECT or mlflow:EXPERIMENT: got 'log.txt'"),
         ("--batch=9", "`batch_size` must be a multiple of the 8 parts"),
+        ("--model=Qwen/Tiny-1B", "fetch its folder, `hf download Qwen/Tiny-1B --local-dir Tiny-1B`, and pass that"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_read(bad, says, tmp_path, capsys):
     with pytest.raises((SystemExit, ValueError)) as error:
         finetune_run.main(*options(tmp_path), *bad.split())
     assert says in str(error.value) + capsys.readouterr().err
+
+
+def test_a_folder_of_adapters_is_no_model(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        generate.parse_args([f"--model={tmp_path}", "--prompt=a"])
+    assert (
+        "It has adapters alone: pass their model's folder here, and this one as `--adapter`" in capsys.readouterr().err
+    )
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):

@@ -53,7 +53,7 @@ def load_tokenizer(folder: Any) -> Any:
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415  # which takes seconds, and is an extra
     except ImportError as error:
-        raise SystemExit("The tokenizers are those of transformers: pip install 'jzero[llm]'.") from error
+        raise SystemExit("The tokenizers are those of transformers: pip install -e '.[llm]'.") from error
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -143,7 +143,9 @@ def _chat(messages: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Returns the tokens of a chat by the tokenizer's template, and which of them are the assistant's."""
     _check_messages(messages)
     if not tokenizer.chat_template:
-        raise BadLineError("The tokenizer has no chat template: use that of a chat model, or `prompt`, `completion`.")
+        raise BadLineError(
+            "The tokenizer has no chat template: take an instruct model, or write `prompt` and `completion`."
+        )
 
     def render(messages: Sequence[Any], **options: bool) -> Mapping[str, Any]:
         try:

@@ -26,7 +26,17 @@ from decoder import PROJECTIONS, Decoder, Lora
 from generate import ADAPTERS, decode, encode, stop_tokens
 from generation import Sampling, generate, left_padded
 from packing import PackedRows
-from training import add_options, make_evaluate, make_optimizer, next_token_loss, say, start, train, zero_config
+from training import (
+    add_options,
+    make_evaluate,
+    make_optimizer,
+    model_folder,
+    next_token_loss,
+    say,
+    start,
+    train,
+    zero_config,
+)
 
 BASE = rf"(?!{ADAPTERS}$).*"
 HOLD_OUT_EVERY = 20  # without --held-out, every so many-th example is kept for evaluation
@@ -150,7 +160,7 @@ def export(state: Any, model: Decoder, args: argparse.Namespace) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Fine-tune a published model on chats.")
-    parser.add_argument("--model", type=pathlib.Path, required=True, help="folder with config.json and safetensors")
+    parser.add_argument("--model", type=model_folder, required=True, help="folder with config.json and safetensors")
     parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="JSONL files, see chat_data.py")
     parser.add_argument("--held-out", type=pathlib.Path, help="JSONL file; by default every 20th example")
     parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no examples, and count them")

@@ -28,7 +28,7 @@ from chat_data import load_tokenizer, without_end
 from decoder import Decoder
 from generation import Sampling, generate, left_padded
 from layouts import choose_mesh, shardings
-from training import start
+from training import model_folder, start
 
 ADAPTERS = r"layers/.*/lora_[ab]"
 
@@ -108,7 +108,7 @@ def load(model: Decoder, args: argparse.Namespace, mesh: Mesh) -> Any:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Continue prompts with a published or fine-tuned model.")
-    parser.add_argument("--model", type=pathlib.Path, required=True, help="folder with config.json and safetensors")
+    parser.add_argument("--model", type=model_folder, required=True, help="folder with config.json and safetensors")
     parser.add_argument("--adapter", type=pathlib.Path, help="folder of adapters, as finetune.py and PEFT write it")
     parser.add_argument("--prompt", action="append", required=True, help="may be given several times")
     parser.add_argument("--raw", action="store_true", help="continue the prompt itself, without the chat template")

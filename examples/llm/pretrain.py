@@ -22,7 +22,17 @@ import jzero.data
 import jzero.hf
 from decoder import Decoder
 from jzero.analysis.limits import this_machine
-from training import add_options, make_evaluate, make_optimizer, next_token_loss, say, start, train, zero_config
+from training import (
+    add_options,
+    make_evaluate,
+    make_optimizer,
+    model_folder,
+    next_token_loss,
+    say,
+    start,
+    train,
+    zero_config,
+)
 
 
 class TokenFile:
@@ -114,7 +124,7 @@ def peak_share(model: Decoder, args: argparse.Namespace) -> Callable[[int, Mappi
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Train a language model from the start.")
-    parser.add_argument("--config", type=pathlib.Path, required=True, help="config.json, or its folder")
+    parser.add_argument("--config", type=model_folder, required=True, help="config.json, or its folder")
     parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="files of tokens")
     parser.add_argument("--held-out", type=pathlib.Path, nargs="+", help="files of tokens to evaluate on")
     parser.add_argument("--token-dtype", choices=["uint16", "uint32"], default="uint16")

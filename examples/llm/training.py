@@ -17,6 +17,7 @@ import optax
 
 import jzero
 import jzero.data
+import jzero.hf
 from decoder import Decoder
 
 Batch = Mapping[str, jax.Array]
@@ -172,6 +173,15 @@ def make_tracker(args: argparse.Namespace, run_id: str | None) -> Any:
         return None
     kind, _, name = args.log.partition(":")
     return TRACKERS[kind](name, run_id=run_id or None) if name else FILES[pathlib.Path(kind).suffix](kind)
+
+
+def model_folder(text: str) -> pathlib.Path:
+    """Checks a value of `--model` or `--config`, before anything takes a folder that is not there for a name."""
+    try:
+        jzero.hf.read_config(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return pathlib.Path(text)
 
 
 def log_target(text: str) -> str:

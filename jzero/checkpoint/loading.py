@@ -217,7 +217,7 @@ def _find(
             f"`mapping` names every tensor, so `rename={dict(rename)!r}` contradicts it: drop one of them."
         )
     source = epath.Path(path).expanduser()
-    resolved = resolve_mapping(mapping, source if source.is_dir() else source.parent)
+    resolved = resolve_mapping(mapping, source.parent if source.is_file() else source)
     tensors, notes = find_tensors(path)
     if resolved is not None:
         keys = {path_of(leaf.keys): leaf.keys for leaf in names.values()}

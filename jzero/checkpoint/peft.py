@@ -14,6 +14,7 @@ from jzero.checkpoint.draft import shapes_there
 from jzero.checkpoint.exporting import export_params
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.safetensors_files import ExportReport
+from jzero.pretrained.config import ADAPTER_CONFIG
 from jzero.pretrained.mapping import Mapping
 from jzero.pretrained.presets import ADAPTERS, peft_mapping, resolve_mapping
 from jzero.state.adapter import plan_of
@@ -97,7 +98,7 @@ def export_peft(
 def _write_config(folder: epath.Path, config: dict[str, object]) -> None:
     """Writes the configuration that PEFT needs; if that fails, removes the adapters, too."""
     try:
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         (folder / ADAPTER_FILE).unlink(missing_ok=True)
         raise CheckpointError(f"The adapters could not be written to {folder} ({error}).") from error

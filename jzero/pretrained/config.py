@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 from etils import epath
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+PUBLISHED_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 OWN_MODEL = "For another model, pass `jzero.load_params` a `jzero.Mapping` of your own."
 
 COMMON = frozenset(
@@ -228,15 +231,25 @@ def read_fields(path: Any) -> tuple[epath.Path, dict[str, Any]]:
     try:
         fields = json.loads(file.read_text())
     except OSError as error:
-        raise ValueError(
-            f"There is no {file} that says what the model is ({error}). Put the model's {CONFIG} there, or pass "
-            "`jzero.load_params` a `jzero.Mapping`."
-        ) from error
+        raise ValueError(f"Pass a model's folder: there is no {file} ({error}). {_way_out(folder)}") from error
     except ValueError as error:
         raise ValueError(f"{file} is no JSON ({error}): fetch it again.") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file} must hold the fields of a model: got a {type(fields).__name__}.")
     return file, fields
+
+
+def _way_out(folder: epath.Path) -> str:
+    """Returns what to do about a folder without a configuration."""
+    if (folder / ADAPTER_CONFIG).exists():
+        return (
+            "It has adapters alone: pass their model's folder here, and this one as `--adapter` to "
+            "`examples/llm/generate.py`, or to PEFT. `finetune.py --merge` writes whole models."
+        )
+    if PUBLISHED_NAME.fullmatch(name := str(folder)) and not folder.exists():
+        fetch = f"`hf download {name} --local-dir {folder.name}`"
+        return f"If this is the name of a published model, fetch its folder, {fetch}, and pass that."
+    return f"Put the model's {CONFIG} there, or pass `jzero.load_params` a `jzero.Mapping`."
 
 
 class _Fields:
