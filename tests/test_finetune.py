@@ -41,6 +41,10 @@ def logged(path):
     return losses, [line["held_out"] for line in lines if "held_out" in line][-1]
 
 
+def tensors_of(folder):
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
 def test_adapters_on_integers_halve_the_loss_and_are_merged(tmp_path, capsys):
     out, log = tmp_path / "tuned", tmp_path / "log.jsonl"
     adapters = ("--quantize=int8", "--lora-rank=8", "--sample=3+4", "--sample-tokens=8")
@@ -54,6 +58,11 @@ def test_adapters_on_integers_halve_the_loss_and_are_merged(tmp_path, capsys):
     assert held_out < losses[1] / 2
     assert re.search(r"^sample: '.*is ", output, re.MULTILINE)
 
+    assert "added to their kernels as the plan stores these; all else is copied from" in output
+    published, merged = (tensors_of(folder) for folder in (tmp_path / "model", out))
+    assert published.keys() == merged.keys()
+    same = {name for name, x in published.items() if x.tobytes() == merged[name].tobytes()}
+    assert same == {name for name in published if "_proj" not in name}, "what has no adapters, to the byte"
     assert jzero.hf.read_config(out) == jzero.hf.read_config(tmp_path / "model")
     asked = f"--model={out} --prompt=3+4 --prompt=66+1 --num-tokens=8 --dtype=float32"
     answer, _ = generate.complete(generate.parse_args(asked.split()), ByteTokenizer())

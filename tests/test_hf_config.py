@@ -92,7 +92,7 @@ def test_what_is_not_known_is_refused(tmp_path, fields, message):
 
 
 def test_no_config_or_none_that_can_be_read(tmp_path):
-    with pytest.raises(ValueError, match=r"There is no .*config\.json"):
+    with pytest.raises(ValueError, match=r"Pass a model.s folder: there is no .*config\.json"):
         jzero.hf.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is no JSON"):

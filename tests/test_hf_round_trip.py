@@ -240,6 +240,27 @@ def lora_state(folder, **options):
     return state, model
 
 
+@pytest.mark.parametrize("family", ["llama", slow("qwen2")])  # with a head of its own, and without
+def test_what_paths_leaves_out_is_copied(family, tmp_path):
+    """From a state and from a checkpoint, to the byte, whatever the state has there."""
+    hf_models.write_folder(tmp_path / "like", family)
+    state, _ = born(jzero.hf.read_config(tmp_path / "like"))  # with other numbers
+    jzero.save_checkpoint(tmp_path / "checkpoint", state)
+    how = {"mapping": "auto", "like": tmp_path / "like", "paths": "layers/(up|down)/kernel", "max_file_bytes": 30_000}
+    jzero.export_params(state, tmp_path / "out", dtype="bfloat16", **how)
+    jzero.export_checkpoint(tmp_path / "checkpoint", tmp_path / "again", dtype="bfloat16", **how)
+    published, out, again = (tensors_in(tmp_path / name) for name in ("like", "out", "again"))
+    assert published.keys() == out.keys() == again.keys()
+    for name, x in published.items():
+        assert again[name].tobytes() == out[name].tobytes()
+        assert (out[name].tobytes() == x.tobytes()) == (".up_" not in name and ".down_" not in name), name
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float32", "there are two"
+    for file in (tmp_path / "like").glob("model*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"embed_tokens"):
+        jzero.export_params(state, tmp_path / "x", **how)
+
+
 def test_merged_adapters_are_those_of_the_model(tmp_path):
     hf_models.write_folder(tmp_path / "like", "mistral")
     state, model = lora_state(tmp_path / "like")

@@ -161,7 +161,7 @@ def test_what_an_argument_names(tmp_path):
     save_file({"w": numbers(8, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"`mapping` must .*'bert'"):
         jzero.load_params(state, tmp_path, mapping="bert")
-    with pytest.raises(ValueError, match=r"There is no .*config\.json"):
+    with pytest.raises(ValueError, match=r"there is no .*config\.json"):
         jzero.load_params(state, tmp_path, mapping="auto")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ValueError, match=r"'auto'` goes by .*'bert'"):

@@ -1,6 +1,6 @@
 """Fine-tunes a published model on chats: all of its parameters, or adapters beside a base in 16, 8 or 4 bits.
 
-    python examples/llm/finetune.py --model Llama-3.1-8B --data chats.jsonl --seq 4096 --batch 16 \
+    python examples/llm/finetune.py --model Qwen2.5-7B-Instruct --data chats.jsonl --seq 4096 --batch 16 \
         --lora-rank 8 --quantize int8 --checkpoints run1 --out tuned  # run it again to resume
 
 Reads the model's folder, as Hugging Face publishes it, in shards, so no process ever holds all of it. At the end the
@@ -149,12 +149,17 @@ def make_look(
 
 def export(state: Any, model: Decoder, args: argparse.Namespace) -> None:
     """Writes the tuned model as a folder like the one it came from, or its adapters as PEFT does."""
-    if model.lora is not None and not args.merge:
-        say(jzero.hf.export_peft(state, args.out, like=args.model, rank=model.lora.rank, alpha=model.lora.alpha))
+    lora = model.lora
+    if lora is not None and not args.merge:
+        say(jzero.hf.export_peft(state, args.out, like=args.model, rank=lora.rank, alpha=lora.alpha))
         return
-    merged = None if model.lora is None else jzero.lora.merged(model.lora.rank, model.lora.alpha)
-    dtype = model.config.dtype
-    say(jzero.export_params(state, args.out, mapping="auto", like=args.model, dtype=dtype, decode=merged))
+    options: dict[str, Any] = {"mapping": "auto", "like": args.model, "dtype": model.config.dtype}
+    if lora is not None:  # what has no adapters is copied from the published files
+        options |= {"paths": rf"layers/({lora.modules})/(kernel|lora_[ab])"}
+        options |= {"decode": jzero.lora.merged(lora.rank, lora.alpha)}
+    say(jzero.export_params(state, args.out, **options))
+    if lora is not None:
+        say(f"adapters are added to their kernels as the plan stores these; all else is copied from {args.model}")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

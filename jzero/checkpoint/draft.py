@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -18,14 +18,15 @@ from jzero._types import DType
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.layers import Layers
 from jzero.checkpoint.leaves import Keys
-from jzero.checkpoint.loading import name_of, path_of
-from jzero.checkpoint.outline import Outline, as_they_are, outline_tensors
+from jzero.checkpoint.loading import is_chosen, name_of, path_of
+from jzero.checkpoint.outline import Outline, as_they_are, names_of, outline_tensors, sources_of
 from jzero.checkpoint.safetensors_files import (
     FOUR_BITS,
     INDEX_SUFFIX,
     METADATA,
     SUFFIX,
     ExportReport,
+    TensorFile,
     TensorSpec,
     as_dtype,
     find_tensors,
@@ -67,6 +68,7 @@ class Draft:
     Attributes:
       outlines: Its tensors, and what makes them.
       specs: The same tensors as they are written.
+      copied: Tensors of the model `like` that are written as they are there.
       beside: By path of a parameter, the parameters beside it that `decode` gets, too.
       decode: See `export_params`.
       notes: What the files note.
@@ -75,6 +77,7 @@ class Draft:
 
     outlines: Sequence[Outline]
     specs: Sequence[TensorSpec]
+    copied: Sequence[TensorFile]
     beside: Mapping[str, Sequence[str]]
     decode: Decode | None
     notes: Mapping[str, str]
@@ -87,12 +90,14 @@ class Draft:
         return num_stacked | {x: num_stacked[path] for path, others in self.beside.items() for x in others}
 
     def tensors(self, layers: Layers) -> Iterator[list[np.ndarray]]:
-        """Yields each tensor, made of layers of parameters."""
+        """Yields each tensor, made of layers of parameters, or in the memory of the file that it is copied from."""
         for outline, spec in zip(self.outlines, self.specs, strict=True):
             paths = [part.path for part in outline.parts]
             layers.keep([*paths, *(x for path in paths for x in self.beside.get(path, ()))])
             held = [self._decoded(layers, part.path, part.at) for part in outline.parts]
             yield [outline.fill([fitted(x, spec) for x in held])]
+        for tensor in self.copied:
+            yield [tensor.view((slice(None),) * len(tensor.shape))]
 
     def _decoded(self, layers: Layers, path: str, at: tuple[int, ...]) -> np.ndarray:
         layer = layers.get(path, at)
@@ -110,8 +115,9 @@ class Draft:
         self, path: epath.Path, tensors: Iterable[Iterable[np.ndarray]] | None, max_file_bytes: int
     ) -> ExportReport:
         """Writes the tensors, and the other files before them; `None` in a process that writes nothing."""
+        specs = [*self.specs, *(TensorSpec(tensor.name, tensor.shape, tensor.dtype) for tensor in self.copied)]
         if not self.files or tensors is None:
-            return write_tensors(path, self.specs, tensors, max_file_bytes, self.notes)
+            return write_tensors(path, specs, tensors, max_file_bytes, self.notes)
         if path.name.endswith(SUFFIX) or (path.exists() and any(path.iterdir())):
             raise ValueError(f"An export with `like` makes a folder, but {path} is a file or holds some: name another.")
         with contextlib.ExitStack() as undo:
@@ -122,7 +128,7 @@ class Draft:
                     (path / name).write_bytes(content)
             except OSError as error:
                 raise CheckpointError(f"The parameters could not be written to {path} ({error}).") from error
-            report = write_tensors(path, self.specs, tensors, max_file_bytes, self.notes)
+            report = write_tensors(path, specs, tensors, max_file_bytes, self.notes)
             undo.pop_all()
         return report
 
@@ -138,34 +144,56 @@ def draft_export(described: Mapping[Keys, tuple[tuple[int, ...], DType]], form: 
     """Returns what an export will write; raises if it cannot.
 
     Args:
-      described: The shapes and dtypes of the parameters, by their keys.
+      described: The shapes and dtypes of all parameters, by their keys.
       form: What is asked for.
       ties: Other names of tied parameters, with the name of each.
     """
-    if not described:
+    params = {path_of(keys): TensorSpec(name_of(keys), shape, x) for keys, (shape, x) in described.items()}
+    leaves = {path_of(keys): params[path_of(keys)] for keys in described if is_chosen(keys, form.paths)}
+    if not leaves:
         what = f"`paths` {form.paths!r} matches no parameter"
         raise ValueError(f"{'There are no parameters to export' if form.paths is None else what}.")
     dtype = None if form.dtype is None else as_dtype(form.dtype)
-    leaves = {path_of(keys): TensorSpec(name_of(keys), shape, x) for keys, (shape, x) in described.items()}
     mapping = resolve_mapping(form.mapping, form.like)
     if mapping is None:
         specs, renamed = _specs(as_they_are(leaves), dtype)
-        names = {spec.name for spec in specs}
-        notes = {other: name for other, name in ties.items() if name in names} | renamed
-        return Draft(as_they_are(leaves), specs, {}, None, {"format": "flax", **notes}, {})
-    outlines, beside = _mapped(mapping, leaves, ties, form)
+        written = {spec.name for spec in specs}
+        notes = {other: name for other, name in ties.items() if name in written} | renamed
+        return Draft(as_they_are(leaves), specs, (), {}, None, {"format": "flax", **notes}, {})
+    names = {path: [path, *(x.replace(".", "/") for x, y in ties.items() if y == params[path].name)] for path in params}
+    there = {} if form.like is None else tensors_there(form.like)
+    left_out = {
+        name
+        for path in params.keys() - leaves.keys()
+        for name in names_of(sources_of(mapping, names[path]), params[path].shape)
+    }
+    outlines, beside = _mapped(mapping, leaves, names, left_out & there.keys(), form)
+    left_out -= {outline.name for outline in outlines}
+    copied = [tensor for name, tensor in there.items() if name in left_out]
     specs, _ = _specs(outlines, dtype)
-    dtypes = {str(spec.dtype) for spec in specs if jax.numpy.issubdtype(spec.dtype, np.floating)}
+    held = {x.dtype for x in specs} | {x.dtype for x in copied}
+    dtypes = {str(dtype) for dtype in held if jax.numpy.issubdtype(dtype, np.floating)}
     files = {} if form.like is None else companions(form.like, dtypes.pop() if len(dtypes) == 1 else None)
-    return Draft(outlines, specs, beside, form.decode, {"format": "pt"}, files)
+    return Draft(outlines, specs, copied, beside, form.decode, {"format": "pt"}, files)
 
 
 def _mapped(
-    mapping: NameMapping, leaves: Mapping[str, TensorSpec], ties: Mapping[str, str], form: Form
+    mapping: NameMapping,
+    leaves: Mapping[str, TensorSpec],
+    names: Mapping[str, Sequence[str]],
+    copied: Collection[str],
+    form: Form,
 ) -> tuple[list[Outline], dict[str, list[str]]]:
-    """Returns the tensors of an export by a mapping, and the parameters beside those that make them."""
+    """Returns the tensors of an export by a mapping, and the parameters beside those that make them.
+
+    Args:
+      mapping: The mapping.
+      leaves: The parameters, by path.
+      names: The path of each, and its other ones if it is tied.
+      copied: Names of tensors that other parameters make.
+      form: What is asked for.
+    """
     shapes = None if form.like is None else shapes_there(form.like)
-    names = {path: [path, *(x.replace(".", "/") for x, y in ties.items() if y == leaves[path].name)] for path in leaves}
     outlines, problems = outline_tensors(mapping, leaves, names, shapes)
     stacks = {part.path: leaves[part.path].shape[: len(part.at)] for outline in outlines for part in outline.parts}
     beside: dict[str, list[str]] = {}
@@ -178,6 +206,7 @@ def _mapped(
             beside.setdefault(head, []).append(path)
         if form.decode is None or not heads:
             problems.missing[path] = "no key of the mapping matches it"
+    problems.unexpected = {name: shape for name, shape in problems.unexpected.items() if name not in copied}
     if problems.shapes or problems.missing or problems.unexpected:
         model = "" if form.like is None else f", as those of {form.like} are"
         raise ValueError(
@@ -187,12 +216,17 @@ def _mapped(
     return outlines, beside
 
 
-def shapes_there(like: epath.PathLike | None) -> dict[str, tuple[int, ...]] | None:
-    """Returns the shapes of a published model's tensors: from its files, or else by its `config.json`."""
+def tensors_there(like: epath.PathLike) -> dict[str, TensorFile]:
+    """Returns the tensors of a published model; none if there is its `config.json` alone."""
     folder = epath.Path(like).expanduser()
     if folder.is_dir() and any(path.name.endswith((SUFFIX, INDEX_SUFFIX)) for path in folder.iterdir()):
-        return {name: tensor.shape for name, tensor in find_tensors(folder)[0].items()}
-    return known_shapes(folder)
+        return find_tensors(folder)[0]
+    return {}
+
+
+def shapes_there(like: epath.PathLike) -> dict[str, tuple[int, ...]] | None:
+    """Returns the shapes of a published model's tensors: from its files, or else by its `config.json`."""
+    return {name: tensor.shape for name, tensor in tensors_there(like).items()} or known_shapes(like)
 
 
 def _specs(outlines: Sequence[Outline], dtype: DType | None) -> tuple[list[TensorSpec], dict[str, str]]:

@@ -53,7 +53,8 @@ def export_params(
       path: A file that ends in `.safetensors`, or else a directory for `model.safetensors`. Must not exist yet; of two
         programs that write it at the same time, one is refused.
       dtype: The dtype of floating-point parameters, such as `"bfloat16"`; by default each keeps its own.
-      paths: Regular expression over whole key paths such as `"decoder/.*"`; all parameters by default.
+      paths: Regular expression over whole key paths such as `"decoder/.*"`; all parameters by default. With the weights
+        of a model `like`, tensors of what it leaves out are copied from there, to the byte.
       mapping: As for `load_params`, the other way round; `"auto"` goes by the `config.json` of `like`.
       like: The folder of the published model. Names and shapes are compared with it before anything is written, and
         `config.json`, tokenizer and chat template are put beside the weights.
@@ -83,11 +84,11 @@ def export_params(
     check_alive(adapted.state)
     fields = (PARAMS, *frozen_fields(adapted.state))
     _, leaves, arrays = natural_state(adapted.state, plan)
-    chosen = [i for i, leaf in enumerate(leaves) if leaf.keys[0] in fields and is_chosen(leaf.keys, paths)]
-    described = {leaves[i].keys: (leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in chosen}
+    params = [i for i, leaf in enumerate(leaves) if leaf.keys[0] in fields]
+    described = {leaves[i].keys: (leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in params}
     ties = {other: name for name, others in adapted.ties().items() for other in others}
     draft = everywhere(lambda: draft_export(described, Form(dtype, paths, mapping, like, decode), ties))
-    layers = StateLayers({path_of(leaves[i].keys): (arrays[i], leaves[i]) for i in chosen})
+    layers = StateLayers({path_of(leaves[i].keys): (arrays[i], leaves[i]) for i in params})
     tensors = draft.tensors(layers)
     first = jax.process_index() == 0
 
@@ -145,8 +146,9 @@ def export_checkpoint(
     """
     contents = read_contents(checkpoint)
     fields = contents.notes.get("param_fields", [PARAMS])
-    chosen = [leaf for leaf in contents.leaves.values() if leaf.keys[0] in fields and is_chosen(leaf.keys, paths)]
-    described = {leaf.keys: (leaf.shape, leaf.dtype) for leaf in chosen}
+    params = [leaf for leaf in contents.leaves.values() if leaf.keys[0] in fields]
+    described = {leaf.keys: (leaf.shape, leaf.dtype) for leaf in params}
+    chosen = [leaf for leaf in params if is_chosen(leaf.keys, paths)]
     draft = draft_export(described, Form(dtype, paths, mapping, like, decode), contents.notes.get("ties", {}))
     tensors: Iterable[Iterable[np.ndarray]]
     if mapping is None:

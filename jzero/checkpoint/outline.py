@@ -66,6 +66,16 @@ def as_they_are(leaves: Mapping[str, TensorSpec]) -> list[Outline]:
     return [Outline(spec.name, spec.shape, spec.dtype, (Part(path),)) for path, spec in leaves.items()]
 
 
+def sources_of(mapping: NameMapping, names: Sequence[str]) -> Sources:
+    """Returns the sources of a parameter, by the first of its paths that has some."""
+    return next(filter(None, map(mapping.of, names)), ())
+
+
+def names_of(sources: Sources, shape: Sequence[int]) -> list[str]:
+    """Returns the names of the tensors that a parameter of some shape makes, or makes a part of."""
+    return [source.at(at) for source in sources for at in np.ndindex(*shape[: source.num_stacked])]
+
+
 def outline_tensors(
     mapping: NameMapping,
     leaves: Mapping[str, TensorSpec],
@@ -81,15 +91,14 @@ def outline_tensors(
       published: The shapes of all tensors that there should be, by name; `None` if that is not known.
     """
     problems = Problems()
-    chosen = {path: x for path in leaves if (x := next(filter(None, map(mapping.of, names[path])), ()))}
+    chosen = {path: x for path in leaves if (x := sources_of(mapping, names[path]))}
     there = _derived(chosen, leaves) if published is None else published
     tensors = {name: TensorSpec(name, shape, None) for name, shape in there.items()}
     claimed: set[str] = set()
     parts: dict[str, list[Part]] = {}
     for path, sources in chosen.items():
         shape = leaves[path].shape
-        needed = [source.at(at) for source in sources for at in np.ndindex(*shape[: source.num_stacked])]
-        claimed.update(needed)
+        claimed.update(needed := names_of(sources, shape))
         if absent := [name for name in needed if name not in tensors]:
             what = "its shape in the file is not known: pass `like`" if published is None else "that model has none"
             problems.shapes[path] = f"makes {absent[0]}, but {what}"
