@@ -202,6 +202,7 @@ def test_estimate_of_7b(ask, options, states):
         text = ask(f"estimate --params 7B --topology {topology} --precision bf16 {options}", text=True)
         first, second, ledger = text.splitlines()[:3]
         assert first.startswith("7B: 32 layers, d_model 4096, 32 heads, d_hidden 11008, vocabulary 32000: 6,7")
+        assert first.endswith("100% of the others stored as int8") == ("int8" in options)
         assert second == "8 x h100, bf16, batch 8 x 4096, stage 3"
         assert re.match(rf"states  exact +{states} GiB  parameters", ledger)
         assert "GB" not in text.replace("GiB", "")

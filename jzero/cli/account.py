@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any, Protocol
 
 from jzero.analysis.ledger import Ledger
@@ -14,6 +15,7 @@ from jzero.config.zero import ZeroConfig
 from jzero.deepspeed.formulas import BUFFER_FACTOR, find_row, tabulate
 from jzero.plan.table import format_bytes
 from jzero.state.model_size import count_params
+from jzero.state.shard import plan_train_state
 
 HOST = Offload(optimizer="host")
 TERMS = {
@@ -100,7 +102,7 @@ def account(
     number = request.num_devices
     num_params, largest = count_params(source.model.state)
     trained = f", adapters of rank {request.lora_rank} trained" if request.lora_rank else ""
-    stored = f", the others stored as {request.quantize}" if request.quantize != "none" else ""
+    stored = "" if request.quantize == "none" else _stored(request, source, config)
     title = (
         f"{source.title}: {num_params:,} parameters{trained}{stored}",
         f"{request.where}, {request.precision}, batch {source.batch}, stage {config.stage}",
@@ -109,6 +111,15 @@ def account(
     sizes = {name: size for name, size in fields.items() if name not in PER_LAYER} or None
     formula = _formula(config, num_params, largest, number)
     return Account(title, ledger, num_params, number, config, formula, sizes, result)
+
+
+def _stored(request: Request, source: Source, config: ZeroConfig) -> str:
+    """Returns how much of what is not trained is stored in few bits; the rest is whole, small or of an odd shape."""
+    model = source.model
+    plan = plan_train_state(model.state, config=config, mesh=request.mesh, trainable=model.trainable)
+    frozen = [leaf.param for leaf in plan.leaves if not leaf.trained]
+    rounded = sum(math.prod(x.shape) for x in frozen if x.cut is not None and x.cut.blocks is not None)
+    return f", {rounded / sum(math.prod(x.shape) for x in frozen):.0%} of the others stored as {request.quantize}"
 
 
 def _formula(config: ZeroConfig, num_params: int, largest: int, num_devices: int) -> int | None:
