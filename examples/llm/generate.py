@@ -1,6 +1,6 @@
 """Continues prompts with a published or fine-tuned model.
 
-    python examples/llm/generate.py --model Llama-3.1-8B-Instruct --prompt "Why is the sky blue?"
+    python examples/llm/generate.py --model Qwen2.5-7B-Instruct --prompt "Why is the sky blue?"
 
 Weights are read in shards, so that no process ever holds all of them, and then laid out for generation: whole on every
 device, each of which continues its own prompts; or divided between some devices, which continue the same prompts
