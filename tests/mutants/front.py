@@ -35,6 +35,14 @@ MUTANTS = [
     ),
     # Published models, adapters, memory.
     Mutant(
+        "exports_lack_what_paths_leaves_out",
+        "checkpoint/draft.py",
+        "copied = [tensor for name, tensor in there.items() if name in left_out]",
+        "copied = []",
+        "test_hf_round_trip.py::test_what_paths_leaves_out_is_copied",
+        "[llama]",
+    ),
+    Mutant(
         "sections_of_tensors_start_at_0",
         "checkpoint/pieces.py",
         "slice(start, start + size)",
