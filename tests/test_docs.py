@@ -1,6 +1,5 @@
 """The documentation: its code runs, prints what it says, and leaves out no name and no note."""
 
-import importlib.util
 import os
 import re
 import socket
@@ -223,22 +222,3 @@ def test_notebooks_become_pages(render):
         assert all(image.startswith(b"\x89PNG") for image in images.values())
         assert all(text.count(f'src="{name}"') == 1 for name in images)
         assert ".ipynb)" not in text.replace(f"/{path.name})", "")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra `docs`")
-def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    written = list(tmp_path.rglob("*.html"))
-    assert len(written) > 20
-    for page in written:
-        text = page.read_text()
-        loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*?src=\"?([^\s\">]+)", text)
-        loaded += re.findall(r"<link\b(?![^>]*rel=\"?(?:canonical|next|prev))[^>]*?href=\"?([^\s\">]+)", text)
-        assert not [url for url in loaded if url.startswith(("http", "//"))], page
-        assert "--8<--" not in text, page
-        assert "<!-- picture" not in text, page
-        for svg in re.findall(r'<svg [^>]*class="diagram".*?</svg>', text, re.DOTALL):
-            check_picture(svg)
