@@ -249,6 +249,7 @@ class Fit(Report):
     def __str__(self) -> str:
         columns = {
             "stage": lambda x: str(x.config.stage) + ", kept" * _keeps(x),
+            "verdict": lambda x: x.verdict,
             "mesh": lambda x: ",".join(f"{name}={size}" for name, size in x.mesh_shape.items()),
             "micro-batches": lambda x: str(x.accumulate_steps),
             "remat": lambda x: _recomputation(x.remat).name,
@@ -262,16 +263,15 @@ class Fit(Report):
             "compiled ms": lambda x: _or_blank(x.compiled_cost(), _milliseconds),
             "host": lambda x: format_bytes(x.memory.host) if x.memory.host else "",
             "disk": lambda x: f"{format_number(x.disk_seconds, 3)} s" if x.memory.disk else "",
-            "verdict": lambda x: x.verdict,
         }
         cells = {title: [show(x) for x in self.tried] for title, show in columns.items()}
         shown = [title for title, column in cells.items() if any(column) or title not in OPTIONAL]
         rows = zip(*(cells[title] for title in shown), strict=True)
-        table = format_rows([tuple(shown), *rows], left=4, last_left=True)
+        table = format_rows([tuple(shown), *rows], left=5)
         return "\n".join([self._headline(), self.workload, "", *table, *([""] if self.notes else []), *self.notes])
 
 
-OPTIONAL = ("secondary", "ms", "compiled ms", "host", "disk")
+OPTIONAL = ("secondary", "compiled", "ms", "compiled ms", "host", "disk")
 """The columns of the table that may be missing."""
 
 
