@@ -1,4 +1,4 @@
-"""A hook of mkdocs: draws pictures where pages ask for them, and adds a page for each notebook.
+"""A hook of mkdocs: draws pictures where pages ask for them, breaks code in tables, and adds a page for each notebook.
 
 A page asks with `<!-- picture: NAME -->` on a line of its own; `draw_NAME` in `pictures/` draws it, from plans, arrays,
 traced programs, estimates and committed results.
@@ -43,6 +43,31 @@ def picture(name: str) -> str:
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Replaces the markers; mkdocs calls this for each page."""
     return MARKER.sub(lambda match: picture(match[1]), markdown)
+
+
+# --- Code in tables ------------------------------------------------------------------------------------------------
+
+CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
+CODE = re.compile(r"<code\b.*?</code>", re.DOTALL)
+PLACE = re.compile(r"<[^>]*>|(\s+)|(?<=[^\W\d])[._/=](?=\w)")
+
+
+def on_post_page(output: str, **_: object) -> str:
+    """Marks where code in tables may break; mkdocs calls this for each page."""
+    return CELL.sub(
+        lambda cell: CODE.sub(lambda code: mark_places(code[0]), cell[0]), output
+    )
+
+
+def mark_places(code: str) -> str:
+    """Marks places between words, and those between parts of a name, which extra.css uses on phones alone."""
+
+    def mark(match: re.Match[str]) -> str:
+        if match[0].startswith("<"):
+            return match[0]
+        return match[0] + ("<wbr>" if match[1] else '<wbr class="part">')
+
+    return PLACE.sub(mark, code)
 
 
 # --- Notebooks -----------------------------------------------------------------------------------------------------

@@ -214,6 +214,12 @@ def test_pictures_of_steps_say_what_the_programs_do(render):
     }
 
 
+def test_code_in_tables_breaks_between_words_and_parts_of_names(render):
+    page = "<p><code>a b</code></p><table><td>c d <code class='x y'>--top-k jzero.fit 0.5</code></td></table>"
+    marked = '--top-k <wbr>jzero.<wbr class="part">fit <wbr>0.5'
+    assert render.on_post_page(page) == page.replace("--top-k jzero.fit 0.5", marked)
+
+
 def test_notebooks_become_pages(render):
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text, images = render.render(path)
