@@ -49,8 +49,8 @@ def test_pages_load_nothing_from_elsewhere(site):
     assert len(pages) > 20
     for page in pages:
         text = page.read_text()
-        loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*?src=\"?([^\s\">]+)", text)
-        loaded += re.findall(r"<link\b(?![^>]*rel=\"?(?:canonical|next|prev))[^>]*?href=\"?([^\s\">]+)", text)
+        loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*?src=[\"']?([^\s\"'>]+)", text)
+        loaded += re.findall(r"<link\b(?![^>]*rel=\"?(?:canonical|next|prev))[^>]*?href=[\"']?([^\s\"'>]+)", text)
         assert not [url for url in loaded if url.startswith(("http", "//"))], page
         assert "--8<--" not in text, page
         assert "<!-- picture" not in text, page
