@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.analysis.collectives import find_collectives
-from jzero.layout.comm import comm_of
+from jzero.layout.route import route_of
 from jzero.step import compiler_options as _compiler_options
 from tests import models
 from tests.tiers import default_for, slow
@@ -50,7 +50,7 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
         monkeypatch.setattr(_compiler_options, "mesh_platform", lambda mesh: platform)
         sizes = {"data": count} if config.node_axis is None else {"node": 2, "data": count // 2}
         mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        plan = type("Plan", (), {"config": config, "mesh": mesh, "comm": comm_of(config, mesh)})
+        plan = type("Plan", (), {"config": config, "mesh": mesh, "route": route_of(config, mesh)})
         return _compiler_options.compiler_options(plan, given)
 
     buckets = {

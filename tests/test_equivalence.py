@@ -134,9 +134,9 @@ def test_a_batch_without_weight_is_skipped_by_both():
 def test_a_fault_of_jzero_is_found(monkeypatch):
     """One device gets the gradient of its neighbour for its part of each leaf; norms do not see it."""
 
-    def reduce_shard(x, cut, comm, sums):
-        reduced = collective(x, cut, comm, sums)
-        return jax.lax.ppermute(reduced, comm.shard_axes, [(i, (i + 1) % 8) for i in range(8)])
+    def reduce_shard(x, cut, route, sums):
+        reduced = collective(x, cut, route, sums)
+        return jax.lax.ppermute(reduced, "data", [(i, (i + 1) % 8) for i in range(8)])
 
     collective = _collectives.reduce_shard
     monkeypatch.setattr("jzero.engine.placed.reduce_shard", reduce_shard)

@@ -165,7 +165,7 @@ def assert_each_part_travels_alone(report):
 
 def test_exchanging_a_parameter_whole_is_a_violation(monkeypatch):
     """So compilers do it where a collective over the data axis is left to them: they gather the operand first."""
-    monkeypatch.setattr("jzero.layout.comm.apply_to_parts", lambda collective, x, before, after: collective(x))
+    monkeypatch.setattr("jzero.layout.route.apply_to_parts", lambda collective, x, before, after: collective(x))
     mesh = jzero.make_mesh(data=4, model=2)
     params = {"w": jnp.ones((64, 128)), "v": jnp.ones((128, 256))}
     params["w"] = jax.device_put(params["w"], NamedSharding(mesh, P(None, "model")))

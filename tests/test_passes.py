@@ -20,8 +20,8 @@ from jzero.engine.recompute import recompute
 from jzero.engine.reduce_early import reduce_early
 from jzero.engine.roles import Role
 from jzero.engine.trace import LossInputs, trace_loss
-from jzero.layout.comm import Direct
 from jzero.layout.cut import Cut
+from jzero.layout.route import Hop, Route
 from jzero.layout.sums import Sums
 from tests.passes_losses import BATCH, WIDTH, matrix, names, sharded, unrolled
 
@@ -72,7 +72,9 @@ def test_the_joint_program_returns_the_gradients_of_jax():
 
 
 def how(shape, dim, *, by_use=True):
-    return Reduction("w", Cut(dim, shape, 8), Direct("data"), Sums(("data",)), jnp.dtype("float32"), by_use=by_use)
+    return Reduction(
+        "w", Cut(dim, shape, 8), Route((Hop("data", 8),)), Sums(("data",)), jnp.dtype("float32"), by_use=by_use
+    )
 
 
 def gradient(fn, *shapes):
@@ -203,7 +205,7 @@ def test_a_step_says_who_travels(prim, kept):
     step = jzero.make_train_step(loss_fn)
     text = re.sub(r"\s+", " ", str(step.trace(sharded({"w": matrix(WIDTH, 13)}), BATCH).jaxpr))
     (params,) = re.findall(prim + r"\[ ?([^\]]*)\]", text)
-    assert set(params.split()) >= {f"path={kept}", "cut=0/8", "dtype=float32", "comm=data"}
+    assert set(params.split()) >= {f"path={kept}", "cut=0/8", "dtype=float32", "route=data"}
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def test_tensor_parallel_parameters_are_rounded_part_by_part():
 def between_nodes(step, state, least=0):
     """Returns the bytes that one step sends from a device to another node; of hops of more than `least` elements."""
     traced = step.trace(state, BATCH).jaxpr
-    hops = [(x.times, hop) for x in sent(traced) for hop in x.hops if hop.axes == ("node",)]
+    hops = [(x.times, hop) for x in sent(traced) for hop in x.collectives if hop.axes == ("node",)]
     return sum(times * hop.sent_bytes for times, hop in hops if hop.num_elements > least)
 
 
@@ -314,8 +314,8 @@ def test_wider_gathers_are_a_violation(monkeypatch):
 def test_crossing_nodes_at_each_use_is_a_violation(monkeypatch):
     """The plan gathers between nodes once; this program does so at each use, in the loop."""
     monkeypatch.setattr(
-        "jzero.engine.gradients._LocalStep.way",
-        lambda step, leaf: step.plan.traffic.way(leaf)._replace(is_secondary=False),
+        "jzero.engine.gradients._LocalStep.gather_plan",
+        lambda step, leaf: step.plan.traffic.gather_plan(leaf)._replace(is_secondary=False),
     )
     state, loss = stack_alone(config_of(**SECONDARY), TWO)
     with pytest.raises(jzero.PlanViolation, match="3 times per step, once in"):

@@ -86,7 +86,7 @@ def test_micro_batches_and_replicas_count():
         ("w", "reductions"): 3,
         ("frozen", "gathers"): 6,
     }
-    (gather,), (scatter, over_groups) = by_name["w", True].hops, by_name["w", False].hops
+    (gather,), (scatter, over_groups) = by_name["w", True].collectives, by_name["w", False].collectives
     whole, shard = 64 * 33, 16 * 33  # 63 rows are stored as 64; in bf16
     assert (gather.kind, gather.num_bytes, gather.sent_bytes) == ("all-gather", 2 * whole, 2 * whole * 3 / 4)
     assert (scatter.kind, scatter.axes, scatter.sent_bytes) == ("reduce-scatter", ("data",), 2 * whole * 3 / 4)

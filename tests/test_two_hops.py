@@ -149,7 +149,7 @@ def test_only_the_parts_of_devices_cross_nodes(stage):
         row.axis in ("node", "data") for row in report.collectives if row.kind != "all-reduce" or row.elements > 100
     )
     for x in sent(step.trace(state, tokens).jaxpr):
-        between, within = x.hops if x.gathers else x.hops[::-1]
+        between, within = x.collectives if x.gathers else x.collectives[::-1]
         assert (between.axes, within.axes) == (("node",), ("data",))
         assert (between.num_devices, within.num_devices) == (2, 4)
         assert within.num_elements == 4 * between.num_elements
@@ -211,7 +211,7 @@ def test_bytes_between_nodes_do_not_grow_with_micro_batches(steps):
     step, batch = jzero.make_train_step(loss, accumulate_steps=steps), np.ones((48, 32), np.float32)
     moved = collections.Counter()
     for x in sent(step.trace(state, batch).jaxpr):
-        for hop in x.hops:
+        for hop in x.collectives:
             moved[hop.axes[0], x.gathers] += x.times * hop.num_bytes
     size = sum(x.size for x in params.values())
     once = 2 * size // 4
@@ -300,8 +300,8 @@ def test_late_hops_change_no_bit(monkeypatch, sizes, options, fields, kinds):
     monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
     step = jzero.make_train_step(few_loss, **options)
     late = [x for x in sent(step.trace(abstract(make_few(), config, **sizes), BATCH).jaxpr) if not x.gathers]
-    between = plan_levels(config, sizes).between
-    times = [x.times for x in late if x.path == "stack/w" and x.eqn.params["comm"] == between]
+    between = plan_levels(config, sizes)[1]
+    times = [x.times for x in late if x.path == "stack/w" and x.eqn.params["route"] == between]
     assert max(times) == LAYERS * options.get("accumulate_steps", 1)
     losses, params = train(few_loss, config, sizes, **options)
     assert losses == at_once[0]
@@ -310,7 +310,7 @@ def test_late_hops_change_no_bit(monkeypatch, sizes, options, fields, kinds):
 
 def plan_levels(config, sizes):
     plan = jzero.plan_of(abstract(make_few(), config, **sizes))
-    return next(plan.traffic.comm_of_gradient(leaf).split() for leaf in plan.leaves if leaf.path == "stack/w")
+    return next(plan.traffic.route_of_gradient(leaf).levels for leaf in plan.leaves if leaf.path == "stack/w")
 
 
 def test_late_hops_are_as_planned(monkeypatch):

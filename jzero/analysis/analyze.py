@@ -124,10 +124,10 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
     estimated = None
     if isinstance(fn, TrainStep | ValueAndGrad) and plans:
-        gathered = [x.times * hop.num_elements for x in facts.sent if x.gathers for hop in x.hops]
+        gathered = [x.times * c.num_elements for x in facts.sent if x.gathers for c in x.collectives]
         planned = sum(
-            hop.num_elements
-            for hop in (*plans[0].traffic.gathers_before_loss, *fn.micro.steps * plans[0].traffic.gathers_of_loss)
+            c.num_elements
+            for c in (*plans[0].traffic.gathers_before_loss, *fn.micro.steps * plans[0].traffic.gathers_of_loss)
         )
         notes += gathers_more(sum(gathered), planned)
     if isinstance(fn, TrainStep) and plans:

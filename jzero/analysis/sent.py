@@ -23,10 +23,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jzero import _compat
 from jzero._compat import AnyJaxpr, Atom
 from jzero._types import DType
-from jzero.engine.placed import gather_p, hops_of, named_p, reduce_p, wait_p
+from jzero.engine.placed import collectives_of, gather_p, named_p, reduce_p, wait_p
 from jzero.jaxpr.primitives import Trait, primitives_with
-from jzero.layout.comm import Hop
 from jzero.layout.cut import Cut
+from jzero.layout.route import Collective
 
 MOVES = primitives_with(Trait.LAYOUT | Trait.ALIAS) | {"convert_element_type", "optimization_barrier", "zero_wait"}
 
@@ -81,9 +81,9 @@ class Sent(NamedTuple):
         return self.eqn.params["dtype"] if self.gathers else jnp.dtype(self.eqn.params["sums"].dtype_of(dtype))
 
     @property
-    def hops(self) -> tuple[Hop, ...]:
+    def collectives(self) -> tuple[Collective, ...]:
         """Its collectives."""
-        return hops_of(self.eqn)
+        return collectives_of(self.eqn)
 
 
 def sent(jaxpr: AnyJaxpr) -> Iterator[Sent]:

@@ -28,8 +28,8 @@ from jzero.analysis.collectives import bytes_on_port
 from jzero.analysis.costs import rate_of
 from jzero.analysis.machines import Machine
 from jzero.analysis.violations import UPDATE
-from jzero.layout.comm import PASSES
 from jzero.layout.mesh import AnyMesh
+from jzero.layout.route import sent_bytes
 
 EXPOSED = 0.5
 """The exposed share of the shorter of computation and communication, if both take equally long."""
@@ -109,7 +109,7 @@ def _exposed_at_ends(program: TracedProgram, traffic: Sequence[Traffic], micro_b
 def traffic_of(x: Transfer, mesh: AnyMesh, machine: Machine | None) -> Traffic:
     """Returns what a collective along axes of a mesh sends in a step."""
     size = math.prod(int(mesh.shape[axis]) for axis in x.axes if axis in mesh.shape)
-    sent = x.times * PASSES.get(x.kind, 1) * x.num_bytes * (size - 1) / size
+    sent = x.times * sent_bytes(x.kind, x.num_bytes, size)
     if machine is None:
         return Traffic(sent)
     on_port = _bytes_on_port(x, sent, mesh, machine.devices_per_node)

@@ -42,7 +42,7 @@ from jzero import _compat
 from jzero._compat import AnyJaxpr
 from jzero.analysis.buffers import SLICES, Buffer, Kind, Operation, Product, TracedProgram, Transfer, Value
 from jzero.analysis.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
-from jzero.engine.placed import PLACED, gather_p, hops_of, operations_of
+from jzero.engine.placed import PLACED, collectives_of, gather_p, operations_of
 from jzero.jaxpr.interpret import Piece, propagate
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
@@ -167,7 +167,7 @@ class _Visitor:
                 pending += [y for y in x.sources if y.num_bytes >= x.num_bytes]
 
     def _placed(self, inputs: list[Value]) -> list[Value]:
-        """Adds the operations of a placed equation, with the transfers that its `Comm` names."""
+        """Adds the operations of a placed equation, with the transfers that its `Route` names."""
         before, barriers = len(self.program.transfers), list(self.program.barriers)
         outputs = _run(self.program, operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
         if self.eqn.params.get("how") != "select":  # it delays a gather, not a gradient
@@ -175,7 +175,7 @@ class _Visitor:
         of_param = self.eqn.primitive is gather_p
         self.program.transfers[before:] = [
             Transfer(x.kind, x.num_bytes, x.num_elements, x.axes, of_param=of_param, scope=self.name)
-            for x in hops_of(self.eqn)
+            for x in collectives_of(self.eqn)
         ]
         return outputs
 

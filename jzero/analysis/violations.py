@@ -23,10 +23,10 @@ from jzero.analysis.collectives import Collective
 from jzero.analysis.hlo import Program
 from jzero.analysis.memory import Memory
 from jzero.analysis.sent import Fate, Sent
-from jzero.layout.comm import Comm
-from jzero.layout.mesh import AnyMesh
+from jzero.layout.mesh import AnyMesh, batch_axes, shard_axes
+from jzero.layout.route import Route
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.ways import Way
+from jzero.plan.traffic import GatherPlan
 
 UPDATE, MATRICES = "zero_update", "zero_matrices"
 """The name scopes of the optimizer's update, and of the matrix work in it."""
@@ -106,7 +106,7 @@ def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Compares the traced program with the plan."""
     by_path = {x.path: (x, x.compute_dtype) for x in plan.other_leaves if x.is_param}
     by_path |= {leaf.path: (leaf.param, leaf.compute_dtype) for leaf in plan.leaves}
-    reduced = {leaf.path: plan.traffic.comm_of_gradient(leaf) for leaf in plan.leaves}
+    reduced = {leaf.path: plan.traffic.route_of_gradient(leaf) for leaf in plan.leaves}
     for x in compiled.sent:
         if math.prod(x.cut.shape) <= SMALL:
             continue
@@ -114,26 +114,26 @@ def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
             yield False, f"{_say(x)} ({x.path}) is not a parameter of the plan, so it was not checked."
             continue
         leaf, dtype = by_path[x.path]
-        way = plan.traffic.way(leaf)
+        gather = plan.traffic.gather_plan(leaf)
         once = plan.config.secondary_params if x.gathers else plan.traffic.is_reduced_once(compiled.micro_batches)
-        yield from _hops(x, way.comm if x.gathers else reduced[x.path], once=once and compiled.micro_batches > 0)
+        yield from _route(x, gather.route if x.gathers else reduced[x.path], once=once and compiled.micro_batches > 0)
         if x.gathers:
-            yield from _gather(x, way, jnp.dtype(dtype), plan)
+            yield from _gather(x, gather, jnp.dtype(dtype), plan)
 
 
-def _hops(x: Sent, planned: Comm, *, once: bool) -> Iterator[Finding]:
-    array, levels, comm = f"{_say(x)} ({x.path})", planned.split(), x.eqn.params["comm"]
-    if comm not in (planned, *(levels or ())):
-        yield True, f"{array} travels over {comm}, not {planned} as planned."
-    if once and levels is not None and comm != levels.within and (x.in_loop or x.times > 1):
+def _route(x: Sent, planned: Route, *, once: bool) -> Iterator[Finding]:
+    array, route = f"{_say(x)} ({x.path})", x.eqn.params["route"]
+    if route not in (planned, *planned.levels):
+        yield True, f"{array} travels over {route}, not {planned} as planned."
+    if once and route != planned.levels[0] and (x.in_loop or x.times > 1):
         yield True, f"{array} crosses nodes {x.times} times per step, once in the plan."
 
 
-def _gather(x: Sent, way: Way, dtype: DType, plan: ZeroPlan) -> Iterator[Finding]:
-    array, levels = f"{_say(x)} ({x.path})", way.comm.split()
-    is_part = levels is not None and x.eqn.params["comm"] == levels.between  # in the dtype that it travels in
-    if way.kind != "none" and x.cut.blocks is None and not (is_part and jnp.dtype(x.dtype) == jnp.int8):
-        yield True, f"A gather of {array} is wider than the {way.kind} of the plan."
+def _gather(x: Sent, gather: GatherPlan, dtype: DType, plan: ZeroPlan) -> Iterator[Finding]:
+    array = f"{_say(x)} ({x.path})"
+    is_part = x.eqn.params["route"] in gather.route.levels[1:]  # in the dtype that it travels in
+    if gather.kind != "none" and x.cut.blocks is None and not (is_part and jnp.dtype(x.dtype) == jnp.int8):
+        yield True, f"A gather of {array} is wider than the {gather.kind} of the plan."
     if is_part:
         return
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize > dtype.itemsize:
@@ -166,13 +166,13 @@ class _Amounts:
     """
 
     def __init__(self, compiled: Compiled, plan: ZeroPlan) -> None:
-        by_bytes, axes = compiled.platform != "cpu", {*plan.comm.batch_axes}
+        by_bytes, axes = compiled.platform != "cpu", {*batch_axes(plan.config)}
         self.placed, self.traced, self.compiled, before, after = (
             collections.Counter[tuple[str, bool]]() for _ in range(5)
         )
         node = {plan.config.node_axis} - {None}
         for x in compiled.sent:
-            for hop in x.hops:
+            for hop in x.collectives:
                 key = hop.kind, bool(node & {*hop.axes})
                 self.placed[key] += x.times * (hop.num_bytes if by_bytes else hop.num_elements)
         for t in compiled.transfers:
@@ -250,7 +250,7 @@ def _compiler_reductions(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding
         return
     planned, reduced = sum(leaf.grad.size for leaf in cut), dict[str, int]()
     for c in compiled.collectives:
-        if {*plan.comm.shard_axes} & {*axes_of(c.group, plan.mesh)}:
+        if {*shard_axes(plan.config)} & {*axes_of(c.group, plan.mesh)}:
             reduced[c.kind] = reduced.get(c.kind, 0) + c.full_size * c.times
     if reduced.get("reduce-scatter", 0) < planned / 2 and reduced.get("all-reduce", 0) > EXCESS * planned:
         largest = sorted(cut, key=lambda leaf: -leaf.grad.size)[:3]

@@ -14,19 +14,20 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jzero.layout.comm import Comm, own_part
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import batch_axes
+from jzero.layout.route import Route
 from jzero.layout.sums import Sums, sum_along
 from jzero.plan.plan import ZeroPlan
 
 
-def gather_param(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
+def gather_param(shard: jax.Array, cut: Cut, route: Route) -> jax.Array:
     """Returns a whole parameter from its shards. [..., P/N] -> [..., D]."""
     with jax.named_scope("zero_gather"):
         # Collectives do not support booleans.
         bits = shard.astype(jnp.int8) if shard.dtype == jnp.bool_ else shard
-        return cut.to_natural(comm.gather(bits, cut).astype(shard.dtype))
+        return cut.to_natural(route.gather(bits, cut).astype(shard.dtype))
 
 
 def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan, *, onto: jax.Array | None = None) -> jax.Array:
@@ -43,18 +44,18 @@ def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan, *, onto: jax.Arra
       plan: The plan.
       onto: The array whose place the result takes, see `PlatformFacts.transposes_gathers`.
     """
-    x, cut, comm = leaf.store(x), leaf.cut_for_collectives, plan.comm
+    x, cut, route = leaf.store(x), leaf.cut_for_collectives, plan.route
     if cut is None:
         return x
     is_stack = cut.num_stacked == 1 and len(cut.shape) > 2 and not any(cut.other_axes[:1])
 
     def gather(shard: jax.Array, old: jax.Array | None) -> jax.Array:
         if old is None:
-            return gather_param(shard, cut, comm)
+            return gather_param(shard, cut, route)
         if not is_stack:
-            return _gather_parts(shard, cut, comm)
+            return _gather_parts(shard, cut, route)
         for i in range(len(shard)):
-            row = _gather_parts(shard[i], cut.drop_leading(), comm)  # [D/N, F] -> [D, F]
+            row = _gather_parts(shard[i], cut.drop_leading(), route)  # [D/N, F] -> [D, F]
             old = lax.dynamic_update_index_in_dim(old, row, i, 0)
         return old
 
@@ -63,31 +64,31 @@ def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan, *, onto: jax.Arra
         mesh=plan.mesh,
         in_specs=(leaf.manual_spec, PartitionSpec()),
         out_specs=PartitionSpec(),
-        axis_names=set(comm.batch_axes),
+        axis_names=set(batch_axes(plan.config)),
         check_vma=False,
     )(x, onto)
     return gathered
 
 
-def _gather_parts(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
+def _gather_parts(shard: jax.Array, cut: Cut, route: Route) -> jax.Array:
     """Returns a whole parameter from its shards. [..., P/N, F] -> [..., D, F]."""
     if cut.stored_dim == 0:
-        return gather_param(shard, cut, comm)
+        return gather_param(shard, cut, route)
     beside = (None, *cut.axes_beside()) if cut.other_axes else ()
     apart = Cut(0, (cut.num_shards, *shard.shape), cut.num_shards, other_axes=beside)
-    parts = gather_param(shard[None], apart, comm)  # [N, ..., P/N, F]
+    parts = gather_param(shard[None], apart, route)  # [N, ..., P/N, F]
     return cut.join(parts)
 
 
-def reduce_shard(x: jax.Array, cut: Cut, comm: Comm, sums: Sums) -> jax.Array:
+def reduce_shard(x: jax.Array, cut: Cut, route: Route, sums: Sums) -> jax.Array:
     """Sums `x` over all devices with a part of the batch; returns this device's shard. [..., D] -> [..., P/N]."""
     with jax.named_scope("zero_reduce"):
-        return comm.reduce(cut.to_stored(sums.prepare(x)), cut)
+        return route.reduce(cut.to_stored(sums.prepare(x)), cut)
 
 
-def own_shard(x: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
+def own_shard(x: jax.Array, cut: Cut, route: Route) -> jax.Array:
     """Returns this device's shard of a value that all devices hold. [..., D] -> [..., P/N]."""
-    return own_part(cut.to_stored(x), cut, comm)
+    return route.own_part(cut.to_stored(x), cut)
 
 
 def reduce_whole(x: jax.Array, sums: Sums) -> jax.Array:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from jzero import _compat
 from jzero._types import DType
-from jzero.layout.comm import Comm
 from jzero.layout.cut import Cut
+from jzero.layout.route import Route
 from jzero.layout.sums import Sums
 
 
@@ -27,7 +27,7 @@ class Reduction:
     Attributes:
       path: The parameter.
       cut: How it is cut.
-      comm: How it travels.
+      route: How it travels.
       sums: How it is summed.
       dtype: The dtype of its shards.
       by_use: Whether to reduce for each use if a loop stands between the uses.
@@ -37,7 +37,7 @@ class Reduction:
 
     path: str
     cut: Cut
-    comm: Comm
+    route: Route
     sums: Sums
     dtype: DType
     by_use: bool

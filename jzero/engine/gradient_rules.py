@@ -60,7 +60,7 @@ def _constraint(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed |
     if not isinstance(sharding, NamedSharding):
         return None
     # ZeRO's axes are manual here.
-    axes = {n: 1 if n in reduction.comm.batch_axes else size for n, size in sharding.mesh.shape.items()}
+    axes = dict(sharding.mesh.shape) | {hop.axis: 1 for hop in reduction.route.hops}
     cut = reduction.cut.with_other_axes(sharding.spec, axes)
     return _same(makers, eqn, dataclasses.replace(reduction, cut=cut) if cut.other_axes else reduction)
 

@@ -41,7 +41,7 @@ from jzero.layout.platform import platform_facts
 from jzero.layout.set_mesh import set_if_explicit
 from jzero.layout.sums import Sums
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.ways import Way
+from jzero.plan.traffic import GatherPlan
 
 
 class LossResult(NamedTuple):
@@ -189,12 +189,12 @@ class _LocalStep:
         leaves = self.plan.leaves
         return frozenset(i for i in self.plan.wholly_offloaded if jnp.issubdtype(leaves[i].grad.dtype, jnp.inexact))
 
-    def way(self, leaf: StateLeaf) -> Way:
+    def gather_plan(self, leaf: StateLeaf) -> GatherPlan:
         """Returns how a parameter reaches the loss."""
-        way, remat = self.plan.traffic.way(leaf), self.traced.remat
+        gather, remat = self.plan.traffic.gather_plan(leaf), self.traced.remat
         if not self.differentiates:  # an evaluation uses each only once
-            return way._replace(is_secondary=False)
-        return way._replace(stays=not self.plan.regathers or (isinstance(remat, Keep) and remat.keeps(leaf.path)))
+            return gather._replace(is_secondary=False)
+        return gather._replace(stays=not self.plan.regathers or (isinstance(remat, Keep) and remat.keeps(leaf.path)))
 
     @functools.cached_property
     def params(self) -> list[Parameter]:
@@ -209,7 +209,7 @@ class _LocalStep:
             is_late=plan.traffic.is_reduced_once(self.micro.steps) and not last,
         )
         return [
-            make(leaf, way=self.way(leaf.param), comm=plan.traffic.comm_of_gradient(leaf), to_host=i in self.streamed)
+            make(leaf, self.gather_plan(leaf.param), plan.traffic.route_of_gradient(leaf), to_host=i in self.streamed)
             for i, leaf in enumerate(plan.leaves)
         ]
 
@@ -296,20 +296,20 @@ class _LocalStep:
         """Returns a stored parameter or carried array as the walk takes it: lazy if it is a partitioned parameter."""
         if number < len(self.params):
             param = self.params[number]
-            return make_lazy(x, param.way, param.leaf.compute_dtype)
+            return make_lazy(x, param.gather, param.leaf.compute_dtype)
         leaf = self.carried[number - len(self.params)]
         if is_key(x.dtype):
             return fold_keys(x, batch_index(self.sums))  # as `rng`
         if leaf is None or leaf.compute_dtype is None:
             return x
-        return make_lazy(x, self.way(leaf), leaf.compute_dtype)
+        return make_lazy(x, self.gather_plan(leaf), leaf.compute_dtype)
 
     def _walk(self, joint: Joint, inputs: PyTree) -> PyTree:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""
         leaves = jax.tree.leaves(inputs, is_leaf=is_lazy)
         order = Order.of(self.plan, differentiates=self.differentiates)
         late = self.plan.config.stage == 3 and platform_facts(self.plan.mesh).hops_late
-        walk = start_walk(frozenset(self.plan.comm.batch_axes), order, hops_late=late)
+        walk = start_walk(frozenset(batch_axes(self.plan.config)), order, hops_late=late)
         with jax.named_scope("zero_compute"):
             # A loss may return a parameter itself, which is still lazy.
             outputs = walk.gather(walk(joint.jaxpr, leaves))

@@ -3,12 +3,12 @@
 In: the body of a backward loop that returns rows of gradients, reduced over two levels. Out: a body that returns the
 sums of one node, and for each such row its last hop. The loop carries the sums to the next turn, which runs that hop:
 
-    r:f32[64,512/N] = zero_reduce[comm=data+node ...] g
+    r:f32[64,512/N] = zero_reduce[route=data+node ...] g
 
 becomes, with D devices per node,
 
-    s:f32[64,512/D] = zero_reduce[comm=data ...] g           # this turn
-    r:f32[64,512/N] = zero_reduce[comm=node ...] s_before    # of the turn before
+    s:f32[64,512/D] = zero_reduce[route=data ...] g           # this turn
+    r:f32[64,512/N] = zero_reduce[route=node ...] s_before    # of the turn before
 
 It costs memory for one such part of a row, and a reduction of zeros in the first turn. The numbers are the same.
 """
@@ -90,12 +90,12 @@ def _trim(eqns: list[JaxprEqn], v: Atom, readers: int) -> tuple[Var, LastHop] | 
 
 def _split(eqn: JaxprEqn) -> tuple[Var, LastHop, LastHop | None]:
     """Returns the result and the parameters of a reduction's first hop, and those of its last, if it has two."""
-    params, levels = eqn.params, eqn.params["comm"].split()
-    if levels is None:
+    params, ((cut, route), *after) = eqn.params, eqn.params["route"].legs(eqn.params["cut"])
+    if not after:
         return eqn.outvars[0], params, None
     # The first hop has already cast and divided.
     dtype = params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype)
     last = dataclasses.replace(params["sums"], dtype=None, predivide=1)
-    near = {**params, "cut": levels.cut_within(params["cut"]), "comm": levels.within, "dtype": dtype}
-    last_hop = {**params, "cut": levels.cut_between(params["cut"]), "comm": levels.between, "sums": last}
-    return _compat.variable(_compat.array_type(near["cut"].shard_shape, dtype)), near, last_hop
+    first_hop = {**params, "cut": cut, "route": route, "dtype": dtype}
+    last_hop = {**params, "cut": after[0][0], "route": after[0][1], "sums": last}
+    return _compat.variable(_compat.array_type(cut.shard_shape, dtype)), first_hop, last_hop

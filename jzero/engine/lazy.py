@@ -31,10 +31,10 @@ from jzero.engine.placed import gather_p, read_p
 from jzero.jaxpr.primitives import CHEAP
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.casts import round_without_derivative
-from jzero.layout.comm import Comm
 from jzero.layout.cut import Cut
 from jzero.layout.placement import on_device
-from jzero.plan.ways import Way
+from jzero.layout.route import Route
+from jzero.plan.traffic import GatherPlan
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -63,7 +63,7 @@ ParamKey: TypeAlias = tuple[int, Cut]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["shard", "unsharded"],
-    meta_fields=["cut", "comm", "wire_dtype", "dtype", "row_of", "path", "on_disk", "stays"],
+    meta_fields=["cut", "route", "wire_dtype", "dtype", "row_of", "path", "on_disk", "stays"],
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
@@ -74,7 +74,7 @@ class ShardedParam:
         int32 [2], for a stack on disk one per row, int32 [L, 2].
       unsharded: The gathered parameter, if it was gathered before; usable if its dtype is `wire_dtype`. [..., D]
       cut: The position of the part in the natural shape.
-      comm: How it travels.
+      route: How it travels.
       wire_dtype: The dtype of the gather: the shard is cast to it first.
       dtype: The dtype of the value: the gathered array is cast to it. Never narrower than `wire_dtype`.
       row_of: In the body of a loop, the stack that it comes from.
@@ -86,7 +86,7 @@ class ShardedParam:
     shard: jax.Array
     unsharded: jax.Array | None
     cut: Cut
-    comm: Comm
+    route: Route
     wire_dtype: DType
     dtype: DType
     row_of: RowOf | None = None
@@ -114,7 +114,7 @@ class ShardedParam:
             assert self.unsharded is not None
             return self.unsharded
         shard = self.shard if self.on_disk is None else self._read()
-        return gather_p.bind(shard, path=self.path, cut=self.cut, dtype=self.wire_dtype, comm=self.comm)
+        return gather_p.bind(shard, path=self.path, cut=self.cut, dtype=self.wire_dtype, route=self.route)
 
     def _read(self) -> jax.Array:
         """Returns the row of a stack on disk. [2] -> [..., P/N]."""
@@ -127,28 +127,26 @@ class ShardedParam:
         return read_p.bind(self.shard, shape=self.cut.shard_shape, dtype=self.on_disk)
 
 
-def make_lazy(stored: jax.Array, way: Way, dtype: DType) -> Leaf:
+def make_lazy(stored: jax.Array, plan: GatherPlan, dtype: DType) -> Leaf:
     """Returns a stored parameter of a dtype as an input of the walk: lazy if it is cut, [..., P/N], else an array.
 
     If it travels in blocks, it is rounded here, so that all uses see the same values. If it is secondary, it is
     gathered between nodes here, so that all uses gather within the node: [..., P/D].
     """
-    leaf, cut, comm, shard = way.leaf, way.leaf.cut_for_collectives, way.comm, stored
+    leaf, cut, shard = plan.leaf, plan.leaf.cut_for_collectives, stored
     if cut is None:  # already in the compute dtype, unless the parameter is not trained
         return round_without_derivative(stored, dtype)
     dtype = jnp.dtype(dtype)  # never that of random keys: they are not cut
     if leaf.in_records:  # a handle of each row, [L, 2]
-        return ShardedParam(stored, None, cut, comm, dtype, dtype, path=leaf.path, on_disk=jnp.dtype(leaf.dtype))
-    if way.kind != "none" and cut.blocks is None:
-        packed = cut.in_blocks(way.kind, dtype, jax.sharding.get_abstract_mesh().shape)
+        return ShardedParam(stored, None, cut, plan.route, dtype, dtype, path=leaf.path, on_disk=jnp.dtype(leaf.dtype))
+    sent = plan.cut_sent(cut, dtype)
+    if sent != cut:
         with jax.named_scope("zero_quantize"):
-            shard, cut = packed.pack_shard(on_device(shard)), packed  # bytes [*stacked, P/N · K]
-    levels = comm.split() if way.is_secondary else None
-    if levels is not None:
-        sent = cut.dtype_sent(dtype)
-        shard = gather_p.bind(shard, path=leaf.path, cut=levels.cut_between(cut), dtype=sent, comm=levels.between)
-        cut, comm = levels.cut_within(cut), levels.within
-    return ShardedParam(shard, None, cut, comm, dtype, dtype, path=leaf.path, stays=way.stays)
+            shard = sent.pack_shard(on_device(shard))  # bytes [*stacked, P/N · K]
+    (cut, route), *before = plan.legs(sent)
+    for part, between in before:
+        shard = gather_p.bind(shard, path=leaf.path, cut=part, dtype=sent.dtype_sent(dtype), route=between)
+    return ShardedParam(shard, None, cut, route, dtype, dtype, path=leaf.path, stays=plan.stays)
 
 
 class Operation(NamedTuple):

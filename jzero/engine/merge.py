@@ -284,4 +284,4 @@ def merge_written(x: jax.Array, before: jax.Array, written: Written, sums: Sums,
     """
     merged = x if written.merge is None else MERGES[written.merge].merge(x, before, sums)
     cut = None if written.leaf is None else written.leaf.cut_for_collectives
-    return overwrite(before, merged if cut is None else own_shard(merged, cut, plan.comm))
+    return overwrite(before, merged if cut is None else own_shard(merged, cut, plan.route))

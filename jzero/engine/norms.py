@@ -15,6 +15,7 @@ from jax import lax
 
 from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero.config.precision import scale_by, wide_dtype
+from jzero.layout.mesh import shard_axes
 from jzero.layout.placement import memory_of, on_device
 from jzero.layout.platform import platform_facts
 from jzero.layout.sums import sum_along
@@ -38,10 +39,10 @@ def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: Z
         else:
             sharded = sharded + square.astype(dtype)  # of this device's [D/N, F]
     if not plan.config.policy.skips or not reduced:
-        return jnp.sqrt(sum_along(sharded, *plan.comm.shard_axes) + replicated), jnp.zeros((0,), jnp.bool_)
+        return jnp.sqrt(sum_along(sharded, *shard_axes(plan.config)) + replicated), jnp.zeros((0,), jnp.bool_)
     # Leaves that every device holds whole are counted N times, which does not change whether the count is 0.
     counts = [count for _, count in sums]
-    sharded, totals = sum_along((sharded, jnp.stack(counts)), *plan.comm.shard_axes)  # one `psum` for both
+    sharded, totals = sum_along((sharded, jnp.stack(counts)), *shard_axes(plan.config))  # one `psum` for both
     return jnp.sqrt(sharded + replicated), totals > 0
 
 

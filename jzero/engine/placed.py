@@ -1,7 +1,7 @@
 """The primitives of a placed program: how parameters and gradients travel, and what waits, as equations.
 
-    a:f32[512,64] = zero_gather[path=w cut=0/8 dtype=float32 comm=data] s      # s: [512/N, 64] on each of N devices
-    r:f32[64,64] = zero_reduce[path=w cut=0/8 dtype=float32 comm=data ...] g   # this device's part of the sum over all
+    a:f32[512,64] = zero_gather[path=w cut=0/8 dtype=float32 route=data] s     # s: [512/N, 64] on each of N devices
+    r:f32[64,64] = zero_reduce[path=w cut=0/8 dtype=float32 route=data ...] g  # this device's part of the sum over all
     p:f32[512,64] = zero_unreduced[path=w] g                                   # g itself, to be reduced later
     s_ x_ = zero_wait[n=1 how=select] s x                                      # s_ does not exist before x does
     s_ = zero_named[path=w] s                                                  # s itself
@@ -37,20 +37,20 @@ from jzero.arrays.collectives import gather_param, reduce_shard
 from jzero.arrays.python_calls import call_python
 from jzero.disk.rows import take_row
 from jzero.layout.casts import round_without_derivative
-from jzero.layout.comm import Comm, Hop
 from jzero.layout.cut import Cut
 from jzero.layout.placement import on_device
+from jzero.layout.route import Collective, Route
 from jzero.layout.sums import Sums
 
 How: TypeAlias = Literal["barrier", "light", "select"]
 
 
-def _gather(shard: jax.Array, *, cut: Cut, dtype: DType, comm: Comm, **_: object) -> jax.Array:
+def _gather(shard: jax.Array, *, cut: Cut, dtype: DType, route: Route, **_: object) -> jax.Array:
     """[..., P/N] -> [..., D]. Only now a shard in host memory moves to the device."""
     shard = on_device(shard)
     if cut.blocks is None:
-        return gather_param(round_without_derivative(shard, dtype), cut, comm)
-    return round_without_derivative(gather_param(shard, cut, comm), dtype)
+        return gather_param(round_without_derivative(shard, dtype), cut, route)
+    return round_without_derivative(gather_param(shard, cut, route), dtype)
 
 
 def _read(handle: jax.Array, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
@@ -58,9 +58,9 @@ def _read(handle: jax.Array, *, shape: tuple[int, ...], dtype: DType) -> jax.Arr
     return call_python(take_row, handle, shape, dtype)
 
 
-def _reduce(grad: jax.Array, *, cut: Cut, dtype: DType, comm: Comm, sums: Sums, **_: object) -> jax.Array:
+def _reduce(grad: jax.Array, *, cut: Cut, dtype: DType, route: Route, sums: Sums, **_: object) -> jax.Array:
     """[..., D] -> [..., P/N]. `path` and `is_awaited` are for who reads the program."""
-    return reduce_shard(grad, cut, comm, sums).astype(dtype)
+    return reduce_shard(grad, cut, route, sums).astype(dtype)
 
 
 def _same(x: jax.Array, **_: object) -> jax.Array:
@@ -142,15 +142,15 @@ PLACED = frozenset([gather_p, read_p, reduce_p, unreduced_p, named_p, wait_p])
 """The primitives of a placed program."""
 
 
-def hops_of(eqn: JaxprEqn) -> tuple[Hop, ...]:
+def collectives_of(eqn: JaxprEqn) -> tuple[Collective, ...]:
     """Returns the collectives of an equation of a placed program; of arrays that other mesh axes cut, one part's."""
     if eqn.primitive not in (gather_p, reduce_p):
         return ()
     with _compat.where_traced(eqn):
-        cut, comm = eqn.params["cut"].of_part(jax.sharding.get_abstract_mesh().shape), eqn.params["comm"]
+        cut, route = eqn.params["cut"].of_part(jax.sharding.get_abstract_mesh().shape), eqn.params["route"]
     if eqn.primitive is gather_p:
-        return comm.gather_hops(cut, eqn.params["dtype"])
-    return comm.reduce_hops(cut, eqn.params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype))
+        return route.gathers(cut, eqn.params["dtype"])
+    return route.reductions(cut, eqn.params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype))
 
 
 def operations_of(eqn: JaxprEqn) -> Jaxpr:

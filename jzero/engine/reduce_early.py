@@ -63,12 +63,13 @@ def reduce_early(jaxpr: J, out_exits: Exits, in_exits: Exits = (), cache: Cache 
     Example:
       >>> from jzero.engine.gradient_exits import Reduction
       >>> from jzero.engine.reduce_early import reduce_early
-      >>> from jzero.layout.comm import Direct
-      >>> from jzero.layout.sums import Sums
+      >>> from jzero.layout.route import Hop, Route
       >>> from jzero.layout.cut import Cut
+      >>> from jzero.layout.sums import Sums
       >>> loss = lambda w, x: (x @ w.astype(jnp.bfloat16)).sum()
       >>> joint = jax.make_jaxpr(jax.grad(loss))(jnp.ones((64, 8)), jnp.ones((2, 64), jnp.bfloat16))
-      >>> exit = Reduction("w", Cut(0, (64, 8), 8), Direct("data"), Sums(("data",)), jnp.dtype("float32"), by_use=True)
+      >>> cut, route = Cut(0, (64, 8), 8), Route((Hop("data", 8),))
+      >>> exit = Reduction("w", cut, route, Sums(("data",)), jnp.dtype("float32"), by_use=True)
       >>> [str(eqn.primitive) for eqn in reduce_early(joint.jaxpr, [exit]).eqns[-2:]]
       ['transpose', 'zero_reduce']
     """
@@ -118,7 +119,7 @@ class _Sweep:
             self.eqns.append(_compat.new_equation(unreduced_p, [v], [out], params, near))
             return
         shard = self.place(how, out, near)
-        params |= {"cut": how.cut, "dtype": how.dtype, "comm": how.comm, "sums": how.sums}
+        params |= {"cut": how.cut, "dtype": how.dtype, "route": how.route, "sums": how.sums}
         self.eqns.append(_compat.new_equation(reduce_p, [v], [shard], params, near))
 
     def name(self, how: GradientExit | None, out: Var, near: JaxprEqn) -> Var:

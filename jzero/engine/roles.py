@@ -24,10 +24,11 @@ from jzero.arrays.collectives import reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
 from jzero.engine.placed import reduce_p
-from jzero.layout.comm import Comm, Levels
+from jzero.layout.cut import Cut
 from jzero.layout.leaves import LeafPlan
+from jzero.layout.route import Leg, Route
 from jzero.layout.sums import Sums
-from jzero.plan.ways import Way
+from jzero.plan.traffic import GatherPlan
 
 
 class Role(enum.Enum):
@@ -52,8 +53,8 @@ class Parameter:
 
     Attributes:
       leaf: Its layout.
-      way: How it reaches the loss.
-      comm: How its gradient travels.
+      gather: How it reaches the loss.
+      route: How its gradient travels.
       sums: How its gradient is summed.
       reduce_last: Whether gradients are reduced once, after all micro-batches.
       stage: The stage.
@@ -62,8 +63,8 @@ class Parameter:
     """
 
     leaf: LeafPlan
-    way: Way
-    comm: Comm
+    gather: GatherPlan
+    route: Route
     sums: Sums
     reduce_last: bool
     stage: int
@@ -92,14 +93,12 @@ class Parameter:
         if not early:
             return Unreduced(self.leaf.path, is_awaited)  # [D, F]: summed over micro-batches, then reduced
         by_use = self.stage > 1  # stage 1 has the memory to sum whole gradients
-        dtype, comm, levels = jnp.dtype(self.sum_dtype), self.comm, self._levels
-        if levels is not None:
-            cut, comm = levels.cut_within(cut), levels.within
-        return Reduction(self.leaf.path, cut, comm, self.sums, dtype, by_use, self.to_host, is_awaited)
+        cut, route = self._legs(cut)[0]
+        dtype = jnp.dtype(self.sum_dtype)
+        return Reduction(self.leaf.path, cut, route, self.sums, dtype, by_use, self.to_host, is_awaited)
 
-    @property
-    def _levels(self) -> Levels | None:
-        return self.comm.split() if self.is_late else None
+    def _legs(self, cut: Cut) -> tuple[Leg, ...]:
+        return self.route.legs(cut) if self.is_late else ((cut, self.route),)
 
     @property
     def sum_dtype(self) -> DType:
@@ -118,12 +117,12 @@ class Parameter:
         cut = self.leaf.grad.cut_for_collectives
         if grad is None:  # integers, frozen parameters
             return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
-        comm, sums, levels = self.comm, self.sums, self._levels
-        if isinstance(self.gradient_exit, Reduction):
-            if levels is None or cut is None:
-                return grad  # the program has reduced it: [D/N, F]
-            cut, comm, sums = levels.cut_between(cut), levels.between, dataclasses.replace(sums, predivide=1)
         if cut is None:
-            return reduce_whole(grad, sums)
-        dtype = jnp.dtype(self.sum_dtype if levels else sums.dtype_of(grad.dtype))
-        return reduce_p.bind(grad, path=self.leaf.path, is_awaited=False, cut=cut, dtype=dtype, comm=comm, sums=sums)
+            return reduce_whole(grad, self.sums)
+        legs, sums, dtype = self._legs(cut), self.sums, self.sums.dtype_of(grad.dtype)
+        if isinstance(self.gradient_exit, Reduction):  # the program has reduced it, at least within its node
+            legs, sums, dtype = legs[1:], dataclasses.replace(sums, predivide=1), self.sum_dtype
+        for part, route in legs:
+            how = {"cut": part, "dtype": jnp.dtype(dtype), "route": route, "sums": sums}
+            grad = reduce_p.bind(grad, path=self.leaf.path, is_awaited=False, **how)
+        return grad  # [D/N, F]

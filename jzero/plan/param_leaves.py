@@ -22,7 +22,7 @@ from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, shard_axes
 from jzero.layout.placement import Memory
 from jzero.plan.choice import choose_cut, find_scan_dims
-from jzero.plan.ways import why_not_stored
+from jzero.plan.traffic import why_not_stored
 
 T = TypeVar("T")
 

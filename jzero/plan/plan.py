@@ -16,11 +16,19 @@ from jzero._types import DType, PyTree
 from jzero.config.precision import is_key
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import itemsize
-from jzero.layout.comm import Comm, comm_of
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, mesh_platform, names_host_memory, with_explicit_axes
+from jzero.layout.mesh import (
+    AnyMesh,
+    axis_size,
+    batch_axes,
+    mesh_platform,
+    names_host_memory,
+    shard_axes,
+    with_explicit_axes,
+)
 from jzero.layout.padded import Padded
 from jzero.layout.records import Rectangle, rectangles
+from jzero.layout.route import Route, route_of
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.plan.kept import Kept
 from jzero.plan.state_bytes import BytesPerDevice, device_bytes, host_bytes, record_bytes, replicated_bytes
@@ -204,12 +212,12 @@ class ZeroPlan(Report):
 
     def whole_leaf(self, path: str, shape: tuple[int, ...], dtype: DType, reason: str = "") -> StateLeaf:
         """Returns the layout of an array that every device holds whole."""
-        return StateLeaf(path, shape, dtype, self.mesh, self.comm.shard_axes, reason=reason)
+        return StateLeaf(path, shape, dtype, self.mesh, shard_axes(self.config), reason=reason)
 
     @functools.cached_property
-    def comm(self) -> Comm:
+    def route(self) -> Route:
         """How parameters and gradients travel."""
-        return comm_of(self.config, self.mesh)
+        return route_of(self.config, self.mesh)
 
     @functools.cached_property
     def indices(self) -> dict[str, int]:

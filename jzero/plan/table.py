@@ -41,7 +41,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     config = plan.config
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
     head = (
-        f"ZeRO stage {config.stage} over {', '.join(map(repr, plan.comm.shard_axes))} (N={plan.num_shards}), "
+        f"ZeRO stage {config.stage} over {', '.join(map(repr, shard_axes(config)))} (N={plan.num_shards}), "
         f"mesh ({axes}), batch over {batch_axes(config)}"
     )
     if config.stage and plan.num_shards == 1:
@@ -59,7 +59,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
         kinds = ", ".join(sorted({*dataclasses.astuple(plan.config.quantization)} - {"none"}))
         header = (f"as they are, not {kinds}", "shape", "reason")
         sections.append(_table(header, plan.unquantized, lambda x: (x.path, str(x.shape), x.reason), max_rows))
-    if work := plan.matrices.lines(", ".join(plan.comm.shard_axes), plan.num_shards):
+    if work := plan.matrices.lines(", ".join(shard_axes(config)), plan.num_shards):
         sections.append("\n".join([work[0], *work[1:][:max_rows], *_rest(len(work) - 1, max_rows)]))
     gathered = f"gathered per step: {format_bytes(plan.gathered_bytes)}"
     if plan.traffic.gathers_of_loss:
@@ -153,7 +153,7 @@ def _placement(leaf: StateLeaf, plan: ZeroPlan) -> str:
     if leaf.cut is None:
         return (
             f"{leaf.dtype} whole"
-            + (f" over {', '.join(plan.comm.shard_axes)}, {leaf.base}" if any(leaf.base) else "")
+            + (f" over {', '.join(shard_axes(plan.config))}, {leaf.base}" if any(leaf.base) else "")
             + where
         )
     if leaf.cut.blocks is not None:
@@ -188,7 +188,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, object]:
     config, ours, replicated = plan.config, plan.bytes_per_device, plan.replicated_bytes
     return {
         "stage": config.stage,
-        "axis": "+".join(plan.comm.shard_axes),
+        "axis": "+".join(shard_axes(config)),
         "num_shards": plan.num_shards,
         "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
         "persistence_threshold": config.persistence_threshold,

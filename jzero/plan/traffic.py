@@ -4,16 +4,82 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+import itertools
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
+import jax.numpy as jnp
+
+from jzero._types import DType
+from jzero.config.leaf_rule import LeafRule
 from jzero.config.precision import cast_dtype
-from jzero.layout.comm import Comm, Hop, comm_of
+from jzero.jaxpr.sizes import itemsize
+from jzero.layout.blocks import LEAST
+from jzero.layout.cut import Cut
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import shard_axes
-from jzero.plan.ways import Way, why_exact, why_not_stored
+from jzero.layout.route import Collective, Leg, Route, route_of
 
 if TYPE_CHECKING:
     from jzero.plan.plan import ZeroPlan
+
+Kind = TypeVar("Kind", bound=str)
+
+
+class GatherPlan(NamedTuple):
+    """How one stored parameter reaches the loss.
+
+    Attributes:
+      leaf: The parameter as stored.
+      route: How its shards travel.
+      kind: In which blocks they travel, `int8`, or "none".
+      is_secondary: Whether it is gathered between nodes once per step, before all uses.
+      stays: Whether it stays whole from its first to its last use, in both passes.
+    """
+
+    leaf: StateLeaf
+    route: Route
+    kind: str = "none"
+    is_secondary: bool = False
+    stays: bool = False
+
+    def cut_sent(self, cut: Cut, dtype: DType) -> Cut:
+        """Returns its cut as it travels in a dtype."""
+        as_stored = self.kind == "none" or cut.blocks is not None
+        return cut if as_stored else cut.in_blocks(self.kind, dtype, self.leaf.mesh.shape)
+
+    def legs(self, cut: Cut) -> tuple[Leg, ...]:
+        """Returns how it travels for each use and, if it is secondary, once per step before."""
+        return self.route.legs(cut) if self.is_secondary else ((cut, self.route),)
+
+    def collectives(self, dtype: DType) -> list[tuple[Collective, ...]]:
+        """Returns the collectives of each leg; none if it stays whole."""
+        if self.leaf.cut_for_collectives is None:
+            return [()]
+        cut = self.cut_sent(self.leaf.cut_for_collectives, dtype)
+        legs = self.legs(cut.of_part(self.leaf.mesh.shape))
+        return [route.gathers(part, cut.dtype_sent(dtype)) for part, route in legs]
+
+
+def why_not_stored(leaf: StateLeaf, rule: LeafRule) -> str:
+    """Returns why a frozen parameter cannot be stored in blocks; an empty string if it can."""
+    return why_exact(leaf, rule) if not any(leaf.base) else "cut over other mesh axes, too"
+
+
+def why_exact(leaf: StateLeaf, rule: LeafRule) -> str:
+    """Returns why a leaf cannot travel in blocks; an empty string if it can."""
+    cut = leaf.cut
+    if cut is None or rule.quantize is False:
+        return "by rule" if cut else "whole"
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or itemsize(leaf.dtype) < 2:
+        return f"{leaf.dtype} is no floating-point dtype of 16 bits or more"
+    if cut.blocks is not None:
+        return ""
+    if cut.flat:
+        return "flattened"
+    if cut.num_stacked > 1:  # a loop would transpose it, and blocks cannot be
+        return f"scanned over dimension {cut.num_stacked - 1}, not 0"
+    beside = cut.with_other_axes(leaf.base, leaf.mesh.shape).of_part(leaf.mesh.shape).size_beside
+    return f"{beside} elements beside the cut, fewer than {LEAST}" if beside < LEAST else ""
 
 
 class LevelBytes(NamedTuple):
@@ -41,39 +107,24 @@ class Traffic:
 
     plan: ZeroPlan
 
-    def bytes_gathered_in(self, *, micro_batches: int) -> int:
-        """Returns `gathered_bytes` of a step with several micro-batches: at stage 3 each of them gathers."""
-        before = self.gathers_before_loss if micro_batches else ()
-        hops = (*before, *micro_batches * self.gathers_of_loss, *self._gathers_after_update)
-        return sum(hop.num_bytes for hop in hops)
-
-    @property
-    def _gathers_after_update(self) -> list[Hop]:
-        updated = [x for x in self.plan.leaves if not x.param.cut and x.trained]
-        return [hop for x in updated for hop in Way(x.grad, self.plan.comm).hops(x.compute_dtype)[1]]
-
-    def way(self, leaf: StateLeaf) -> Way:
+    def gather_plan(self, leaf: StateLeaf) -> GatherPlan:
         """Returns how a parameter reaches the loss of a train step, given its layout as stored."""
-        kind = self.plan.config.quantization.gather
-        is_exact = kind == "none" or self.why_exact(leaf)
-        return Way(leaf, self.plan.comm, "none" if is_exact else kind, self.plan.config.secondary_params)
+        config = self.plan.config
+        return GatherPlan(leaf, self.plan.route, self._kind(config.quantization.gather, leaf), config.secondary_params)
 
-    def comm_of_gradient(self, leaf: LeafPlan) -> Comm:
+    def route_of_gradient(self, leaf: LeafPlan) -> Route:
         """Returns how a parameter's gradient travels."""
-        is_exact = self.plan.config.quantization.reduce == "none" or self.why_exact(leaf.grad)
-        return self.plan.comm if is_exact else self.rounding_comm
+        config = self.plan.config
+        return route_of(config, self.plan.mesh, self._kind(config.quantization.reduce, leaf.grad))
 
     def is_reduced_once(self, micro_batches: int) -> bool:
         """Whether gradients cross nodes once per step, however often their parameters are used."""
         return self.plan.config.secondary_grads and micro_batches > 1
 
-    @functools.cached_property
-    def rounding_comm(self) -> Comm:
-        """How gradients travel that `Quantization.reduce` rounds."""
-        return comm_of(self.plan.config, self.plan.mesh, self.plan.config.quantization.reduce)
+    def _kind(self, asked: Kind, leaf: StateLeaf) -> Kind | Literal["none"]:
+        return "none" if asked == "none" or self._why_exact(leaf) else asked
 
-    def why_exact(self, leaf: StateLeaf) -> str:
-        """Returns why a parameter or gradient cannot travel in blocks of integers; an empty string if it can."""
+    def _why_exact(self, leaf: StateLeaf) -> str:
         return why_exact(leaf, self.plan.config.rule_for(leaf.path))
 
     def unquantized(self) -> tuple[UnquantizedLeaf, ...]:
@@ -84,53 +135,59 @@ class Traffic:
             x for x in self.plan.other_leaves if x.is_param and x.cut and {kinds.gather, kinds.frozen} != {"none"}
         ]
         reduced = [leaf.grad for leaf in self.plan.leaves if leaf.trained and leaf.grad.cut and kinds.reduce != "none"]
-        reasons = [(x, self.why_exact(x)) for x in (*travels, *reduced, *stored)]
+        reasons = [(x, self._why_exact(x)) for x in (*travels, *reduced, *stored)]
         if kinds.frozen != "none":
             frozen = [leaf.param for leaf in self.plan.leaves if not leaf.trained and leaf.param.cut]
             reasons += [(x, why_not_stored(x, self.plan.config.rule_for(x.path))) for x in (*frozen, *stored)]
         by_path = {x.path: UnquantizedLeaf(x.path, x.shape, reason) for x, reason in reasons}
         return tuple(x for x in by_path.values() if x.reason)
 
+    def bytes_gathered_in(self, *, micro_batches: int) -> int:
+        """Returns `gathered_bytes` of a step with several micro-batches: at stage 3 each of them gathers."""
+        return sum(x.num_bytes for x in self._gathers_in(micro_batches))
+
     def sent_bytes(self, *, micro_batches: int = 1) -> LevelBytes:
         """See `ZeroPlan.sent_bytes`."""
-        hops = [*self.gathers_before_loss, *micro_batches * self.gathers_of_loss, *self._gathers_after_update]
+        found = self._gathers_in(micro_batches)
         within_nodes, *over_nodes = shard_axes(self.plan.config)
         for leaf in self.plan.leaves:
             cut = leaf.grad.cut_for_collectives if leaf.trained else None
             if cut is None:
                 continue
             dtype = cast_dtype(leaf.compute_dtype, self.plan.config.policy.reduce)
-            reductions = self.comm_of_gradient(leaf).reduce_hops(cut.of_part(self.plan.mesh.shape), dtype)
             late = self.is_reduced_once(micro_batches)
-            for hop in reductions:
-                once = self.plan.config.stage < 2 or (late and within_nodes not in hop.axes)
-                hops += [hop] * (1 if once else micro_batches)
-        between = sum(hop.sent_bytes for hop in hops if not {*over_nodes}.isdisjoint(hop.axes))
-        return LevelBytes(round(sum(hop.sent_bytes for hop in hops) - between), round(between))
+            for x in self.route_of_gradient(leaf).reductions(cut.of_part(self.plan.mesh.shape), dtype):
+                once = self.plan.config.stage < 2 or (late and within_nodes not in x.axes)
+                found += [x] * (1 if once else micro_batches)
+        between = sum(x.sent_bytes for x in found if not {*over_nodes}.isdisjoint(x.axes))
+        return LevelBytes(round(sum(x.sent_bytes for x in found) - between), round(between))
 
     @property
     def secondary_bytes(self) -> int:
         """Bytes on one device of the secondary shares that it keeps during a step (`ZeroConfig.secondary_params`)."""
-        return sum(hop.num_bytes for hop in self.gathers_before_loss)
+        return sum(x.num_bytes for x in self.gathers_before_loss)
+
+    def _gathers_in(self, micro_batches: int) -> list[Collective]:
+        """Returns the collectives of all gathers of a step; without micro-batches, of those after the update."""
+        before = self.gathers_before_loss if micro_batches else ()
+        updated = [x for x in self.plan.leaves if not x.param.cut and x.trained]
+        after = [GatherPlan(x.grad, self.plan.route).collectives(x.compute_dtype)[0] for x in updated]
+        return [*before, *micro_batches * self.gathers_of_loss, *itertools.chain(*after)]
 
     @functools.cached_property
-    def _hops(self) -> list[tuple[tuple[Hop, ...], tuple[Hop, ...]]]:
-        """The collectives of each parameter once per step, and of each use."""
+    def _gathers(self) -> list[tuple[str, list[tuple[Collective, ...]]]]:
+        """The path of each parameter, and the collectives of each use and, if it is secondary, once per step."""
         held = [(leaf.param, leaf.compute_dtype) for leaf in self.plan.leaves]
         held += [(x, x.compute_dtype) for x in self.plan.other_leaves if x.compute_dtype is not None]
-        return [self.way(x).hops(dtype) for x, dtype in held]
+        return [(x.path, self.gather_plan(x).collectives(dtype)) for x, dtype in held]
 
     @functools.cached_property
-    def gathers_of_loss(self) -> tuple[Hop, ...]:
+    def gathers_of_loss(self) -> tuple[Collective, ...]:
         """The collectives of the gathers of a loss and its gradient."""
-        again = [
-            of_use
-            for x, (_, of_use) in zip(self.plan.all_params, self._hops, strict=True)
-            if self.plan.regathers_param(x.path)
-        ]
-        return tuple(hop for hops in (*(of_use for _, of_use in self._hops), *again) for hop in hops)
+        uses = [use * (2 if self.plan.regathers_param(path) else 1) for path, (use, *_) in self._gathers]
+        return tuple(itertools.chain(*uses))
 
     @functools.cached_property
-    def gathers_before_loss(self) -> tuple[Hop, ...]:
+    def gathers_before_loss(self) -> tuple[Collective, ...]:
         """The collectives of gathers once per step: those between nodes with `secondary_params`."""
-        return tuple(hop for once, _ in self._hops for hop in once)
+        return tuple(x for _, (_, *before) in self._gathers for leg in before for x in leg)

@@ -65,7 +65,7 @@ def compiler_options(plan: ZeroPlan, asked: CompilerOptions | None) -> Options |
     if platform == "gpu":
         count = axis_size(plan.mesh, config)
         exact = config.quantization.reduce == "none" and not config.secondary_grads
-        least = 2**23 * count if exact and plan.comm.split() is not None else max(2**24, 2**18 * count)
+        least = 2**23 * count if exact and len(plan.route.levels) > 1 else max(2**24, 2**18 * count)
         reduced = least if config.reduce_bucket_bytes is None else config.reduce_bucket_bytes
         options[REDUCE_BUCKET] = -(-reduced // count)
         if config.all_gather_bucket_bytes is not None:

@@ -40,9 +40,8 @@ from jzero import _compat
 from jzero._types import DType, PyTree
 from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.products import factorizes
-from jzero.layout.comm import shard_index
 from jzero.layout.cut import Cut
-from jzero.layout.mesh import batch_axes
+from jzero.layout.mesh import batch_axes, shard_axes
 from jzero.plan.matrices import Port, Work, schedule_of
 from jzero.plan.plan import ZeroPlan
 from jzero.update.slots import Buffers, exchanged, pack, rows_below, unpack, widened, widest
@@ -140,7 +139,7 @@ def compute_owned(plan: ZeroPlan, works: Sequence[Work], read: Callable[[Var], j
     groups = list(map(_Group, grouped, schedule.rounds))
 
     def spec(port: Port) -> PartitionSpec:
-        return port.cut.spec(PartitionSpec(), plan.comm.shard_axes)
+        return port.cut.spec(PartitionSpec(), shard_axes(plan.config))
 
     def placed(v: Var, port: Port) -> jax.Array:
         stored = port.cut.to_stored(read(v).reshape(port.leaf.shape))
@@ -172,7 +171,8 @@ def _exchange_and_compute(
     plan: ZeroPlan, groups: Sequence[_Group], slots: Slots, operands: Nested, shared: Nested
 ) -> list[list[list[jax.Array]]]:
     """Computes all works, from shards of their operands to shards of their results."""
-    axes, me = plan.comm.shard_axes, shard_index(plan.comm)
+    axes = shard_axes(plan.config)
+    me = lax.axis_index(axes if len(axes) > 1 else axes[0])
 
     def swap(x: jax.Array) -> jax.Array:  # [N, ...]: row d goes to device d
         return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)

@@ -311,9 +311,7 @@ def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: Stored) -> j
     assert not isinstance(old, OnDisk)
     platform, cut = platform_facts(plan.mesh), leaf.grad.cut
     by_row = cut is not None and (platform.transposes_gathers or cut.flat)
-    if (
-        leaf.param.cut is None and cut is not None and (by_row or len(plan.comm.shard_axes) > 1)
-    ):  # XLA gathers in one hop
+    if leaf.param.cut is None and cut is not None and (by_row or len(plan.route.levels) > 1):  # XLA gathers in one hop
         new = gather_leaf(new, leaf.grad, plan, onto=old if by_row else None)
     elif leaf.param.cut != leaf.grad.cut:
         new = leaf.grad.load(new)

@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "shards_kept_as_reduced",
         "engine/roles.py",
-        "dtype, comm, levels = jnp.dtype(self.sum_dtype), self.comm",
-        "dtype, comm, levels = jnp.dtype(self.sums.dtype_of(self.leaf.compute_dtype)), self.comm",
+        "dtype = jnp.dtype(self.sum_dtype)",
+        "dtype = jnp.dtype(self.sums.dtype_of(self.leaf.compute_dtype))",
         "test_reductions.py::test_shards_of_uses_are_summed_in_the_accumulate_dtype",
     ),
     Mutant(
@@ -153,8 +153,8 @@ MUTANTS = [
     Mutant(
         "gathers_wide",
         "engine/placed.py",
-        "gather_param(round_without_derivative(shard, dtype), cut, comm)",
-        "gather_param(shard, cut, comm).astype(dtype)",
+        "gather_param(round_without_derivative(shard, dtype), cut, route)",
+        "gather_param(shard, cut, route).astype(dtype)",
         "test_precision.py::test_no_gather_of_the_loss_moves_fp32",
         "True-False",
     ),

@@ -163,17 +163,17 @@ MUTANTS = [
     # Collectives.
     Mutant(
         "reduction_doubled",
-        "layout/comm.py",
-        "lambda x: lax.psum_scatter(x, self.axis,",
-        "lambda x: lax.psum_scatter(x + x, self.axis,",
+        "layout/route.py",
+        "            x = hop.reduce(x, cut)",
+        "            x = hop.reduce(x + x, cut)",
         "test_engine.py::test_gradients_equal_plain_jax_at_stage_3",
         "[plain]",
     ),
     Mutant(
         "replicas_not_summed",
-        "layout/comm.py",
-        "return sum_along(self.inner.reduce(x, cut), self.axis)",
-        "return self.inner.reduce(x, cut)",
+        "layout/route.py",
+        'if self.sum == "copy":\n            return lax.psum(x, self.axis)',
+        'if self.sum == "copy":\n            return x',
         "test_engine.py::test_hybrid_sharding_replicates_the_shards",
         "[3]",
     ),
