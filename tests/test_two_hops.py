@@ -363,6 +363,10 @@ def test_the_plan_tells_bytes_by_level(steps):
     one = jzero.plan_of(abstract(make_params(np.float32), both, node=1, data=4))
     assert "one node along 'node': there is nothing between nodes" in str(one)
     assert one.sent_bytes().between == one.traffic.secondary_bytes == 0
+    alone = jzero.plan_of(abstract(make_params(np.float32), both, node=4, data=1))
+    size = sum(int(np.prod(leaf.grad.stored_shape)) for leaf in alone.leaves if leaf.grad.cut)
+    gathered = alone.traffic.bytes_gathered_in(micro_batches=steps)
+    assert gathered == alone.traffic.secondary_bytes == 2 * size, "one device per node gathers between nodes alone"
 
 
 @pytest.mark.parametrize(("names", "want"), [(("node", "data"), (2, 1)), (("data", "node"), (1, 2))])

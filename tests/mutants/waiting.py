@@ -116,6 +116,13 @@ MUTANTS = [
         "test_sent.py::test_micro_batches_and_replicas_count",
     ),
     Mutant(
+        "devices_alone_gather",
+        "layout/route.py",
+        "if hop.num_parts > 1]",
+        "if hop.num_parts > 0]",
+        "test_two_hops.py::test_the_plan_tells_bytes_by_level",
+    ),
+    Mutant(
         "blocks_wait_for_the_next_one",
         "engine/waits.py",
         "due = self.last if self.is_in_blocks else self.reduced",
