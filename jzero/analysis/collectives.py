@@ -26,7 +26,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class CompiledCollective:
     """One collective operation of a compiled program.
 
     Attributes:
@@ -91,7 +91,7 @@ class Collective:
         nodes = {i // devices_per_node for i in self.group}
         return bytes_on_port(self.kind, self.sent_bytes, self.num_devices, len(nodes))
 
-    def by_dtype(self) -> Iterator[Collective]:
+    def by_dtype(self) -> Iterator[CompiledCollective]:
         """Yields its parts with results of one dtype; compilers merge collectives of several."""
         for dtype in dict.fromkeys(x.dtype for x in self.results):
             yield dataclasses.replace(self, results=tuple(x for x in self.results if x.dtype == dtype))
@@ -110,7 +110,7 @@ def bytes_on_port(kind: str, sent_bytes: float, num_devices: int, num_nodes: int
     return sent_bytes * num_nodes / num_devices
 
 
-def find_collectives(hlo_text: str) -> list[Collective]:
+def find_collectives(hlo_text: str) -> list[CompiledCollective]:
     """Returns every collective that the entry computation runs; of branches, those of the one that sends most.
 
     Args:
@@ -127,7 +127,7 @@ def find_collectives(hlo_text: str) -> list[Collective]:
     return list(program_collectives(parse_hlo(hlo_text)))
 
 
-def program_collectives(program: Program, *, unknown_trips: int | None = None) -> Iterator[Collective]:
+def program_collectives(program: Program, *, unknown_trips: int | None = None) -> Iterator[CompiledCollective]:
     """Yields every collective that a program runs; of branches, those of the one that sends most.
 
     Args:
@@ -138,7 +138,7 @@ def program_collectives(program: Program, *, unknown_trips: int | None = None) -
         yield from _walk(program, program.computations[program.entry], 1, False, unknown_trips)
 
 
-def collective_of(program: Program, instruction: Instruction) -> Collective | None:
+def collective_of(program: Program, instruction: Instruction) -> CompiledCollective | None:
     """Returns the collective that an instruction is or starts, counted once, if it is one."""
     base = instruction.opcode.removesuffix("-start")
     if base == "recv" and (between := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)):
@@ -177,7 +177,7 @@ def _has_target(computation: Computation, target: str) -> bool:
 
 def _walk(
     program: Program, computation: Computation, times: int | None, in_loop: bool, unknown_trips: int | None
-) -> Iterator[Collective]:
+) -> Iterator[CompiledCollective]:
     for instruction in computation.instructions:
         collective = collective_of(program, instruction)
         if collective is not None:
@@ -200,12 +200,14 @@ def _walk(
             yield from itertools.chain(*runs)
 
 
-def _collective(program: Program, kind: str, instruction: Instruction, results: tuple[Array, ...]) -> Collective:
+def _collective(
+    program: Program, kind: str, instruction: Instruction, results: tuple[Array, ...]
+) -> CompiledCollective:
     group = _group(instruction.attributes) or tuple(range(program.num_devices))
-    return Collective(kind, results, 1, False, group, instruction.op_name, instruction.name)
+    return CompiledCollective(kind, results, 1, False, group, instruction.op_name, instruction.name)
 
 
-def _between_slices(kind: str, instruction: Instruction) -> Collective:
+def _between_slices(kind: str, instruction: Instruction) -> CompiledCollective:
     """Returns a collective of the devices at one place of each slice; devices are in the order of slices.
 
     They are written as slices and places, `"{1,2}x{0:3}"`, or group by group, `{{100000,200000},{100001,200001}}`.
@@ -219,7 +221,7 @@ def _between_slices(kind: str, instruction: Instruction) -> Collective:
         groups = re.findall(r"\{([\d,]+)\}", target) or ["0"]
         num_slices, per_slice = groups[0].count(",") + 1, len(groups)
     group = tuple(per_slice * i for i in range(num_slices))
-    return Collective(kind, instruction.results[:1], 1, False, group, instruction.op_name, instruction.name)
+    return CompiledCollective(kind, instruction.results[:1], 1, False, group, instruction.op_name, instruction.name)
 
 
 def _results(instruction: Instruction) -> tuple[Array, ...]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from jzero.analysis.collectives import Collective
+from jzero.analysis.collectives import CompiledCollective
 from jzero.analysis.hlo import Array, Computation, Instruction, Program
 from jzero.analysis.machines import Machine
 
@@ -35,7 +35,7 @@ def compute_seconds(program: Program, computation: Computation, instruction: Ins
     return max(arithmetic, _bytes(program, computation, instruction) / machine.hbm_bytes_per_s)
 
 
-def collective_seconds(collective: Collective, machine: Machine) -> float:
+def collective_seconds(collective: CompiledCollective, machine: Machine) -> float:
     """Returns the seconds of a collective: on the links within a node, or on its network ports if these are slower."""
     seconds = collective.sent_bytes / machine.intra_link_bytes_per_s
     if machine.inter_link_bytes_per_s is None:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable
 
 from jzero._text import Report, format_rows
-from jzero.analysis.collectives import Collective, bytes_on_port
+from jzero.analysis.collectives import CompiledCollective, bytes_on_port
 from jzero.analysis.figure import draw
 from jzero.analysis.ledger import Ledger
 from jzero.analysis.memory import Memory
@@ -53,7 +53,7 @@ class CollectiveRow:
     use: str = ""
 
 
-def rows_of(collectives: Iterable[tuple[Collective, str, int]]) -> tuple[CollectiveRow, ...]:
+def rows_of(collectives: Iterable[tuple[CompiledCollective, str, int]]) -> tuple[CollectiveRow, ...]:
     """Returns the rows for collectives, each given with its axis and the nodes of its group, 0 if they are unknown."""
     rows: dict[tuple[str, str, str, bool, str, str], CollectiveRow] = {}
     for merged, axis, num_nodes in collectives:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
-from jzero.analysis.collectives import Collective, collective_of, continues_collective
+from jzero.analysis.collectives import CompiledCollective, collective_of, continues_collective
 from jzero.analysis.costs import collective_seconds, compute_seconds, unknown_kernel
 from jzero.analysis.hlo import Computation, Instruction, Program
 from jzero.analysis.machines import Machine
@@ -73,7 +73,7 @@ class Span(NamedTuple):
     end: float
     name: str
     part: str = ""
-    collective: Collective | None = None
+    collective: CompiledCollective | None = None
     level: str = ""
 
 
@@ -177,7 +177,7 @@ class _Run:
             self.now += seconds
             self.compute += seconds
 
-    def communicate(self, name: str, collective: Collective) -> None:
+    def communicate(self, name: str, collective: CompiledCollective) -> None:
         seconds = collective_seconds(collective, self.machine)
         begin = self.start(name, "communication", seconds)
         self.communication += seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jzero.analysis.collectives import Collective
+from jzero.analysis.collectives import CompiledCollective
 from jzero.analysis.schedule import MAX_SPANS, Span, Timeline
 
 TRACKS = {"compute": "computation", "within": "links within a node", "between": "network between nodes"}
@@ -51,7 +51,7 @@ def _event(span: Span, track: int) -> dict[str, Any]:
     return _complete(f"{x.kind} {_place(x)}".strip(), x.kind, track, span.start, span.end, args)
 
 
-def _place(x: Collective) -> str:
+def _place(x: CompiledCollective) -> str:
     """Returns the part of the model that a collective is for, as the name of its operation says."""
     *parts, _ = x.op_name.split("/") if x.op_name else [""]
     names = [match.group(1) if (match := _WRAPPED.fullmatch(part)) else part for part in parts]

@@ -19,7 +19,7 @@ import numpy as np
 
 from jzero._types import DType
 from jzero.analysis.buffers import Transfer
-from jzero.analysis.collectives import Collective
+from jzero.analysis.collectives import CompiledCollective
 from jzero.analysis.hlo import Program
 from jzero.analysis.memory import Memory
 from jzero.analysis.sent import Fate, Sent
@@ -71,7 +71,7 @@ class Compiled:
     """
 
     programs: tuple[Program, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[CompiledCollective, ...]
     sent: tuple[Sent, ...]
     transfers: tuple[Transfer, ...]
     platform: str
