@@ -160,10 +160,10 @@ def test_7b_on_eight_h100(ask):
 
 def test_deepspeeds_formula_is_that_of_the_layout(ask, tmp_path):
     """Where its documentation has one, with optimizer state on the host as without."""
-    (tmp_path / "part.py").write_text("from tests.cli_models import factory\n")
+    (tmp_path / "whole.py").write_text("from tests.cli_models import factory\n")
     for stage, on_device, on_host in ((1, "4 + 12/N", "4"), (2, "4 + 16/N", "2"), (3, "18/N", "2/N")):
-        request = Request(model="part:factory", devices=8, stage=stage)
-        table = ask(f"estimate --deepspeed part:factory --stage {stage} --num-gpus-per-node 8")["rows"]
+        request = Request(model="whole:factory", devices=8, stage=stage)
+        table = ask(f"estimate --deepspeed whole:factory --stage {stage} --num-gpus-per-node 8")["rows"]
         table = [x for x in table if x["zero_init"] is not False and not x["cpu_offload_params"]]
         rows = {x["cpu_offload"]: x["gpu_bytes"] for x in table}
         for terms, offload in ((on_device, {}), (on_host, {"optimizer": "host"})):
@@ -174,7 +174,7 @@ def test_deepspeeds_formula_is_that_of_the_layout(ask, tmp_path):
         config = dataclasses.replace(request.config, offload=jzero.Offload(optimizer="host", ratio=0.5))
         found = account(request, load_source(request), Ledger(BytesPerDevice(1, 1, 1)), config=config)
         assert "DeepSpeed" not in str(found)
-    text = ask("fit part:factory --topology h100:8 --stage 3 --hbm-bytes 2e6 --no-confirm", text=True)
+    text = ask("fit whole:factory --topology h100:8 --stage 3 --hbm-bytes 2e6 --no-confirm", text=True)
     assert "\non host  exact" in text
     assert "(2/N bytes per parameter, not " in text
 
