@@ -24,7 +24,7 @@ import optax
 import jzero
 from benchmarks.quantized_training import LENGTH, ROWS, loss_fn, make_params
 from examples.text_data import load_corpus, sample_batch
-from jzero.state.disk import files_of
+from jzero.state.record_states import records_of
 
 TAIL, PLAIN = 50, 64
 HOST = jzero.Offload(optimizer="host", compute="host")
@@ -128,9 +128,9 @@ def print_waits(options: argparse.Namespace) -> None:
             state, _ = step(state, sample_batch(text, rng, batch_size=ROWS, seq_len=LENGTH))
         (program,) = step._jits.values()
         program.gradients = slowed(program.gradients, 1.0)
-        files = files_of(state)
-        store = files.pipeline.store
-        store.read = slowed(store.read, 2 * options.share / len(files.records))  # two threads read
+        records = records_of(state)
+        store = records.pipeline.store
+        store.read = slowed(store.read, 2 * options.share / len(records.index))  # two threads read
         runs[name] = state, step
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     shares: dict[str, list[float]] = {name: [] for name in runs}

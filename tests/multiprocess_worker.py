@@ -31,7 +31,7 @@ from jzero.arrays import presence
 from jzero.arrays import processes as _processes
 from jzero.checkpoint import safetensors_files, sharing
 from jzero.disk.files import DiskError
-from jzero.state.disk import files_of
+from jzero.state.record_states import records_of
 from tests import data_worker, models
 from tests.multiprocess_disagreements import BATCH, disagree, small_loss, small_state
 from tests.multiprocess_states import (
@@ -228,7 +228,7 @@ def disk_checkpoints(directory: pathlib.Path) -> dict[str, Any]:
     jzero.save_checkpoint(directory / "edited", state.replace(params=params))
     results["edited"] = whole(jzero.restore_checkpoint(directory / "edited", like))
     if jax.process_index() == 1:
-        store = files_of(state).pipeline.store
+        store = records_of(state).pipeline.store
         fd = os.open(f"/proc/self/fd/{store._files[store.slot]._fd}", os.O_RDWR)
         os.pwrite(fd, b"\xff\x01", 8)
         os.close(fd)
@@ -270,7 +270,7 @@ def failing(step: Any, state: Any, batch: Any, what: str) -> str:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise DiskError("The disk failed: EIO.")
 
-    store = files_of(state).pipeline.store
+    store = records_of(state).pipeline.store
     if jax.process_index() == 1:
         setattr(store, what, fail)
     try:

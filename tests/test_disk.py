@@ -14,8 +14,8 @@ import pytest
 
 import jzero
 from jzero.disk.files import DiskError, UnnamedFile
-from jzero.state.disk import files_of
-from jzero.update.records import RecordRun
+from jzero.records.run import RecordPass
+from jzero.state.record_states import records_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits, whole
 from tests.disk_states import (
@@ -82,12 +82,12 @@ def overflowing():
 
 def after_a_skipped_step(state, **options):
     """Runs a step that writes nothing."""
-    files = files_of(state)
+    files = records_of(state)
     written, generation = files.pipeline.store.stats.written_bytes, files.generation
     state, metrics = step_of(**options)(state, overflowing())
     assert not bool(metrics["step_applied"])
-    assert files_of(state).pipeline.store.stats.written_bytes == written
-    assert files_of(state).generation == generation
+    assert records_of(state).pipeline.store.stats.written_bytes == written
+    assert records_of(state).generation == generation
     assert metrics["perf"] == {"disk_read_bytes_per_s": 0, "disk_write_bytes_per_s": 0, "disk_wait_share": 0}
     return state
 
@@ -112,9 +112,9 @@ def test_each_part_is_kept_once_on_other_meshes(tmp_path, mesh, name):
         )
         found.append(whole(state))
     assert_near(found[1], found[0])
-    files = files_of(state)
-    parts = {(r.param, r.stored) for r in files.records}
-    assert len(parts) == len(files.records)
+    files = records_of(state)
+    parts = {(r.param, r.stored) for r in files.index}
+    assert len(parts) == len(files.index)
 
 
 @pytest.mark.parametrize("name", default_for(["adafactor"], ["adafactor", "adamw"]))
@@ -177,7 +177,7 @@ class Failing:
         owner, name = {
             "read": (UnnamedFile, "read"),
             "write": (UnnamedFile, "write"),
-            "update": (RecordRun, "_visit"),
+            "update": (RecordPass, "_visit"),
         }[self.where]
         real, calls = getattr(owner, name), itertools.count(1)  # several threads count
 
@@ -255,7 +255,7 @@ def test_what_programs_cannot_do_is_told(tmp_path):
 
 def test_files_close_with_the_last_state(folder):
     state, _ = train(state_on_disk(folder, precision="bf16", layers=1), steps=1)
-    files = weakref.ref(files_of(state))
+    files = weakref.ref(records_of(state))
     other = state.replace(step=state.step)
     del state
     gc.collect()

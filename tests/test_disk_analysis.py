@@ -10,8 +10,8 @@ import pytest
 
 import jzero
 from jzero.analysis.stages import stages_of
-from jzero.state.record_update import record_update
-from jzero.update.records import RecordRun
+from jzero.records.run import RecordPass
+from jzero.state.record_states import record_update
 from tests import models
 from tests.disk_states import OPTIMIZERS, loss_fn, state_on_disk
 from tests.tiers import default_for
@@ -60,7 +60,7 @@ def test_programs_are_those_of_the_step(tmp_path):
 def test_a_state_that_is_not_donated_is_found(tmp_path, monkeypatch):
     state = state_on_disk(tmp_path, 1, "bf16")
     update = record_update(state.tx)
-    monkeypatch.setattr(update, "rest", jax.jit(update._rest))
+    monkeypatch.setattr(update, "finish", jax.jit(update._finish))
     report = jzero.analyze(jzero.make_train_step(loss_fn), state, models.mlp_batch(48))
     with pytest.raises(jzero.PlanViolation, match="it is not donated"):
         report.verify()
@@ -79,8 +79,8 @@ def test_bytes_beside_records_are_those_of_a_running_step(tmp_path, monkeypatch,
     before = on_first_device()
     state, batch = state_on_disk(tmp_path, stage, precision), models.mlp_batch(48)
     expected = next(x for x in stages(state) if x.name == "records").beside
-    seen, run = [], RecordRun.run
-    monkeypatch.setattr(RecordRun, "run", lambda *args: (seen.append(on_first_device() - before), run(*args))[1])
+    seen, run = [], RecordPass.run
+    monkeypatch.setattr(RecordPass, "run", lambda *args: (seen.append(on_first_device() - before), run(*args))[1])
     step = jzero.make_train_step(loss_fn)
     state, _ = step(state, jax.device_put(batch, jzero.plan_of(state).batch_sharding))
     del batch

@@ -77,10 +77,10 @@ def test_chunks_of_several_processes_end_where_parts_end(on_disk, several, monke
     plan = jzero.plan_of(on_disk(num=3))
     monkeypatch.setattr(jax, "process_count", lambda: several)
     for i, leaf in enumerate(plan.leaves):
-        if i not in plan.disk_fields or not disk_places.is_streamed(leaf.grad):
+        if i not in plan.record_fields or not disk_places.is_streamed(leaf.grad):
             continue
         chunk, part = disk_places.chunk_shape(plan, i), leaf.grad.part_shape
-        assert math.prod(chunk) <= plan.records_of(i)[0].size
+        assert math.prod(chunk) <= plan.rectangles_of(i)[0].size
         if several == 2:
             cut = [d for d in range(len(part)) if part[d] < leaf.grad.stored_shape[d]]
             assert all(part[d] % chunk[d] == 0 for d in cut)

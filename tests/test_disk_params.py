@@ -18,7 +18,7 @@ from jzero.disk import rows
 from jzero.disk.files import PAGE, DiskError, page_aligned
 from jzero.disk.rows import Row, RowReader, take_row
 from jzero.disk.stores import DiskStore, RamStore
-from jzero.state.disk import files_of, for_loss
+from jzero.state.record_states import for_loss, records_of
 from tests.checkpoint_states import arrays, assert_same_bits, whole
 from tests.tiers import default_for
 
@@ -94,7 +94,7 @@ evaluate = jzero.make_eval_step(loss_fn)
 
 
 def bytes_read(state):
-    return files_of(state).pipeline.store.stats.read_bytes
+    return records_of(state).pipeline.store.stats.read_bytes
 
 
 OPTIMIZERS = {
@@ -135,7 +135,7 @@ def test_loss_and_gradients_have_the_bits_of_those_in_memory(scratch, precision)
 
 def test_rows_are_read_as_counted_and_no_stack_is_in_memory(scratch):
     state = made(on_disk(scratch))
-    plan, store = jzero.plan_of(state), files_of(state).pipeline.store
+    plan, store = jzero.plan_of(state), records_of(state).pipeline.store
     assert [plan.leaves[i].path for i in plan.params_on_disk] == list(STACKS)
     per_row = N * len(STACKS) * PAGE  # one request each
     step = step_of(accumulate_steps=2, clip_norm=0.5)  # as in an earlier test
@@ -277,7 +277,7 @@ def test_records_of_single_rows_that_unrolled_layers_read_change_no_bit_of_an_up
 def test_compute_on_the_host_and_files_that_close(scratch):
     state, losses = train(made(on_disk(scratch, compute="host")), [0, 1])
     assert losses == train(made(on_disk(scratch)), [0, 1])[1]
-    files, handles = weakref.ref(files_of(state)), for_loss(state).params["h"]["w"]
+    files, handles = weakref.ref(records_of(state)), for_loss(state).params["h"]["w"]
     assert handles.shape == (N * LAYERS, 2)
     del state
     gc.collect()
@@ -288,7 +288,7 @@ def test_compute_on_the_host_and_files_that_close(scratch):
 @pytest.mark.slow
 def test_a_thousand_steps_do_not_hang(scratch):
     state, step = made(on_disk(scratch)), jzero.make_train_step(loss_fn, accumulate_steps=2)
-    before, store = bytes_read(state), files_of(state).pipeline.store
+    before, store = bytes_read(state), records_of(state).pipeline.store
     for seed in range(1000):
         state, metrics = step(state, batch(seed % 7))
     assert float(metrics["loss"]) < 0.5

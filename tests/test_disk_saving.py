@@ -12,7 +12,7 @@ from jzero.checkpoint import disk_saving
 from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.disk import files as disk_files
 from jzero.disk.files import DiskError
-from jzero.state.disk import files_of
+from jzero.state.record_states import records_of
 from tests.checkpoint_states import assert_same_bits
 from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
     OTHERS,
@@ -191,7 +191,7 @@ def flip_a_bit(files, record, byte=100):
 
 def test_a_flipped_bit_in_the_store_is_not_saved(on_disk, tmp_path):
     state = on_disk()
-    flip_a_bit(files_of(state), 5)
+    flip_a_bit(records_of(state), 5)
     for attempt in (lambda: jzero.save_checkpoint(tmp_path / "c", state), lambda: saved(tmp_path / "run", state)):
         with pytest.raises(DiskError, match="Record 5 in "):
             attempt()

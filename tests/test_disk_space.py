@@ -13,8 +13,8 @@ import optax
 import pytest
 
 import jzero
-from jzero.arrays import disk_files
 from jzero.disk.stores import DiskStore
+from jzero.records import records
 from tests import models
 from tests.disk_states import make_params, state_on_disk, step_of, train
 
@@ -27,7 +27,7 @@ def test_stats_and_rates_count_what_moves_until_the_space_is_released(tmp_path):
     num_devices = plan.mesh.size  # of one process; no axis replicates
     first = jzero.disk_stats(state)
     assert first.num_bytes == num_devices * plan.disk_bytes_per_device == 2 * first.written_bytes
-    assert first.num_records == num_devices * sum(len(plan.records_of(i)) for i in plan.disk_fields)
+    assert first.num_records == num_devices * sum(len(plan.rectangles_of(i)) for i in plan.record_fields)
     assert (first.folder, first.read_bytes, first.read_bytes_per_s) == (str(tmp_path), 0, 0.0)
 
     # A monitor writes the rates.
@@ -48,7 +48,7 @@ def test_stats_and_rates_count_what_moves_until_the_space_is_released(tmp_path):
     assert str(stats).startswith(f"288.00 KiB in {tmp_path}, {stats.num_records} records")
 
     assert taken(tmp_path) == first.num_bytes
-    path = plan.leaves[min(plan.disk_fields)].path
+    path = plan.leaves[min(plan.record_fields)].path
     before = np.asarray(jzero.get_full_param(state, path))
     jzero.release_disk(state)
     assert taken(tmp_path) == 0
@@ -104,9 +104,9 @@ def test_laying_out_is_told_only_if_it_takes_long(tmp_path, monkeypatch, caplog)
     state_on_disk(tmp_path)
     assert not caplog.messages
     now = iter(range(0, 1000, 20))
-    monkeypatch.setattr(disk_files, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(records, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
     state = state_on_disk(tmp_path)
-    num_params = len(jzero.plan_of(state).disk_fields)
+    num_params = len(jzero.plan_of(state).record_fields)
     # The first line is due 30 s after the first parameter, 20 s apart; the last parameter is the end.
     assert len(caplog.messages) == (num_params - 2) // 2 == 1, num_params
     whole = f"{jzero.disk_stats(state).num_bytes / 2**11:.2f} KiB"
@@ -116,7 +116,7 @@ def test_laying_out_is_told_only_if_it_takes_long(tmp_path, monkeypatch, caplog)
 def test_a_plan_tells_what_is_on_disk(tmp_path):
     plan = jzero.plan_of(state_on_disk(tmp_path, precision="bf16"))
     # The larger matrices' masters and two moments, each field filled up to whole pages, and all of it twice.
-    fields = [3 * len(plan.records_of(i)) for i in plan.disk_fields]
+    fields = [3 * len(plan.rectangles_of(i)) for i in plan.record_fields]
     assert plan.disk_bytes_per_device == 2 * 4096 * sum(fields)
     taken = f"{plan.disk_bytes_per_device / 2**10:.2f} KiB"
     assert re.search(rf"^on disk, two copies +0 B +0 B +{taken} +{taken}$", str(plan), re.MULTILINE)

@@ -13,7 +13,10 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero import _compat
+from jzero.disk.files import DiskError
+from jzero.disk.stores import RamStore
 from jzero.state.init import lower_init
+from jzero.state.record_states import records_of
 from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.offload_states import (
@@ -199,11 +202,10 @@ def test_the_plan_counts_records_and_what_waits(precision):
     assert bool(state.opt_state.disk.waiting)
     assert not any(x.size > 16 for x in jax.tree.leaves(state.opt_state)), "masters and moments are in no array"
     size = sum(np.prod(leaf.grad.stored_shape) for leaf in plan.leaves) // 8
-    pages = 4096 * sum(len(plan.disk_fields[i]) * len(plan.records_of(i)) for i in plan.disk_fields)
+    pages = 4096 * sum(len(plan.record_fields[i]) * len(plan.rectangles_of(i)) for i in plan.record_fields)
     assert plan.host_bytes_per_device.grads == 2 * size
     assert 12 * size <= plan.host_bytes_per_device.opt_state <= 12 * size + pages
-    store = next(x for x in state.tx.plan.opt_treedef.flatten_up_to(state.opt_state) if hasattr(x, "files"))
-    assert store.files.pipeline.store.num_bytes == 8 * plan.host_bytes_per_device.opt_state
+    assert records_of(state).pipeline.store.num_bytes == 8 * plan.host_bytes_per_device.opt_state
 
 
 def test_a_step_that_is_skipped_leaves_nothing_to_apply():
@@ -325,6 +327,26 @@ def test_an_own_loop_is_told_what_to_do():
     _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(48))
     with pytest.raises(ValueError, match=r"delay=1.*steps of"):
         state.apply_gradients(grads=grads)
+
+
+def test_records_that_an_update_left_half_written_are_never_used(monkeypatch):
+    """In memory they have one slot: the step that waits for the update raises, and so does whatever comes next."""
+    state, step, real, written = mlp_state(3, offload=LATE), step_of(), RamStore.write, []
+    for seed in range(2):
+        state, _ = step(state, models.mlp_batch(48, seed=seed))
+
+    def fails(*args):
+        written.append(True)
+        if len(written) == 2:
+            raise DiskError("Writing failed.")
+        real(*args)
+
+    monkeypatch.setattr(RamStore, "write", fails)
+    with pytest.raises(DiskError, match="Writing failed"):
+        step(state, models.mlp_batch(48, seed=2))
+    for use in (lambda: step(state, models.mlp_batch(48, seed=2)), lambda: jzero.apply_pending(state)):
+        with pytest.raises(DiskError, match="was interrupted"):
+            use()
 
 
 def test_born_in_records():

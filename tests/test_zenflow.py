@@ -16,11 +16,11 @@ import pytest
 from safetensors.numpy import save_file
 
 import jzero
+from jzero.arrays.threads import in_thread
 from jzero.disk.files import DiskError, UnnamedFile
 from jzero.disk.stores import RamStore
-from jzero.state import zenflow
-from jzero.state.disk import files_of
-from jzero.state.threads import in_thread
+from jzero.records import late
+from jzero.state.record_states import records_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.offload_states import ADAMW, step_of, whole
@@ -228,15 +228,15 @@ def test_training_resumes_at_an_interval_to_the_bit_and_a_skipped_step_adds_noth
     restored = jzero.restore_checkpoint(tmp_path / "checkpoint", state, paths="opt_state/.*/nu/.*")
     np.testing.assert_array_equal(jzero.get_full_opt_state(restored, KERNEL, name="mu"), mu)
 
-    files = files_of(state)
-    number, count = files.generation, files.waiting.count
+    records = records_of(state)
+    number, count = records.generation, records.pending.count
     assert count == 1
     batch = models.mlp_batch(48, seed=9)
     batch["x"][5] = np.inf
     state, metrics = step_of()(state, batch)
     assert not bool(metrics["step_applied"])
     assert int(state.step) == 9
-    assert (files.generation, files.waiting.count) == (number, count)
+    assert (records.generation, records.pending.count) == (number, count)
     assert_same_bits(whole(state), before)
 
 
@@ -290,7 +290,7 @@ def test_a_failed_update_raises_before_a_step_changes_anything(tmp_path, monkeyp
     expected = whole(other)  # its last writes are over, so that only those of `state` count
     state, step = sharded(offload, precision="bf16"), step_of()
     # The first choice writes all records. Several threads count.
-    fatal, calls, raised, real = len(files_of(state).records) + 5, itertools.count(1), [], UnnamedFile.write
+    fatal, calls, raised, real = len(records_of(state).index) + 5, itertools.count(1), [], UnnamedFile.write
 
     def fails(*args):
         if next(calls) == fatal:
@@ -360,7 +360,7 @@ def test_ctrl_c_while_a_step_waits_starts_no_second_update(monkeypatch):
     thread = threading.Thread(target=interrupt)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(RamStore, "write", slow)
-    monkeypatch.setattr(zenflow, "in_thread", counted)
+    monkeypatch.setattr(late, "in_thread", counted)
     try:
         state, _ = step(state, models.mlp_batch(48, seed=0))  # its update begins
         with pytest.raises(KeyboardInterrupt):
@@ -371,6 +371,7 @@ def test_ctrl_c_while_a_step_waits_starts_no_second_update(monkeypatch):
         go_on.set()
     thread.join()
     state, _ = train(state, steps=2, start=1, clip_norm=0.5)
+    assert len(updates) == 3, "one per step"
     assert_same_bits(whole(state), whole(expected))
 
 

@@ -26,7 +26,7 @@ def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[Kind, 
     """
     on_device = [leaf.grad for leaf in plan.leaves if leaf.trained and leaf.param.memory != "host"]
     grads = sum(leaf.bytes_per_device for leaf in on_device)
-    new = sum(math.prod(plan.leaves[i].grad.part_shape) * _result_bytes(plan, i) for i in plan.disk_fields)
+    new = sum(math.prod(plan.leaves[i].grad.part_shape) * _result_bytes(plan, i) for i in plan.record_fields)
     unsharded = [leaf.param for leaf in plan.leaves if leaf.trained and not leaf.param.cut and leaf.grad.cut]
     sizes = [leaf.bytes_per_device for leaf in unsharded] if gpu else []
     gathered, moving = regathered_bytes(sizes, limit), _moving_bytes(plan)
@@ -44,12 +44,12 @@ def _moving_bytes(plan: ZeroPlan) -> int:
     if offload.compute == "host":
         return 0
     sizes = []
-    for i, fields in plan.disk_fields.items():
+    for i, fields in plan.record_fields.items():
         leaf = plan.leaves[i]
         # Fields pass both ways; the gradient, and a parameter without a master, come in; the new parameter goes out.
         read = itemsize(leaf.grad.dtype) + (0 if leaf.master else itemsize(leaf.param.dtype))
         per_element = 2 * sum(itemsize(x.dtype) for x in fields) + read + _result_bytes(plan, i)
-        sizes.append(per_element * max(record.size for record in plan.records_of(i)))
+        sizes.append(per_element * max(record.size for record in plan.rectangles_of(i)))
     return (2 * offload.disk_threads + 1) * max(sizes, default=0)
 
 

@@ -19,7 +19,7 @@ from jzero.analysis.candidates import NEARLY, Candidate, recomputation_rank
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.machines import Machine
 from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
-from jzero.analysis.stages import check_on_records
+from jzero.analysis.stages import check_update_of
 from jzero.analysis.step_memory import StepMemory, memory_of_step
 from jzero.config.offload import Offload
 from jzero.config.quantization import Quantization
@@ -124,7 +124,7 @@ class Search:
         """Returns why optimizer state cannot be on a disk; an empty string if it can."""
         config = dataclasses.replace(self._config(self.stages[-1], 1), offload=offload)
         try:
-            check_on_records(self.step(1, None), self.placed(config, 1), self.batch, self.rng)
+            check_update_of(self.step(1, None), self.placed(config, 1), self.batch, self.rng)
         except ValueError as error:
             return str(error)
         return ""

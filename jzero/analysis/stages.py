@@ -1,7 +1,7 @@
 """The programs of a training step: one, or those around its passes over records, in their order.
 
 In: a step and its arguments. Out: every program, traced and compiled, and the memory of a device while it runs, with
-the results of other programs. See [Note: Records outside of a program] in `jzero.update.records`.
+the results of other programs. See [Note: Records outside of a program] in `jzero.records.run`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.mesh import HOST_MEMORY, platform_of
 from jzero.layout.records import Rectangle
 from jzero.plan.plan import ZeroPlan
-from jzero.state.disk import detached
-from jzero.state.next_state import StepGrads
+from jzero.state.record_states import detached
 from jzero.step.inputs import optional_rng
-from jzero.step.outside import OutsideStep
+from jzero.step.record_step import RecordStep
 from jzero.step.train_step import TrainStep
-from jzero.update.find_visits import NextPass
-from jzero.update.visits import FromDisk, SumTarget, Visit, VisitOperands
-from jzero.update.whole import Grad
+from jzero.update.program import RecordKernel, SumTarget, UpdateProgram
+from jzero.update.run import Done, Operands
+from jzero.update.whole import Grad, StepGrads
 
 Compile = Callable[[jax.stages.Lowered], jax.stages.Compiled]
 
@@ -83,7 +82,7 @@ class Stage(NamedTuple):
 def arrays_on_host(plan: ZeroPlan) -> int:
     """Returns the bytes of one device's arrays in host memory; no program sees records."""
     host = plan.host_bytes_per_device
-    return host.params if plan.has_files else host.total
+    return host.params if plan.has_records else host.total
 
 
 def memory_of_stages(stages: Sequence[Stage], plan: ZeroPlan) -> Memory:
@@ -117,7 +116,7 @@ def stages_of(
       compile_: Compiles a lowered program.
     """
     plan = plan_of_argument(args[0]) if args else None
-    if plan is not None and plan.has_files and isinstance(fn, TrainStep):
+    if plan is not None and plan.has_records and isinstance(fn, TrainStep):
         state, batch, rng = fn.abstract_arguments(*args, **keywords)
         return _Stages(fn.program(state), detached(state), compile_).all(batch, rng)
     traced = fn.trace(*args, **keywords)
@@ -127,19 +126,19 @@ def stages_of(
     return [Stage("the step", traced, lowered, compiled, memory_of(compiled, platform, host_state))]
 
 
-def check_on_records(step: TrainStep, state: State, batch: PyTree, rng: jax.Array | None) -> None:
+def check_update_of(step: TrainStep, state: State, batch: PyTree, rng: jax.Array | None) -> None:
     """Raises a `ValueError` if the optimizer of a state in records cannot update it there; compiles nothing."""
     state, batch, rng = step.abstract_arguments(state, batch, rng=rng)
-    outside, state = step.program(state), detached(state)
-    step_grads, _, _ = outside.gradients.trace(state, batch, **optional_rng(rng)).out_info
-    outside.update.next_pass.trace(state, step_grads, {})
+    of_step, state = step.program(state), detached(state)
+    step_grads, _, _ = of_step.gradients.trace(state, batch, **optional_rng(rng)).out_info
+    of_step.update.program(state, step_grads)
 
 
 class _Largest(NamedTuple):
-    """The largest record that a program computes: its visit, its other operands, its place in a part."""
+    """The largest record that a program computes: its kernel, its other operands, its place in a part."""
 
-    visit: Visit
-    operands: VisitOperands
+    kernel: RecordKernel
+    operands: Operands
     place: Rectangle
 
 
@@ -147,21 +146,19 @@ class _PassResults(NamedTuple):
     """The results of passes over records, for the rest of the update.
 
     Attributes:
-      disk: Their results, as shapes.
-      needs_grads: Whether the rest needs gradients of parameters in records.
+      done: Their results, as shapes.
       num_bytes: Bytes on a device.
     """
 
-    disk: FromDisk
-    needs_grads: bool
+    done: Done
     num_bytes: int
 
 
 class _Stages:
-    """Traces and compiles the programs of an `OutsideStep` as it would run them."""
+    """Traces and compiles the programs of an `RecordStep` as it would run them."""
 
-    def __init__(self, outside: OutsideStep, state: TrainStateLike, compile_: Compile) -> None:
-        self.outside, self.update, self.state = outside, outside.update, state
+    def __init__(self, step: RecordStep, state: TrainStateLike, compile_: Compile) -> None:
+        self.step, self.update, self.state = step, step.update, state
         self.plan: ZeroPlan = state.tx.plan
         self.compile = compile_
         self.device = self.plan.mesh.devices.flat[0]
@@ -171,83 +168,82 @@ class _Stages:
         plan = self.plan
         # If programs do not distinguish host memory, neither do shapes.
         live = _num_bytes((self.state, batch, rng)) - (0 if plan.names_host_memory else arrays_on_host(plan))
-        traced = self.outside.gradients.trace(self.state, batch, **optional_rng(rng))
+        traced = self.step.gradients.trace(self.state, batch, **optional_rng(rng))
         first = self._stage("loss and gradients", traced, live, takes_params=True)
         step_grads, changed, _ = first.results
         passes, results = self._passes(step_grads, live + _num_bytes((step_grads, changed)))
-        ready = step_grads if results.needs_grads else self._near(step_grads)
-        current = step_grads._replace(grads=[]) if plan.config.offload.delay else ready
-        traced = self.update.rest.trace(self.state, current, changed, ready, results.disk)
+        ready = step_grads if results.done.program.needs_grads else self._near(step_grads)
+        current = step_grads.without_grads if plan.config.offload.delay else ready
+        done = dataclasses.replace(results.done, grads=ready)
+        traced = self.update.finish.trace(self.state, current, changed, done)
         return [first, *passes, self._stage("the rest of the update", traced, results.num_bytes, takes_params=True)]
 
     def _passes(self, step_grads: StepGrads, live: int) -> tuple[list[Stage], _PassResults]:
         """Returns the programs of all passes, and their results; `live` bytes are on a device before."""
         stages: list[Stage] = []
         sums: dict[int, PyTree] = {}
-        while True:
-            traced = self.update.next_pass.trace(self.state, step_grads, sums)
+        program, replicated = self.update.program(self.state, step_grads), self.plan.whole_sharding
+        for level in range(program.num_levels + 1):
+            traced = self.update.scalars.trace(program, level, self.state, step_grads, sums)
             stages.append(self._stage("numbers of the update", traced, live))
-            found: NextPass = stages[-1].results
-            visits, sums = found.programs.visits, found.sums
-            disk = FromDisk(sums, self._results(visits))
-            results = _PassResults(disk, found.needs_grads, live + _num_bytes(found))
-            results = results._replace(num_bytes=results.num_bytes + _num_bytes(results.disk.results))
+            operands, sums = stages[-1].results
+            kernels = program.passes[level]
+            done = Done(program, step_grads, sums, self._results(kernels))
+            beside = live + _num_bytes((operands, sums)) + _num_bytes(done.params)
             if self.plan.config.offload.compute == "device":
-                records = self._records(found, step_grads)
-                stages += [x._replace(beside=results.num_bytes) for x in records]
-            targets = [x for visit in visits for x in visit.targets if isinstance(x, SumTarget)]
-            if not targets:
-                break
-            replicated = self.plan.whole_sharding
+                stages += [x._replace(beside=beside) for x in self._records(program, level, operands, step_grads)]
+            targets = [x for kernel in kernels for x in kernel.targets if isinstance(x, SumTarget)]
             sums = sums | {x.number: jax.ShapeDtypeStruct((), x.dtype, sharding=replicated) for x in targets}
-        return stages, results
+        return stages, _PassResults(done, beside)
 
-    def _records(self, found: NextPass, step_grads: StepGrads) -> list[Stage]:
+    def _records(
+        self, program: UpdateProgram, level: int, operands: Sequence[Operands], step_grads: StepGrads
+    ) -> list[Stage]:
         """Returns the programs of a pass over records, each for the largest record that it computes."""
         largest: dict[Any, _Largest] = {}
-        for visit, operand in zip(found.programs.visits, found.operands, strict=True):
-            program = found.programs.compute(visit)
-            place = max(self.plan.records_of(visit.param), key=lambda x: x.size)
-            if program not in largest or largest[program].place.size < place.size:
-                largest[program] = _Largest(visit, operand, place)
+        for kernel, of_kernel in zip(program.passes[level], operands, strict=True):
+            compute = self.update.programs.of(program, kernel)
+            place = max(self.plan.rectangles_of(kernel.param), key=lambda x: x.size)
+            if compute not in largest or largest[compute].place.size < place.size:
+                largest[compute] = _Largest(kernel, of_kernel, place)
         times = 2 * self.plan.config.offload.disk_threads + 1
-        traces = [program.trace(*self._operands(x, step_grads), shape=x.place.shape) for program, x in largest.items()]
+        traces = [compute.trace(*self._operands(x, step_grads), shape=x.place.shape) for compute, x in largest.items()]
         return [self._stage("records", traced)._replace(times=times) for traced in traces]
 
     def _operands(self, record: _Largest, step_grads: StepGrads) -> tuple[PyTree, ...]:
         """Returns the operands of the program of a record on one device, as shapes."""
-        (visit, operands, place), at = record, SingleDeviceSharding(self.device)
+        (kernel, operands, place), at = record, SingleDeviceSharding(self.device)
         sources: dict[str, Sequence[Any]] = {
-            "disk": self.plan.disk_fields[visit.param],
-            "near": operands.near,
-            "grads": [step_grads.grads[visit.param].reduced],
-            "params": [self.plan.flat_params(self.state.params)[visit.param]],
+            "record": self.plan.record_fields[kernel.param],
+            "array": operands.arrays,
+            "grads": [step_grads.grads[kernel.param].reduced],
+            "params": [self.plan.flat_params(self.state.params)[kernel.param]],
             "number": operands.numbers,
         }
 
         def shapes(kinds: Sequence[str], shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
-            dtypes = [sources[x.kind][x.number].dtype for x in visit.sources if x.kind in kinds]
+            dtypes = [sources[x.kind][x.number].dtype for x in kernel.sources if x.kind in kinds]
             return [jax.ShapeDtypeStruct(shape, dtype, sharding=at) for dtype in dtypes]
 
         start = jax.ShapeDtypeStruct((len(place.shape),), np.int32, sharding=at)
-        fields, slices = shapes(["disk"], place.shape), shapes(["near", "grads", "params"], place.shape)
+        fields, slices = shapes(["record"], place.shape), shapes(["array", "grads", "params"], place.shape)
         return fields, slices, shapes(["number"], ()), start
 
-    def _results(self, visits: Sequence[Visit]) -> dict[int, PyTree]:
+    def _results(self, kernels: Sequence[RecordKernel]) -> dict[int, PyTree]:
         """Returns the new parameters that a pass makes, as shapes."""
         new_params = {}
-        for visit in visits:
-            leaf = self.plan.leaves[visit.param]
+        for kernel in kernels:
+            leaf = self.plan.leaves[kernel.param]
             stored = dataclasses.replace(leaf.grad, memory=leaf.param.array_memory)
             sharding = stored.sharding
-            for dtype in visit.targets:
+            for dtype in kernel.targets:
                 if not isinstance(dtype, int | SumTarget):
-                    new_params[visit.param] = jax.ShapeDtypeStruct(stored.stored_shape, dtype, sharding=sharding)
+                    new_params[kernel.param] = jax.ShapeDtypeStruct(stored.stored_shape, dtype, sharding=sharding)
         return new_params
 
     def _near(self, step_grads: StepGrads) -> StepGrads:
         """Returns the gradients without those that only records need."""
-        far = self.plan.disk_fields
+        far = self.plan.record_fields
         grads: PyTree = [Grad(None, g.factors) if i in far else g for i, g in enumerate(step_grads.grads)]
         return step_grads._replace(grads=grads)
 

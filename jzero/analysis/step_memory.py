@@ -279,7 +279,7 @@ def memory_of_trace(
     limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
     temporaries = footprint(program, gpu=gpu, limit=limit, is_awaited=not isinstance(plan.mesh, Mesh))
     if (
-        plan.has_files
+        plan.has_records
         and (after := update_at_peak(plan, gpu=gpu, limit=limit))
         and sum(after.values()) > temporaries.peak
     ):

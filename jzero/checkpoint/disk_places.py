@@ -42,7 +42,7 @@ def is_streamed(leaf: StateLeaf) -> bool:
 def chunk_shape(plan: ZeroPlan, i: int) -> tuple[int, ...]:
     """Returns the shape of the chunks of all that is on disk of a parameter, see [Note: Chunks of records]."""
     leaf = plan.leaves[i].grad
-    part, record = leaf.part_shape, plan.records_of(i)[0].shape
+    part, record = leaf.part_shape, plan.rectangles_of(i)[0].shape
     if leaf.cut is not None and leaf.cut.flat:
         dim = leaf.cut.dim
         return (*record[:dim], *rectangles(leaf.shape[dim:], 1, record[leaf.cut.stored_dim])[0].shape)

@@ -1,9 +1,9 @@
-"""From a checkpoint to records on disk: in go the stored arrays of a checkpoint, out come the files of a new state.
+"""From a checkpoint to records on disk: in go the stored arrays of a checkpoint, out come the records of a new state.
 
 [Note: Restoring records]
-The new state gets files of its own, which are committed once every checksum agrees; until then the state to restore
+The new state gets records of its own, which are committed once every checksum agrees; until then the state to restore
 into is as it was. Records are written in the order of the natural arrays, all fields of a parameter at once: what is
-restored comes from the checkpoint, cast as arrays in memory are, the rest from the other state's files. A 16-bit
+restored comes from the checkpoint, cast as arrays in memory are, the rest from the other state's records. A 16-bit
 parameter whose master is on disk is rounded from the same numbers on the way. Memory: a few records, and of each field
 of one parameter the chunks that a record takes part in. Chunks that a state on disk has written are about as large as
 its records; those from a state in memory are as large as a device's part.
@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from jzero._types import DType
-from jzero.arrays.disk_files import StateFiles
 from jzero.checkpoint.checksum import over_processes, sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import reading, wrong_checksums
@@ -31,25 +30,26 @@ from jzero.checkpoint.extras import everywhere
 from jzero.layout.casts import round_to
 from jzero.layout.misfits import describe_misfit
 from jzero.plan.plan import ZeroPlan
-from jzero.state.disk import open_files
+from jzero.records.opening import open_records
+from jzero.records.records import Records
 
 
-class RestoredFiles(NamedTuple):
+class RestoredRecords(NamedTuple):
     """What is on disk of a restored state.
 
     Attributes:
-      files: Its files, committed.
+      records: Its records, committed.
       rounded: By number, the 16-bit parameters in memory whose master was restored, laid out like their gradients.
     """
 
-    files: StateFiles
+    records: Records
     rounded: dict[int, jax.Array]
 
 
-def restore_files(
-    contents: Contents, plan: ZeroPlan, leaves: Mapping[str, StoredLeaf], old: StateFiles | None
-) -> RestoredFiles:
-    """Returns new files with the leaves of a checkpoint. Each process must call it.
+def restore_records(
+    contents: Contents, plan: ZeroPlan, leaves: Mapping[str, StoredLeaf], old: Records | None
+) -> RestoredRecords:
+    """Returns new records with the leaves of a checkpoint. Each process must call it.
 
     Args:
       contents: The checkpoint.
@@ -58,52 +58,52 @@ def restore_files(
       old: Files of the same plan, for the other leaves.
 
     Raises:
-      CheckpointError: The checkpoint cannot be read, or is damaged. The new files are gone again.
+      CheckpointError: The checkpoint cannot be read, or is damaged. The new records are gone again.
       DiskError: There is no space for them, or the disk fails.
       ValueError: Numbers do not fit the state's dtypes.
     """
-    files = everywhere(lambda: open_files(plan))
+    records = everywhere(lambda: open_records(plan))
     try:
-        run = everywhere(lambda: _run(contents, files, leaves, old))
+        run = everywhere(lambda: _run(contents, records, leaves, old))
         paths = list(run.sums)
         sums = over_processes(np.array([run.sums[path] for path in paths], np.uint32).reshape(-1))
         wrong = [leaves[path].path for path, value in zip(paths, sums, strict=True) if value != leaves[path].checksum]
         if wrong:
             raise wrong_checksums(contents.state_directory, wrong)
-        files.pipeline.store.commit()
+        records.pipeline.store.commit()
     except BaseException:
-        files.close()
+        records.close()
         raise
-    return RestoredFiles(files, run.rounded)
+    return RestoredRecords(records, run.rounded)
 
 
-def _run(contents: Contents, files: StateFiles, leaves: Mapping[str, StoredLeaf], old: StateFiles | None) -> _Run:
-    run = _Run(contents, files, leaves, old)
-    for i in files.plan.disk_fields:
+def _run(contents: Contents, records: Records, leaves: Mapping[str, StoredLeaf], old: Records | None) -> _Run:
+    run = _Run(contents, records, leaves, old)
+    for i in records.plan.record_fields:
         run.restore(i)
     return run
 
 
 class _Run:
-    """A pass over all records of new files.
+    """A pass over all records of new records.
 
     Attributes:
       sums: This process's share of the checksum of each leaf that has one, by path.
-      rounded: As for `RestoredFiles`.
+      rounded: As for `RestoredRecords`.
     """
 
     def __init__(
-        self, contents: Contents, files: StateFiles, matched: Mapping[str, StoredLeaf], old: StateFiles | None
+        self, contents: Contents, records: Records, matched: Mapping[str, StoredLeaf], old: Records | None
     ) -> None:
-        self.files, self.plan, self.matched, self.old = files, files.plan, matched, old
+        self.records, self.plan, self.matched, self.old = records, records.plan, matched, old
         self.contents = contents
-        self.owned = {n for numbers in owned_records(files).values() for n in numbers}
-        self.masters = masters_on_disk(files.plan)
+        self.owned = {n for numbers in owned_records(records).values() for n in numbers}
+        self.masters = masters_on_disk(records.plan)
         self.sums = {path: np.zeros(1, np.uint32) for path, leaf in matched.items() if _is_comparable(leaf)}
         self.rounded: dict[int, jax.Array] = {}
         pieces = {
             matched[x.path].keys: self._piece(i)
-            for i, fields in self.plan.disk_fields.items()
+            for i, fields in self.plan.record_fields.items()
             for x in fields
             if x.path in matched
         }
@@ -111,22 +111,22 @@ class _Run:
 
     def restore(self, i: int) -> None:
         """Writes the records of a parameter."""
-        fields, leaf = self.plan.disk_fields[i], self.plan.leaves[i]
-        numbers = sorted(self.files.of_param[i], key=lambda n: self.files.records[n].stored.start)
+        fields, leaf = self.plan.record_fields[i], self.plan.leaves[i]
+        numbers = sorted(self.records.of_param[i], key=lambda n: self.records.index[n].stored.start)
         keys_of = {k: self.matched[x.path].keys for k, x in enumerate(fields) if x.path in self.matched}
         arrays = {k: self._opened.pop(keys) for k, keys in keys_of.items()}  # with the chunks that they keep
         rounds = self.masters.get(i) in arrays  # into a field of the record, or into an array
         to_record = rounds and leaf.param.in_records
-        devices = dict.fromkeys(self.files.records[n].device for n in numbers)
+        devices = dict.fromkeys(self.records.index[n].device for n in numbers)
         shape = leaf.grad.part_shape
         parts = {d: np.empty(shape, leaf.param.dtype) for d in devices} if rounds and not to_record else {}
 
         def visit(number: int, buffer: np.ndarray) -> None:
-            record = self.files.records[number]
+            record = self.records.index[number]
             read = self._read(arrays, in_natural(record.stored, leaf.grad), record.place.shape)
             if len(arrays) + to_record < len(fields):
                 self._copy(number, buffer)
-            views = self.files.views(number, buffer)
+            views = self.records.views(number, buffer)
             for k, x in read.items():
                 rounded = leaf.param.dtype if rounds and k == self.masters[i] else None
                 cast = self._take(number, k, x, rounded)
@@ -135,15 +135,15 @@ class _Run:
                     target = views[0] if to_record else parts[record.device][record.place.slices]
                     target[...] = cast[1]
 
-        self.files.pipeline.run(visit, numbers, reads=False)
+        self.records.pipeline.run(visit, numbers, reads=False)
         if parts:
             stored = dataclasses.replace(leaf.grad, dtype=leaf.param.dtype)
-            self.rounded[i] = self.files.assembled(stored, parts, leaf.param.array_memory)
+            self.rounded[i] = self.records.assembled(stored, parts, leaf.param.array_memory)
 
     def _piece(self, i: int) -> tuple[int, ...]:
         """Returns the largest shape that is read at once for a record of a parameter."""
         leaf = self.plan.leaves[i].grad
-        pieces = in_natural(self.files.records[self.files.of_param[i][0]].stored, leaf)
+        pieces = in_natural(self.records.index[self.records.of_param[i][0]].stored, leaf)
         return max((x.natural.shape for x in pieces), key=math.prod, default=leaf.shape)
 
     def _read(self, arrays: Mapping[int, Any], pieces: Sequence[Piece], shape: Sequence[int]) -> dict[int, np.ndarray]:
@@ -159,8 +159,8 @@ class _Run:
 
     def _take(self, number: int, k: int, x: np.ndarray, rounded: Any) -> list[np.ndarray]:
         """Returns a field of a record in its dtype, and in `rounded` if given; counts its checksum."""
-        record = self.files.records[number]
-        leaf, grad = self.plan.disk_fields[record.param][k], self.plan.leaves[record.param].grad
+        record = self.records.index[number]
+        leaf, grad = self.plan.record_fields[record.param][k], self.plan.leaves[record.param].grad
         dtypes = (leaf.dtype, *([] if rounded is None else [rounded]))
         if why := describe_misfit(x, leaf.dtype):
             raise ValueError(
@@ -176,7 +176,7 @@ class _Run:
         return [np.asarray(y) for y in cast]
 
     def _copy(self, number: int, buffer: np.ndarray) -> None:
-        """Takes a whole record from the old files."""
+        """Takes a whole record from the old records."""
         assert self.old is not None
         self.old.read(number, buffer)
 

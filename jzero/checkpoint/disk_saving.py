@@ -20,31 +20,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._types import DType
-from jzero.arrays.disk_files import StateFiles, first_holders
 from jzero.checkpoint.checksum import sum_of_part
 from jzero.checkpoint.disk_places import chunk_shape, chunks_of, in_stored, is_streamed, overlap
 from jzero.disk.files import page_aligned
 from jzero.layout.casts import apply_edits
 from jzero.layout.records import Rectangle
 from jzero.plan.plan import ZeroPlan
+from jzero.records.records import Records, first_holders
 
 KEPT_RECORDS = 3
 """Records of a parameter that stay in memory while chunks are put together; most chunks take no more."""
 
 
-def owned_records(files: StateFiles) -> dict[int, list[int]]:
+def owned_records(records: Records) -> dict[int, list[int]]:
     """Returns, by parameter, the records whose part no earlier device has: no two processes own one."""
-    records = {}
-    for i, numbers in files.of_param.items():
-        holders = first_holders(files.plan, files.plan.leaves[i].grad, everywhere=True)
-        records[i] = [n for n in numbers if holders[files.records[n].device] == files.records[n].device]
-    return records
+    owned = {}
+    for i, numbers in records.of_param.items():
+        holders = first_holders(records.plan, records.plan.leaves[i].grad, everywhere=True)
+        owned[i] = [n for n in numbers if holders[records.index[n].device] == records.index[n].device]
+    return owned
 
 
 def masters_on_disk(plan: ZeroPlan) -> dict[int, int]:
     """Returns, by parameter, the number of the field on disk that is its master."""
     masters = plan.flat_params(plan.opt_treedef.unflatten(plan.opt_leaves).masters)
-    return {i: fields.index(masters[i]) for i, fields in plan.disk_fields.items() if masters[i] in fields}
+    return {i: fields.index(masters[i]) for i, fields in plan.record_fields.items() if masters[i] in fields}
 
 
 def one_device(plan: ZeroPlan) -> jax.Device:
@@ -53,24 +53,24 @@ def one_device(plan: ZeroPlan) -> jax.Device:
 
 
 class Snapshot:
-    """A generation of the files of a state, which stays until `release`, see [Note: Saving records].
+    """A generation of the records of a state, which stays until `release`, see [Note: Saving records].
 
     Args:
-      files: The files.
+      records: The records.
 
     Attributes:
-      files: The same.
+      records: The same.
       owned: The records that this process saves, by parameter.
       masters: See `masters_on_disk`.
       edited: The edited 16-bit parameters, by number and device, laid out like their gradients.
     """
 
-    def __init__(self, files: StateFiles) -> None:
-        self.files = files
-        self.owned = owned_records(files)
-        self.masters = masters_on_disk(files.plan)
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.owned = owned_records(records)
+        self.masters = masters_on_disk(records.plan)
         self.edited: dict[int, dict[jax.Device, np.ndarray]] = {}
-        self._pin = files.pipeline.store.pin()
+        self._pin = records.pipeline.store.pin()
 
     def release(self) -> None:
         """Lets steps overwrite this generation."""
@@ -83,24 +83,24 @@ class Snapshot:
         Args:
           params: The parameters as stored; those in memory with a master on disk count.
         """
-        plan = self.files.plan
+        plan = self.records.plan
         shares: dict[str, np.ndarray] = {}
-        for i, fields in plan.disk_fields.items():
+        for i, fields in plan.record_fields.items():
             if is_streamed(plan.leaves[i].grad):
                 shares.update(zip([leaf.path for leaf in fields], self._sums(i, params[i]), strict=True))
         return shares
 
     def _sums(self, i: int, param: jax.Array) -> np.ndarray:
         """Returns the shares of a parameter's fields."""
-        leaf, master = self.files.plan.leaves[i], self.masters.get(i)
+        leaf, master = self.records.plan.leaves[i], self.masters.get(i)
         param_parts = {} if master is None or leaf.param.in_records else _host_parts(leaf.param_as_gradient(param))
         natural = leaf.grad.unpadded_shape
-        device = one_device(self.files.plan)
+        device = one_device(self.records.plan)
         sums: list[tuple[jax.Array, jax.Array]] = []
 
         def visit(number: int, buffer: np.ndarray) -> Callable[[np.ndarray], None]:
-            record = self.files.records[number]
-            fields = jax.device_put(self.files.views(number, buffer), device)
+            record = self.records.index[number]
+            fields = jax.device_put(self.records.views(number, buffer), device)
             piece = param_parts[record.device][record.place.slices] if param_parts else None
             start = np.array(record.stored.start, np.int32)
             results = _examine(fields, piece, start, natural=natural, master=master)
@@ -108,28 +108,28 @@ class Snapshot:
             # The record's bytes may be the operands themselves.
             return lambda buffer: jax.block_until_ready(results) and None
 
-        self.files.pipeline.run(visit, self.owned[i], writes=False)
+        self.records.pipeline.run(visit, self.owned[i], writes=False)
         if any(bool(edited) for _, edited in sums):
             self.edited[i] = {device: x.copy() for device, x in param_parts.items()}
-        zeros = np.zeros(len(self.files.plan.disk_fields[i]), np.uint32)
+        zeros = np.zeros(len(self.records.plan.record_fields[i]), np.uint32)
         return sum((np.asarray(x) for x, _ in sums), zeros)
 
     def read(self, number: int, buffer: np.ndarray) -> None:
         """Reads a record, with the edits of its parameter."""
         self._pin.read(number, buffer)
-        record = self.files.records[number]
+        record = self.records.index[number]
         if record.param in self.edited:
-            master = self.files.views(number, buffer)[self.masters[record.param]]
+            master = self.records.views(number, buffer)[self.masters[record.param]]
             piece = self.edited[record.param][record.device][record.place.slices]
-            master[...] = np.asarray(apply_edits(jax.device_put(master.copy(), one_device(self.files.plan)), piece))
+            master[...] = np.asarray(apply_edits(jax.device_put(master.copy(), one_device(self.records.plan)), piece))
 
     def chunk_shape(self, i: int) -> tuple[int, ...]:
         """Returns the shape of a parameter's chunks."""
-        return chunk_shape(self.files.plan, i)
+        return chunk_shape(self.records.plan, i)
 
     def chunks(self, i: int) -> Iterator[tuple[Rectangle, list[np.ndarray]]]:
         """Yields the chunks of a parameter that this process writes: places in the natural array, and all fields."""
-        leaf = self.files.plan.leaves[i].grad
+        leaf = self.records.plan.leaves[i].grad
         records = _Records(self, i)
         for chunk in chunks_of(leaf.shape, self.chunk_shape(i)):
             place = in_stored(chunk, leaf)
@@ -141,13 +141,13 @@ class _Records:
     """Reads rectangles of one parameter's state from disk, and caches the latest records."""
 
     def __init__(self, snapshot: Snapshot, i: int) -> None:
-        files = snapshot.files
+        records = snapshot.records
         self._snapshot, self._i, self._numbers = snapshot, i, snapshot.owned[i]
-        places = [files.records[n].stored for n in self._numbers]
+        places = [records.index[n].stored for n in self._numbers]
         self._starts = np.array([x.start for x in places]).reshape(len(places), -1)
         self._stops = self._starts + np.array([x.shape for x in places]).reshape(len(places), -1)
         self._kept: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
-        sizes = [files.pipeline.store.sizes[n] for n in self._numbers]
+        sizes = [records.pipeline.store.sizes[n] for n in self._numbers]
         self._free = [page_aligned(max(sizes, default=0)) for _ in range(KEPT_RECORDS)]
 
     def at(self, place: Rectangle) -> list[int]:
@@ -158,11 +158,11 @@ class _Records:
 
     def read(self, place: Rectangle) -> list[np.ndarray]:
         """Returns a rectangle of each field, in new memory."""
-        files = self._snapshot.files
-        fields = [np.empty(place.shape, leaf.dtype) for leaf in files.plan.disk_fields[self._i]]
+        records = self._snapshot.records
+        fields = [np.empty(place.shape, leaf.dtype) for leaf in records.plan.record_fields[self._i]]
         for number in self.at(place):
-            there, here = overlap(place, files.records[number].stored)
-            for x, view in zip(fields, files.views(number, self._bytes(number)), strict=True):
+            there, here = overlap(place, records.index[number].stored)
+            for x, view in zip(fields, records.views(number, self._bytes(number)), strict=True):
                 x[there] = view[here]
         return fields
 
@@ -171,9 +171,9 @@ class _Records:
         if number not in self._kept:
             buffer = self._free.pop() if self._free else self._kept.popitem(last=False)[1]
             self._kept[number] = buffer
-            self._snapshot.read(number, buffer[: self._snapshot.files.pipeline.store.sizes[number]])
+            self._snapshot.read(number, buffer[: self._snapshot.records.pipeline.store.sizes[number]])
         self._kept.move_to_end(number)
-        return self._kept[number][: self._snapshot.files.pipeline.store.sizes[number]]
+        return self._kept[number][: self._snapshot.records.pipeline.store.sizes[number]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,12 +193,12 @@ class DiskArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape in the checkpoint."""
-        return self.snapshot.files.plan.disk_fields[self.param][self.field].shape
+        return self.snapshot.records.plan.record_fields[self.param][self.field].shape
 
     @property
     def dtype(self) -> DType:
         """Its dtype."""
-        return self.snapshot.files.plan.disk_fields[self.param][self.field].dtype
+        return self.snapshot.records.plan.record_fields[self.param][self.field].dtype
 
 
 def _host_parts(x: jax.Array) -> Mapping[jax.Device, np.ndarray]:

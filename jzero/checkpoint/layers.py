@@ -16,8 +16,8 @@ from jzero.checkpoint.checksum import host_checksum
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import wrong_checksums
 from jzero.checkpoint.leaves import TargetLeaf
-from jzero.layout.on_disk import Stored
 from jzero.layout.placement import on_device
+from jzero.layout.stored import Stored
 
 At = tuple[int, ...]
 

@@ -26,8 +26,8 @@ from jzero._types import TrainStateLike
 from jzero.layout.casts import apply_edits
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.on_disk import OnDisk, Stored, when_read
 from jzero.layout.placement import memory_of, on_device, place_array
+from jzero.layout.stored import InRecords, Stored, when_read
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import all_leaves, flat_state, map_state, plain_state, with_leaves
 
@@ -138,10 +138,10 @@ def natural_state(state: TrainStateLike, plan: ZeroPlan) -> tuple[TrainStateLike
     arrays = flat_state(plain, layout)
     params = plan.flat_params(state.params)
     has_master = [leaf.master is not None for leaf in plan.leaves]
-    edited = [i for i, x in enumerate(params) if has_master[i] and not isinstance(x, OnDisk)]
+    edited = [i for i, x in enumerate(params) if has_master[i] and not isinstance(x, InRecords)]
     for i in edited:  # one at a time, so that at most one offloaded leaf is on the devices
         leaf, master, param = plan.leaves[i], arrays[i], params[i]
-        if isinstance(master, OnDisk) or bool(_is_edited(on_device(master), on_device(param), leaf)):
+        if isinstance(master, InRecords) or bool(_is_edited(on_device(master), on_device(param), leaf)):
             arrays[i] = when_read(master, functools.partial(leaf.edit_master, param))
     arrays = [_in_form(x, target_leaf) for x, target_leaf in zip(arrays, leaves, strict=True)]
     return plain, leaves, arrays

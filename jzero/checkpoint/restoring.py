@@ -28,7 +28,7 @@ from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
 from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wrong_checksums
-from jzero.checkpoint.disk_restoring import RestoredFiles, restore_files
+from jzero.checkpoint.disk_restoring import RestoredRecords, restore_records
 from jzero.checkpoint.extras import decode, everywhere, iterator_mover
 from jzero.checkpoint.leaves import Number, TargetLeaf, number_leaves, target_leaves
 from jzero.checkpoint.matching import RestoreReport, match
@@ -37,14 +37,14 @@ from jzero.checkpoint.shards import read_shards
 from jzero.config.settings import FLAG, check_fields
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.misfits import describe_misfit
-from jzero.layout.on_disk import OnDisk
 from jzero.layout.placement import copy_array, on_device
+from jzero.layout.stored import InRecords
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields
 from jzero.plan.table import format_bytes
 from jzero.state.adapter import StateAdapter, adapt_sharded
-from jzero.state.disk import check_newest, files_of, kept_on_disk
+from jzero.state.record_states import check_newest, kept_in_records, records_of
 from jzero.state.train_state import all_leaves, check_alive, flat_state, plain_state, stored_state, with_leaves
 
 PARAMS, OPT_STATE = "params", "opt_state"
@@ -114,7 +114,7 @@ def restore_checkpoint(
       rename: Regular expressions over whole paths in the checkpoint, with their replacements, as for `re.sub`:
         `{r"(.*)/encoder/(.*)": r"\1/backbone/\2"}` renames parameters and the optimizer state that follows them.
       data_iterator: An iterator to move to the saved position: anything with `set_state` or `load_state_dict`.
-      donate: Free the arrays of `like`, and its files, before anything is read. If reading fails, they are lost.
+      donate: Free the arrays of `like`, and its records, before anything is read. If reading fails, they are lost.
 
     Returns:
       A state of the class of `like`, laid out by its plan. It shares no arrays, and can be donated.
@@ -166,12 +166,12 @@ def restore_from(
     logging.getLogger("jzero").info("Restoring %s from %s.", format_bytes(num_bytes), contents.directory)
     read = everywhere(lambda: _read(contents, {i: (target_leaves[i], leaf) for i, leaf in in_memory.items()}))
     _verify(contents, read, target_leaves, in_memory)
-    disk = target.restore_files(contents, matched) if target.on_disk else None
+    disk = target.restore_records(contents, matched) if target.on_disk else None
     own = _own_state(contents, target) if target.takes_opt_state(choice) else None
     check_fit(read, target_leaves)
     state = target.fill(read, own, choice, disk)
     if disk is not None and choice.donate:
-        target.close_files()
+        target.close_records()
     if move is not None:
         everywhere(move)
     return state, report
@@ -199,7 +199,7 @@ class Target:
         self._plain = plain_state(adapted.state, self.plan)
         self.leaves = target_leaves(self._plain, self.plan)
         plain = flat_state(self._plain, self.plan.plain)
-        self.on_disk = {i: x.path for i, x in enumerate(plain) if isinstance(x, OnDisk)}
+        self.on_disk = {i: x.path for i, x in enumerate(plain) if isinstance(x, InRecords)}
         self._values = flat_state(adapted.state, self.plan)
 
     def match(self, contents: Contents, choice: Choice) -> tuple[dict[int, StoredLeaf], RestoreReport]:
@@ -232,19 +232,19 @@ class Target:
                 + ". Pass a state with values, such as the one to start from, as `like`."
             )
         check_alive([x for _, x in left])
-        if any(isinstance(x, OnDisk) for _, x in left):
+        if any(isinstance(x, InRecords) for _, x in left):
             check_newest(self.adapted.state)
 
-    def restore_files(self, contents: Contents, matched: Mapping[int, StoredLeaf]) -> RestoredFiles:
-        """Returns new files with the leaves on disk: those in the checkpoint, and copies of the others."""
+    def restore_records(self, contents: Contents, matched: Mapping[int, StoredLeaf]) -> RestoredRecords:
+        """Returns new records with the leaves on disk: those in the checkpoint, and copies of the others."""
         keeps = any(i not in matched for i in self.on_disk)
         there = {path: matched[i] for i, path in self.on_disk.items() if i in matched}
-        return restore_files(contents, self.plan, there, files_of(self.adapted.state) if keeps else None)
+        return restore_records(contents, self.plan, there, records_of(self.adapted.state) if keeps else None)
 
-    def close_files(self) -> None:
-        """Frees the files of the state, if it has any."""
-        if any(_has_values(x) for x in self._values if isinstance(x, OnDisk)):
-            files_of(self.adapted.state).close()
+    def close_records(self) -> None:
+        """Frees the records of the state, if it has any."""
+        if any(_has_values(x) for x in self._values if isinstance(x, InRecords)):
+            records_of(self.adapted.state).close()
 
     def free(self, matched: Mapping[int, StoredLeaf]) -> None:
         """Frees the arrays whose values will be replaced."""
@@ -255,10 +255,10 @@ class Target:
             if go and isinstance(x, jax.Array) and id(x) not in reused and not x.is_deleted():
                 x.delete()
         if self.on_disk and all(i in matched for i in self.on_disk):
-            self.close_files()
+            self.close_records()
 
     def fill(
-        self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice, disk: RestoredFiles | None = None
+        self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice, disk: RestoredRecords | None = None
     ) -> State:
         """Returns the state with the leaves that were read; removes them from `read`, one by one.
 
@@ -268,7 +268,7 @@ class Target:
             gradients belong to other parameters, and are dropped.
           choice: The user's choice.
           disk: What was restored on disk. Without it, leaves on disk stay there, and those that were read are written
-            to the state's own files.
+            to the state's own records.
         """
         tree, sources = self._sources(own)
         last_use = {source.index: i for i, (source, _) in enumerate(sources) if isinstance(source, Number)}
@@ -283,18 +283,18 @@ class Target:
                     jax.block_until_ready(values[-1])
                     del read[source.index]
             elif isinstance(source, Number) or (own is None and leaf.path not in fresh and _is_alive(x)):
-                values.append(x if choice.donate or isinstance(x, OnDisk) else copy_array(x))
+                values.append(x if choice.donate or isinstance(x, InRecords) else copy_array(x))
             else:
                 values.append(leaf.place(source))
         state = with_leaves(tree, self.plan, values, tx=self.adapted.state.tx)
-        if self.on_disk and disk is None:
-            state = kept_on_disk(state, files_of(self.adapted.state))
+        if disk is None:
+            state = kept_in_records(state, like=self.adapted.state)
         return self.adapted.rebuild(state)
 
-    def _from_disk(self, x: Any, index: int, leaf: StateLeaf, disk: RestoredFiles, choice: Choice) -> Any:
+    def _from_disk(self, x: Any, index: int, leaf: StateLeaf, disk: RestoredRecords, choice: Choice) -> Any:
         """Returns a leaf that is on disk now, or the 16-bit parameter of a master that is."""
         if leaf.in_records:
-            return disk.files.node(leaf)
+            return disk.records.node(leaf)
         if index not in disk.rounded:
             return x if choice.donate else copy_array(x)
         rounded = self.plan.leaves[index].grad.convert(disk.rounded.pop(index), leaf)
@@ -302,7 +302,7 @@ class Target:
 
 
 def _has_values(x: object) -> bool:
-    return isinstance(x, jax.Array) or (isinstance(x, OnDisk) and x.files is not None)
+    return isinstance(x, jax.Array) or (isinstance(x, InRecords) and x.records is not None)
 
 
 def check_fit(read: Mapping[int, jax.Array], target_leaves: Sequence[TargetLeaf]) -> None:

@@ -38,13 +38,13 @@ from jzero.checkpoint.orbax_io import (
 )
 from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
-from jzero.layout.on_disk import ChangedFiles, OnDisk, Stored
+from jzero.layout.stored import ChangedRecords, InRecords, Stored
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields
 from jzero.state.adapter import adapt_sharded
-from jzero.state.disk import check_newest, files_of
 from jzero.state.pending import apply_pending
+from jzero.state.record_states import check_newest, records_of
 from jzero.state.train_state import check_alive, with_leaves
 
 if TYPE_CHECKING:
@@ -196,10 +196,10 @@ def checkpoint_items(state: State, *, data_iterator: object, extra: Mapping[str,
     """
     train_state = adapt_sharded(state).state
     check_alive(train_state)
-    if not train_state.tx.plan.has_files:
+    if not train_state.tx.plan.has_records:
         return Items(_make_items(state, None, data_iterator, extra), lambda: None)
     check_newest(train_state)
-    snapshot = Snapshot(files_of(train_state))
+    snapshot = Snapshot(records_of(train_state))
     try:
         return Items(_make_items(state, snapshot, data_iterator, extra), snapshot.release)
     except BaseException:
@@ -223,7 +223,7 @@ def _make_items(
     if snapshot is not None:
         shares = everywhere(lambda: snapshot.examine(plan.flat_params(train_state.params)))
         far = dict(zip(shares, over_processes(np.array(list(shares.values()), np.uint32)), strict=True))
-        sums = [far[x.path] if isinstance(x, OnDisk) else value for x, value in zip(arrays, sums, strict=True)]
+        sums = [far[x.path] if isinstance(x, InRecords) else value for x, value in zip(arrays, sums, strict=True)]
     digests = {name: digest(x) for name, x in items.items() if name != EXTRA_ARRAYS}
     digests |= {f"{EXTRA_ARRAYS}/{name}": digest(x) for name, x in items.get(EXTRA_ARRAYS, {}).items()}
     notes = {
@@ -244,29 +244,29 @@ def _make_items(
 
 def _checksums(arrays: Sequence[Stored], leaves: Sequence[TargetLeaf]) -> list[int]:
     """Returns the checksum of each array in memory, and 0 for what is on disk."""
-    in_memory = [(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True) if not isinstance(x, OnDisk)]
+    in_memory = [(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True) if not isinstance(x, InRecords)]
     sums = iter(checksums([x for x, _ in in_memory], [cut for _, cut in in_memory]))
-    return [0 if isinstance(x, OnDisk) else next(sums) for x in arrays]
+    return [0 if isinstance(x, InRecords) else next(sums) for x in arrays]
 
 
 def _near_unless_streamed(x: Stored, leaf: TargetLeaf) -> Stored:
     """Returns an array. One on disk stays there if its records can be written; else it comes to memory."""
-    if not isinstance(x, OnDisk) or is_streamed(leaf.leaf):
+    if not isinstance(x, InRecords) or is_streamed(leaf.leaf):
         return x
-    changes, files = list[Callable[[jax.Array], jax.Array]](), x.files
-    while isinstance(files, ChangedFiles):
-        changes, files = [files.change, *changes], files.files
-    assert files is not None
-    read = functools.partial(files.read_leaf, x.path)
+    changes, records = list[Callable[[jax.Array], jax.Array]](), x.records
+    while isinstance(records, ChangedRecords):
+        changes, records = [records.change, *changes], records.records
+    assert records is not None
+    read = functools.partial(records.read_leaf, x.path)
     on_devices = everywhere(read)  # what follows are collectives, which must find all processes
     return functools.reduce(lambda y, change: change(y), changes, on_devices)
 
 
 def _to_write(x: Stored, leaf: TargetLeaf, snapshot: Snapshot | None) -> jax.Array | CutArray | DiskArray:
     """Returns an array as a leaf of the tree for Orbax."""
-    if isinstance(x, OnDisk):
+    if isinstance(x, InRecords):
         assert snapshot is not None
-        return DiskArray(snapshot, *snapshot.files.place_of(x.path))
+        return DiskArray(snapshot, *snapshot.records.place_of(x.path))
     is_plain = leaf.cut is None and can_store(leaf.leaf.dtype)
     return x if is_plain else CutArray(x, leaf.cut)
 

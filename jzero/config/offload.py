@@ -233,6 +233,11 @@ class Offload:
             )
 
     @property
+    def uses_records(self) -> bool:
+        """Whether offloaded optimizer state is in records, which programs do not see."""
+        return self.optimizer == "disk" or self.is_late
+
+    @property
     def is_late(self) -> bool:
         """Whether updates count later than the step that they belong to."""
         return bool(self.delay) or self.zenflow is not None

@@ -22,9 +22,9 @@ from jzero.layout.casts import apply_edits
 from jzero.layout.cut import Cut
 from jzero.layout.mesh import HOST_MEMORY, AnyMesh, names_host_memory, num_parts
 from jzero.layout.misfits import describe_misfit
-from jzero.layout.on_disk import OnDisk, Stored
 from jzero.layout.padded import Padded, box, is_padded
 from jzero.layout.placement import Look, Memory, gather_arrays, memory_of, on_device, place_array, relayout, to_memory
+from jzero.layout.stored import InRecords, Like, Stored
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class StateLeaf:
     @property
     def in_records(self) -> bool:
         """Whether it is in records, which programs do not see."""
-        return self.memory in ("ram", "disk")
+        return self.memory == "records"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ class StateLeaf:
     def store(self, x: Stored) -> Stored: ...
     def store(self, x: Stored) -> Stored:
         """Returns the stored array, in its memory, of an array in natural or stored shape. Inside `jit`."""
-        if isinstance(x, OnDisk) or (self.array_memory == "host" and memory_of(x) == "host"):
+        if isinstance(x, InRecords) or (self.array_memory == "host" and memory_of(x) == "host"):
             return x
         cut = self.padded_cut
         if cut is not None and tuple(x.shape) == self.shape:
@@ -227,7 +227,7 @@ class StateLeaf:
         assert self.cut is not None
         return _unpacked(x, self.cut, self.as_numbers.device_sharding)
 
-    def check_shape(self, x: Stored) -> None:
+    def check_shape(self, x: Like) -> None:
         """Raises unless an array has the natural or the stored shape."""
         if tuple(x.shape) in (self.shape, self.stored_shape):
             return

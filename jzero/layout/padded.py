@@ -43,7 +43,7 @@ import numpy as np
 from jzero import _compat, _flax
 from jzero._types import DType
 from jzero.layout.cut import Cut
-from jzero.layout.on_disk import OnDisk
+from jzero.layout.stored import InRecords
 
 T = TypeVar("T")
 
@@ -286,7 +286,7 @@ _flax.register_array(Padded, lambda x: x.natural, _from_flax)
 
 def box(x: T, path: str, shape: tuple[int, ...], cut: Cut | None) -> T | Padded:
     """Returns a leaf as a node if it is not stored in its natural shape; anything else as it is."""
-    if cut is None or cut.stored_shape == shape or isinstance(x, OnDisk):
+    if cut is None or cut.stored_shape == shape or isinstance(x, InRecords):
         return x
     return Padded(x, path, cut) if getattr(x, "shape", None) == cut.stored_shape else x
 
@@ -296,7 +296,7 @@ def unbox(x: object) -> Any:
     return x.stored if isinstance(x, Padded) else x
 
 
-Leaf: TypeAlias = jax.Array | Padded | OnDisk | jax.ShapeDtypeStruct
+Leaf: TypeAlias = jax.Array | Padded | InRecords | jax.ShapeDtypeStruct
 """A leaf of a state: an array, a padded one as a node, the place of one on disk, or the shape of any of these."""
 
 

@@ -17,12 +17,12 @@ from jzero._types import DType
 from jzero.layout.casts import apply_edits, round_to
 from jzero.layout.cut import Cut
 from jzero.layout.mesh import HOST_MEMORY
-from jzero.layout.on_disk import OnDisk, Stored
 from jzero.layout.padded import Padded
+from jzero.layout.stored import InRecords, Stored
 
 T = TypeVar("T")
 
-Memory = Literal["device", "host", "ram", "disk"]
+Memory = Literal["device", "host", "records"]
 """On the devices, in pinned memory of each device's host, or in records, which programs do not see."""
 
 Look: TypeAlias = Callable[[np.ndarray], None]
@@ -31,8 +31,8 @@ Look: TypeAlias = Callable[[np.ndarray], None]
 
 def memory_of(x: object) -> Memory:
     """Returns where an array, a tracer, or a leaf in records is."""
-    if isinstance(x, OnDisk):
-        return "disk"
+    if isinstance(x, InRecords):
+        return "records"
     if isinstance(x, jax.core.Tracer):
         return "host" if jax.typeof(x).memory_space == jax.memory.Space.Host else "device"
     return "host" if isinstance(x, jax.Array) and x.sharding.memory_kind == HOST_MEMORY else "device"
@@ -40,7 +40,7 @@ def memory_of(x: object) -> Memory:
 
 def on_device(x: Stored) -> jax.Array:
     """Returns an array in device memory, as programs need it; copies it from the host or reads it from disk."""
-    if isinstance(x, OnDisk):
+    if isinstance(x, InRecords):
         return x.read()
     if memory_of(x) == "device":
         return x

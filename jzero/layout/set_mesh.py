@@ -79,7 +79,7 @@ def _only(values: Iterable[object]) -> AnyMesh | None:
             plan: Any = getattr(getattr(x, "tx", x), "plan", None)
             if isinstance(mesh := getattr(plan, "mesh", None), Mesh | AbstractMesh):
                 # Records have programs of one device, which jax refuses while a mesh is set.
-                found.add(_compat.NO_MESH if plan.has_files else mesh)
+                found.add(_compat.NO_MESH if plan.has_records else mesh)
     return found.pop() if len(found) == 1 else None
 
 

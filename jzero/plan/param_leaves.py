@@ -83,7 +83,7 @@ def plan_params(
         # A row is read as a scan gathers it, and updated with its optimizer state.
         is_read = scan_dim == 0 and is_matrix and not why and jnp.issubdtype(leaf.dtype, jnp.floating)
         to_disk = config.offload.params == "disk" and is_read and i in offloaded
-        memory: Memory = "host" if to_host else "disk" if to_disk else "device"
+        memory: Memory = "host" if to_host else "records" if to_disk else "device"
         param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, memory=memory)
         plan = LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype)
         plans.append(_with_dtypes(plan, rule, config, i in offloaded))
@@ -112,8 +112,10 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: 
 
 def far_memory(config: ZeroConfig) -> Memory:
     """Returns the memory of offloaded optimizer state."""
-    where = config.offload.optimizer
-    return "device" if where == "none" else "ram" if where == "host" and config.offload.is_late else where
+    offload = config.offload
+    if offload.optimizer == "none":
+        return "device"
+    return "records" if offload.uses_records else "host"
 
 
 def freeze(plan: LeafPlan, dtype: DType, config: ZeroConfig) -> LeafPlan:

@@ -271,13 +271,13 @@ class ZeroPlan(Report):
         return host_bytes(self)
 
     @property
-    def has_files(self) -> bool:
+    def has_records(self) -> bool:
         """Whether any parameter, master or optimizer state is in records."""
         masters = [leaf.master for leaf in self.leaves if leaf.master is not None]
         return any(leaf.in_records for leaf in (*masters, *self.inner_leaves)) or bool(self.params_on_disk)
 
     @functools.cached_property
-    def disk_fields(self) -> dict[int, tuple[StateLeaf, ...]]:
+    def record_fields(self) -> dict[int, tuple[StateLeaf, ...]]:
         """The leaves in records of each parameter: itself, its master, its state. All are laid out like its gradient.
 
         The parameter comes first, so that its row can be read without the rest.
@@ -288,9 +288,9 @@ class ZeroPlan(Report):
                 fields[leaf.owner] = (*fields.get(leaf.owner, ()), leaf)
         return dict(sorted(fields.items()))
 
-    def records_of(self, i: int) -> list[Rectangle]:
+    def rectangles_of(self, i: int) -> list[Rectangle]:
         """Returns the rectangles of each device's part of a parameter that are records on disk."""
-        per_element = sum(itemsize(leaf.dtype) for leaf in self.disk_fields[i])
+        per_element = sum(itemsize(leaf.dtype) for leaf in self.record_fields[i])
         shape, most = self.leaves[i].grad.part_shape, self.config.offload.chunk_bytes
         if i not in self.params_on_disk:
             return rectangles(shape, per_element, most)

@@ -69,7 +69,7 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
     initialised = jax.eval_shape(tx.init, optimizer_inputs)
     update = _Update(tx, initialised, trace_update(tx, optimizer_inputs, initialised))
     plan = with_matrices(_choose_plan(state, update, config, mesh), update.jaxpr)
-    if config.offload.is_late and not plan.has_files:
+    if config.offload.is_late and not plan.has_records:
         late, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")
         raise ValueError(
             f"`Offload.{late}` lets the update of what is on the host or on disk run beside the next step, but here is "
@@ -254,7 +254,7 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[object]) -> ZeroOptState | N
     """
     dynamic = plan.config.policy.loss_scale
     has_masters = any(leaf.master is not None for leaf in plan.leaves)
-    keeps = (has_masters, plan.rounds_stochastically, isinstance(dynamic, DynamicLossScale), plan.has_files)
+    keeps = (has_masters, plan.rounds_stochastically, isinstance(dynamic, DynamicLossScale), plan.has_records)
     if not any(keeps):
         return None
     waiting = host_array(False, np.bool_) if plan.config.offload.is_late else None
@@ -264,7 +264,7 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[object]) -> ZeroOptState | N
         masters=plan.params_treedef.unflatten(entries),
         loss_scale=initial_loss_scale(dynamic, len(plan.leaves)) if isinstance(dynamic, DynamicLossScale) else None,
         num_updates=host_array(0, np.int32) if plan.rounds_stochastically else None,
-        disk=DiskState(host_array(0, np.int32), waiting) if plan.has_files else None,
+        disk=DiskState(host_array(0, np.int32), waiting) if plan.has_records else None,
     )
 
 

@@ -43,7 +43,7 @@ def device_bytes(plan: ZeroPlan) -> BytesPerDevice:
 
 def host_bytes(plan: ZeroPlan) -> BytesPerDevice:
     """Returns `ZeroPlan.host_bytes_per_device`."""
-    offload, late = plan.config.offload, [plan.leaves[i].grad for i in plan.disk_fields]
+    offload, late = plan.config.offload, [plan.leaves[i].grad for i in plan.record_fields]
     sums = [dataclasses.replace(x, dtype=wide_dtype(x.dtype)) for x in late]
     records = 0 if offload.optimizer == "disk" else record_bytes(plan) * (1 if offload.delay else 2)
     return BytesPerDevice(
@@ -63,8 +63,8 @@ def record_bytes(plan: ZeroPlan) -> int:
     """Returns the bytes of one device's records."""
     sizes = (
         field_offsets([leaf.dtype for leaf in fields], record.size)[-1]
-        for i, fields in plan.disk_fields.items()
-        for record in plan.records_of(i)
+        for i, fields in plan.record_fields.items()
+        for record in plan.rectangles_of(i)
     )
     return sum(sizes)
 
@@ -72,7 +72,7 @@ def record_bytes(plan: ZeroPlan) -> int:
 def _chosen_bytes(plan: ZeroPlan) -> int:
     """Returns the bytes of masters and optimizer state of the columns that one device has chosen."""
     total = 0
-    for i, fields in plan.disk_fields.items():
+    for i, fields in plan.record_fields.items():
         leaf = plan.leaves[i].grad
         share = plan.num_chosen(leaf) / leaf.part_shape[leaf.column_dim]
         total += round(share * sum(x.bytes_per_device for x in fields))

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Row = Sequence[str]
-WHERE = {"device": "device", "host": "host", "ram": "host", "disk": "disk"}
-"""A leaf's memory as the table names it."""
-
 
 ALONE = (
     "one device: nothing is partitioned; without accelerators, `jax.config.update('jax_num_cpu_devices', 8)` before\n"
@@ -139,7 +136,7 @@ def _param_row(leaf: LeafPlan | StateLeaf, plan: ZeroPlan) -> Row:
     scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
     grad = _placement(leaf.grad, plan) if leaf.trained else "none: not trained"
     master = "" if leaf.master is None else _placement(leaf.master, plan)
-    memories = {WHERE[x.memory] for _, x in plan.opt_leaves_of[plan.indices[leaf.path]]} if plan.offloaded else ()
+    memories = {_memory(x, plan) for _, x in plan.opt_leaves_of[plan.indices[leaf.path]]} if plan.offloaded else ()
     where = ", ".join(sorted(memories))
     return (leaf.path, str(leaf.param.shape), _placement(leaf.param, plan), grad, master, scan, where)
 
@@ -148,8 +145,14 @@ def _whole_row(leaf: WholeLeaf) -> Row:
     return (leaf.term, leaf.path, str(leaf.shape), format_bytes(leaf.num_bytes), leaf.reason)
 
 
+def _memory(leaf: StateLeaf, plan: ZeroPlan) -> str:
+    """Returns a leaf's memory as the table names it."""
+    of_records = "host" if plan.config.offload.path is None else "disk"
+    return of_records if leaf.in_records else leaf.memory
+
+
 def _placement(leaf: StateLeaf, plan: ZeroPlan) -> str:
-    where = {"device": "", "host": ", on the host", "disk": ", on disk"}[WHERE[leaf.memory]]
+    where = {"device": "", "host": ", on the host", "disk": ", on disk"}[_memory(leaf, plan)]
     if leaf.cut is None:
         return (
             f"{leaf.dtype} whole"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from typing import NamedTuple
 
 from jzero._types import State, TrainStateLike
 from jzero.disk.stores import DiskStore
 from jzero.plan.table import format_bytes
 from jzero.state.adapter import adapt_sharded
-from jzero.state.disk import files_of
+from jzero.state.record_states import records_of
 
 
 class DiskStats(NamedTuple):
@@ -104,19 +103,14 @@ def release_disk(state: State) -> None:
       >>> jzero.release_disk(on_disk)
     """
     train_state = adapt_sharded(state).state
-    store, files = _store_of(train_state), files_of(train_state)
-    under_way = None if files.waiting is None else files.waiting.done
-    if under_way is not None:
-        concurrent.futures.wait([under_way])
-    store.wait_for_pins()
-    files.is_released, files.waiting = True, None
-    files.close()
+    _store_of(train_state)
+    records_of(train_state).release()
 
 
 def _store_of(state: TrainStateLike) -> DiskStore:
     """Returns the records of a state on disk."""
     plan = state.tx.plan
-    store = files_of(state).pipeline.store if plan.has_files else None
+    store = records_of(state).pipeline.store if plan.has_records else None
     if not isinstance(store, DiskStore):
         raise ValueError(
             f"Nothing of this state is on a disk: its configuration has `optimizer={plan.config.offload.optimizer!r}`. "

@@ -19,9 +19,9 @@ from jzero.layout.leaves import StateLeaf, gather_leaves
 from jzero.layout.placement import Look, make_strongly_typed
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import adapt_sharded
-from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.layouts import FLOAT, find_shardings, lay_out
 from jzero.state.pending import apply_pending
+from jzero.state.record_states import kept_in_records
 from jzero.state.train_state import S, all_leaves, check_alive, edited_master, flat_state, plain_state, with_leaves
 
 
@@ -185,7 +185,7 @@ def write_params(train_state: S, values: Mapping[int, ArrayLike], chosen: Sequen
         return new
     boxed = [x if leaf.master is None else leaf.master.box(x) for x, leaf in zip(masters, plan.leaves, strict=True)]
     zero_state = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(boxed))
-    return kept_on_disk(new.replace(opt_state=zero_state), files_of(train_state) if plan.has_files else None)
+    return kept_in_records(new.replace(opt_state=zero_state), like=train_state)
 
 
 def place_given(values: Sequence[tuple[ArrayLike, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:

@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 from jzero import _compat
 from jzero._compat import Atom
 from jzero._types import PyTree, State, TrainStateLike
-from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program
 from jzero.arrays.processes import PROGRAM, agree, check_wait
 from jzero.config.precision import is_key
@@ -30,16 +29,18 @@ from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig, refers_to_config
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import of_model
-from jzero.layout.on_disk import OnDisk
 from jzero.layout.placement import make_strongly_typed, place_array
 from jzero.layout.set_mesh import for_program, from_program, set_if_explicit
+from jzero.layout.stored import InRecords
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.state_fields import check_fields, other_fields
 from jzero.plan.table import format_bytes
+from jzero.records.opening import open_records
+from jzero.records.records import Records
 from jzero.state.adapter import StateAdapter, adapt
-from jzero.state.disk import check_update, open_files
 from jzero.state.initializers import one_leaf_at_a_time
+from jzero.state.record_states import check_update
 from jzero.state.request import check_has_devices, resolve_config, resolve_mesh, restrict, with_optimizer
 from jzero.state.train_state import all_leaves, flat_state, stored_state, with_leaves
 from jzero.update.transformation import ZeroTransformation
@@ -236,26 +237,28 @@ def _find_zeroed(pattern: str, plan: ZeroPlan, numbers: TrainStateLike, outvars:
 
 def _collected(
     plan: ZeroPlan, leaves: Sequence[StateLeaf], groups: Sequence[list[int]], results: Iterable[list[jax.Array]]
-) -> dict[int, jax.Array | OnDisk]:
+) -> dict[int, jax.Array | InRecords]:
     """Returns the leaves that programs make, by number; writes those for the disk after each program."""
-    files = open_files(plan) if plan.has_files else None
-    arrays: dict[int, jax.Array | OnDisk] = {}
+    records = open_records(plan) if plan.has_records else None
+    arrays: dict[int, jax.Array | InRecords] = {}
     for group, outputs in zip(groups, results, strict=True):
         group_arrays = dict(zip(group, outputs, strict=True))
         arrays.update(group_arrays)
-        if files is not None:
-            arrays.update(_to_disk(files, {k: leaves[k] for k in group}, group_arrays))
-    if files is not None:
-        files.pipeline.store.commit()
+        if records is not None:
+            arrays.update(_to_records(records, {k: leaves[k] for k in group}, group_arrays))
+    if records is not None:
+        records.pipeline.store.commit()
     return arrays
 
 
-def _to_disk(files: StateFiles, leaves: Mapping[int, StateLeaf], arrays: Mapping[int, jax.Array]) -> dict[int, OnDisk]:
+def _to_records(
+    records: Records, leaves: Mapping[int, StateLeaf], arrays: Mapping[int, jax.Array]
+) -> dict[int, InRecords]:
     """Writes the leaves for the disk, all of each parameter's; returns what stands for them in the state."""
     there = {leaf.path: k for k, leaf in leaves.items() if leaf.in_records}
-    params = [i for i, fields in files.plan.disk_fields.items() if fields[0].path in there]
-    files.fill(lambda i: [arrays[there[x.path]] for x in files.plan.disk_fields[i]], params)
-    return {k: files.node(leaves[k]) for k in there.values()}
+    params = [i for i, fields in records.plan.record_fields.items() if fields[0].path in there]
+    records.fill(lambda i: [arrays[there[x.path]] for x in records.plan.record_fields[i]], params)
+    return {k: records.node(leaves[k]) for k in there.values()}
 
 
 def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: ZeroPlan) -> list[list[int]]:

@@ -17,9 +17,9 @@ from jzero.layout.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import other_fields
 from jzero.state.adapter import adapt_sharded
-from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.gather import place_given, write_params
 from jzero.state.pending import apply_pending
+from jzero.state.record_states import kept_in_records
 from jzero.state.train_state import check_alive
 
 DEEPSPEED_NAMES = {"exp_avg": "mu", "exp_avg_sq": "nu"}
@@ -176,7 +176,7 @@ def set_full_opt_state(state: State, path: str, *, name: str, value: ArrayLike) 
     leaves = plan.flat_opt_state(train_state.opt_state)
     (leaves[i],) = place_given([(value, leaf)], plan)
     new = train_state.replace(opt_state=plan.stored_opt_state(leaves))
-    return adapted.rebuild(kept_on_disk(new, files_of(train_state) if plan.has_files else None))
+    return adapted.rebuild(kept_in_records(new, like=train_state))
 
 
 def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:

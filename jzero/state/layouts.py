@@ -19,8 +19,8 @@ from jzero.layout.casts import round_without_derivative
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import AnyMesh
-from jzero.layout.on_disk import OnDisk
 from jzero.layout.placement import on_device
+from jzero.layout.stored import Stored
 from jzero.plan.plan import ZeroPlan
 
 Target: TypeAlias = PartitionSpec | NamedSharding
@@ -58,7 +58,7 @@ def find_shardings(shardings: PyTree, plan: ZeroPlan, chosen: Sequence[bool]) ->
     return checked
 
 
-def lay_out(x: jax.Array | OnDisk, leaf: StateLeaf, dtype: DType | None, sharding: NamedSharding) -> jax.Array:
+def lay_out(x: Stored, leaf: StateLeaf, dtype: DType | None, sharding: NamedSharding) -> jax.Array:
     """Returns a stored leaf in natural shape, cast and laid out; nothing else of it is on the devices afterwards."""
     on_devices = on_device(x)
     natural = _natural(on_devices, leaf.cut, cast_dtype(leaf.dtype, dtype), on_devices.sharding)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +17,9 @@ from jzero.plan.opt_state import with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import adapt
 from jzero.state.train_state import map_state, write_fields
+from jzero.update.run import Done
 from jzero.update.transformation import NO_ELEMENTS
-from jzero.update.visits import NO_DISK, FromDisk
-from jzero.update.whole import Grad
-
-
-class StepGrads(NamedTuple):
-    """The gradients of one step.
-
-    Attributes:
-      grads: One per parameter leaf, laid out as planned; the factors are the loss scale and clipping.
-      applied: Whether to apply them, a 0-d boolean; `None` means yes.
-      weighs: Whether the batch had any weight, a 0-d boolean; `None` means yes.
-      overflowed: One boolean per parameter leaf, if the precision policy needs them.
-      value: The loss, the mean over the global batch.
-    """
-
-    grads: list[Grad[jax.Array]]
-    applied: jax.Array | None
-    weighs: jax.Array | None
-    overflowed: jax.Array
-    value: jax.Array
+from jzero.update.whole import Grad, StepGrads
 
 
 def scaled_grads(
@@ -62,7 +43,7 @@ def next_state(
     step_grads: StepGrads,
     changed: Changed,
     update: StepGrads | None,
-    disk: FromDisk = NO_DISK,
+    done: Done | None = None,
 ) -> TrainStateLike:
     """Returns the state after a step, as the plan stores it; call it inside `jit`.
 
@@ -73,35 +54,21 @@ def next_state(
       step_grads: The step's gradients.
       changed: What the loss wrote, by field of the state and path in the field.
       update: The gradients to apply now: `step_grads`, those of an earlier step, or none.
-      disk: What was computed from the state's records.
+      done: What passes over records computed, if state is there.
     """
     plan = state.tx.plan
     new = write_fields(state, changed)
     if step_grads.applied is not None and new is not state:
         new = _keep_unless(step_grads.applied, new, state)
     if update is not None:
-        new = _update(new, update.grads, update.applied, update.value, disk)
+        new = _update(new, update.grads, update.applied, update.value, done)
     if step_grads.applied is not None and plan.has_opt_state:
         scaled = with_next_loss_scale(
             state.opt_state, new.opt_state, plan.config.policy.loss_scale, step_grads.overflowed
         )
         scaled = scaled if step_grads.weighs is None else _keep_unless(step_grads.weighs, scaled, new.opt_state)
         new = new.replace(opt_state=scaled)
-    if plan.config.offload.delay:
-        new = _with_waiting(new, jnp.ones((), jnp.bool_) if step_grads.applied is None else step_grads.applied)
     return _to_stored(new, plan)
-
-
-def settled_state(state: TrainStateLike, update: StepGrads, disk: FromDisk) -> TrainStateLike:
-    """Returns the state after the update that waits, as the plan stores it; call it inside `jit`."""
-    new = _update(state, update.grads, update.applied, update.value, disk)
-    return _to_stored(_with_waiting(new, jnp.zeros((), jnp.bool_)), state.tx.plan)
-
-
-def _with_waiting(state: TrainStateLike, waiting: jax.Array) -> TrainStateLike:
-    """Returns a state that knows whether gradients wait for the next step."""
-    disk = dataclasses.replace(state.opt_state.disk, waiting=waiting)
-    return state.replace(opt_state=dataclasses.replace(state.opt_state, disk=disk))
 
 
 def _keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -122,12 +89,12 @@ def _update(
     grads: list[Grad[jax.Array]],
     applied: jax.Array | None,
     value: jax.Array | None,
-    disk: FromDisk = NO_DISK,
+    done: Done | None,
 ) -> TrainStateLike:
     """Returns the state after the optimizer's step; unchanged if `applied` is false."""
     if adapt(state).has_own_update:
         return _update_by_itself(state, grads, applied, value)
-    params, opt_state = state.tx.apply(grads, state.opt_state, state.params, applied, value, disk)
+    params, opt_state = state.tx.apply(grads, state.opt_state, state.params, applied, value, done)
     step = state.step + 1
     step = step if applied is None else jnp.where(applied, step, state.step)
     return state.replace(step=step, params=params, opt_state=opt_state)
@@ -137,7 +104,7 @@ def check_can_compute(state: TrainStateLike) -> None:
     """Raises if a state has an `apply_gradients` of its own, and something that it could read is not on the devices."""
     plan = state.tx.plan
     on_host = any(leaf.param.memory == "host" for leaf in plan.leaves)
-    if adapt(state).has_own_update and (on_host or plan.has_files):
+    if adapt(state).has_own_update and (on_host or plan.has_records):
         late = plan.config.offload.delay
         option = "params='host'" if on_host else "delay=1" if late else "optimizer='disk'"
         what = "parameters" if on_host else "gradients" if late else "optimizer state"

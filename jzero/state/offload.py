@@ -10,7 +10,7 @@ from jzero._types import State, TrainStateLike
 from jzero.config.settings import NAMES, check
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import HOST_MEMORY, check_host_memory
-from jzero.layout.on_disk import OnDisk
+from jzero.layout.stored import InRecords, Stored
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields, other_fields
 from jzero.state.adapter import adapt_sharded
@@ -98,8 +98,8 @@ def _move(
     fields = [name for name, count in counts.items() for _ in range(count)]
     fields += [name for name, tree in other_fields(train_state).items() for _ in jax.tree.leaves(tree)]
 
-    def move(x: jax.Array | OnDisk, leaf: StateLeaf, name: str) -> jax.Array | OnDisk:
-        if isinstance(x, OnDisk):
+    def move(x: Stored, leaf: StateLeaf, name: str) -> Stored:
+        if isinstance(x, InRecords):
             return x
         target = leaf.sharding if kind is None else leaf.device_sharding.with_memory_kind(kind)
         target_kind = target.memory_kind or plan.mesh.local_devices[0].default_memory().kind

@@ -13,16 +13,16 @@ from jzero._types import Optimizer, PyTree, TrainStateLike
 from jzero.config.zero import ZeroConfig
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
-from jzero.layout.on_disk import OnDisk, when_read
 from jzero.layout.padded import Leaf, Padded, is_padded, unbox
 from jzero.layout.placement import gather_padded
+from jzero.layout.stored import InRecords, Stored, when_read
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.state_fields import check_fields
 from jzero.plan.trainable import MaskedTransformation, restrict_opt_state, restrict_optimizer
 from jzero.state.adapter import plan_if_sharded
-from jzero.state.disk import checked_files
 from jzero.state.gather import note_value
+from jzero.state.record_states import checked_records
 from jzero.state.train_state import (
     S,
     abstract_leaf,
@@ -92,21 +92,21 @@ class Request:
     def place(self, plan: ZeroPlan, *, donate: bool, values: list[str] | None) -> TrainStateLike:
         """Returns the state on the devices, as `plan` stores it; notes the values that this process supplies."""
         plan.check_host_memory()
-        files = checked_files(self._wrapped(plan))
+        records = checked_records(self._wrapped(plan))
         nodes = self._nodes(plan)
         uses = collections.Counter(map(id, jax.tree.leaves(nodes)))
-        for_disk: dict[str, Any] = {}
+        for_records: dict[str, Any] = {}
 
-        def place(x: Any, leaf: StateLeaf) -> jax.Array | OnDisk:
-            if files is not None and leaf.in_records:  # once all that belongs to its parameter is known
-                for_disk[leaf.path] = x
-                return files.node(leaf)
+        def place(x: Any, leaf: StateLeaf) -> Stored:
+            if records is not None and leaf.in_records:  # once all that belongs to its parameter is known
+                for_records[leaf.path] = x
+                return records.node(leaf)
             return place_now(x, leaf)
 
         def place_now(x: Any, leaf: StateLeaf) -> jax.Array:
             array = unbox(x)
             placed = leaf.place(
-                gather_padded(array.read() if isinstance(array, OnDisk) else x), look=note_value(values, leaf)
+                gather_padded(array.read() if isinstance(array, InRecords) else x), look=note_value(values, leaf)
             )
             if self.old is not None or donate or is_padded(x):  # one leaf at a time, so that at most one is whole
                 jax.block_until_ready(placed)
@@ -116,9 +116,11 @@ class Request:
             return placed
 
         leaves = list(map(place, nodes, all_leaves(plan)))
-        if files is not None:
-            files.fill(lambda i: [place_now(for_disk[x.path], x) for x in plan.disk_fields[i]], plan.disk_fields)
-            files.pipeline.store.commit()
+        if records is not None:
+            records.fill(
+                lambda i: [place_now(for_records[x.path], x) for x in plan.record_fields[i]], plan.record_fields
+            )
+            records.pipeline.store.commit()
         if donate:  # free the leaves that the new state does not need
             for x in jax.tree.leaves(self.state):
                 if isinstance(x, jax.Array) and not x.is_deleted():
@@ -186,8 +188,8 @@ def _plain_values(state: S, old: ZeroPlan) -> S:
     return with_leaves(state, layout, map(_known_shape, leaves, all_leaves(layout)), tx=state.tx.inner)
 
 
-def _known_shape(x: jax.Array | OnDisk, leaf: StateLeaf) -> jax.Array | OnDisk:
-    return when_read(x, leaf.box) if isinstance(x, OnDisk) else x
+def _known_shape(x: Stored, leaf: StateLeaf) -> Stored:
+    return when_read(x, leaf.box) if isinstance(x, InRecords) else x
 
 
 def resolve_config(stage: int | None, config: ZeroConfig | None, old: ZeroPlan | None = None) -> ZeroConfig:

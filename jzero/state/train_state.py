@@ -14,10 +14,10 @@ from jzero._text import path_str
 from jzero._types import Optimizer, PyTree, TrainStateLike
 from jzero.config.precision import is_key
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.on_disk import OnDisk, when_read
 from jzero.layout.padded import is_padded
 from jzero.layout.placement import gather_padded, memory_of
 from jzero.layout.set_mesh import in_own_mesh
+from jzero.layout.stored import InRecords, Stored, when_read
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
@@ -159,11 +159,11 @@ def plain_state(state: S, plan: ZeroPlan, *, take_edits: bool = False) -> S:
     return state.replace(params=plan.plain.stored_params(masters_or_params), opt_state=state.opt_state.inner)
 
 
-def edited_master(leaf: LeafPlan, param: jax.Array | OnDisk, master: PyTree) -> PyTree:
+def edited_master(leaf: LeafPlan, param: Stored, master: PyTree) -> PyTree:
     """Returns a master with the edits of its parameter, or the parameter if that is its own master."""
     if leaf.master is None:
         return param
-    if isinstance(param, OnDisk):  # nobody edits it by itself
+    if isinstance(param, InRecords):  # nobody edits it by itself
         return master
     return when_read(master, functools.partial(leaf.edit_master, param))
 
@@ -226,14 +226,14 @@ def with_leaves(state: S, plan: ZeroPlan, leaves: Iterable[object], *, tx: Optim
     )
 
 
-def abstract_leaf(leaf: StateLeaf) -> jax.ShapeDtypeStruct | OnDisk:
+def abstract_leaf(leaf: StateLeaf) -> jax.ShapeDtypeStruct | InRecords:
     """Returns the shape of a leaf as stored."""
     if leaf.in_records:
-        return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype)
+        return InRecords(leaf.path, leaf.stored_shape, leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=leaf.sharding)
 
 
 def map_state(fn: Callable[[jax.Array, StateLeaf], object], plan: ZeroPlan, state: S) -> S:
     """Returns `state` with `fn(array, layout)` instead of every stored array. What is on disk does not change."""
     pairs = zip(flat_state(state, plan), all_leaves(plan), strict=True)
-    return with_leaves(state, plan, [x if isinstance(x, OnDisk) else fn(x, leaf) for x, leaf in pairs])
+    return with_leaves(state, plan, [x if isinstance(x, InRecords) else fn(x, leaf) for x, leaf in pairs])

@@ -29,7 +29,7 @@ from jzero.engine.recompute import Remat
 from jzero.layout.set_mesh import from_program, in_own_mesh
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, adapt_sharded, plan_of
-from jzero.state.disk import detached, for_loss, run_on_rows
+from jzero.state.record_states import detached, for_loss, run_on_rows
 from jzero.state.train_state import check_alive
 from jzero.step.agreement import StepAgreement
 from jzero.step.compiler_options import CompilerOptions, check_compiler_options
@@ -174,7 +174,7 @@ class Step:
 
     def _jit(self, plan: ZeroPlan, state: TrainStateLike, structure: PyTreeDef | None = None) -> Jitted:
         """Returns the jitted function for states of this plan and structure."""
-        if plan.has_files:  # which the cache must not keep open
+        if plan.has_records:  # which the cache must not keep open
             structure = jax.tree.structure(detached(state))
         key = (plan, jax.tree.structure(state) if structure is None else structure)
         if key not in self._jits:
@@ -234,7 +234,7 @@ class Step:
     def _run(self, jitted: Jitted, state: TrainStateLike, batch: PyTree, rng: Mapping[str, jax.Array]) -> PyTree:
         """Calls the jitted function."""
         plan = state.tx.plan
-        if self.donated or not plan.has_files:
+        if self.donated or not plan.has_records:
             return jitted(state, batch, **rng)
         if not plan.params_on_disk:
             return jitted(detached(state), batch, **rng)
@@ -249,7 +249,7 @@ class Step:
         return state
 
     def program(self, state: State) -> Any:
-        """Returns the jitted function for a state; an `OutsideStep` if the update of its kind is on records."""
+        """Returns the jitted function for a state; an `RecordStep` if the update of its kind is on records."""
         train_state = adapt_sharded(state).state
         return self._jit(train_state.tx.plan, train_state)
 

@@ -24,7 +24,7 @@ from jzero.engine.recompute import Remat
 from jzero.engine.trace import LossInputs, TracedLoss, carried_leaves, trace_loss
 from jzero.engine.written_variables import drop_unwritten, split_mutable
 from jzero.layout.mesh import num_batch_shards
-from jzero.layout.on_disk import OnDisk
+from jzero.layout.stored import InRecords
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, adapt
 from jzero.state.train_state import check_in_place
@@ -166,7 +166,7 @@ def split_aux(result: PyTree, *, has_aux: bool) -> tuple[PyTree, PyTree]:
 
 def _check_has_rows(state: TrainStateLike, plan: ZeroPlan) -> None:
     """Raises if a program could not read parameters on disk."""
-    on_disk = [x.path for x in plan.flat_params(state.params) if isinstance(x, OnDisk)]
+    on_disk = [x.path for x in plan.flat_params(state.params) if isinstance(x, InRecords)]
     if on_disk:
         raise ValueError(
             f"{on_disk[0]!r} is on disk (`Offload(params='disk')`), from which only steps called from Python read: "

@@ -18,14 +18,15 @@ from jzero.engine.written_variables import Changed
 from jzero.layout.set_mesh import for_program
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, Metrics, adapt_sharded
-from jzero.state.next_state import StepGrads, check_can_compute, next_state, scaled_grads
+from jzero.state.next_state import check_can_compute, next_state, scaled_grads
 from jzero.state.train_state import map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
 from jzero.step.compiler_options import compiler_options as make_compiler_options
 from jzero.step.jitted import Step
 from jzero.step.metrics import step_metrics
-from jzero.step.outside import OutsideStep
 from jzero.step.overflow import OverflowWatch, loss_scale_error
+from jzero.step.record_step import RecordStep
+from jzero.update.whole import StepGrads
 
 
 class ValueAndGrad(Step):
@@ -88,7 +89,7 @@ class TrainStep(Step):
         return map_state(lambda x, leaf: leaf.sharding, plan, state), None
 
     def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
-        if state.tx.plan.has_files:
+        if state.tx.plan.has_records:
             option = "delay=1" if state.tx.plan.config.offload.delay else "optimizer='disk'"
             raise ValueError(
                 f"A state outside of programs (`Offload({option})`) is trained by calls of this step from Python: call "
@@ -99,10 +100,10 @@ class TrainStep(Step):
             return next_state(state, step_grads, changed, step_grads), metrics
 
     def _make_jit(self, plan: ZeroPlan, state: TrainStateLike) -> Jitted:
-        if plan.has_files:
+        if plan.has_records:
             check_can_compute(state)
             options = make_compiler_options(plan, self.compiler_options)
-            return OutsideStep(self._gradients, state.tx, options, self._passes(plan))
+            return RecordStep(self._gradients, state.tx, options, self._passes(plan))
         return super()._make_jit(plan, state)
 
     def _gradients(

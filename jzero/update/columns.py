@@ -1,8 +1,7 @@
 """Updates the chosen columns of parameters in records, on the devices, in the program that updates everything else.
 
 A *column* is a slice of one device's part of a parameter along the dimension that ZeRO cuts, so choosing columns needs
-no communication. In: which columns each device has chosen, and their masters and optimizer state. Out: their new state,
-and parameters whose chosen columns are new.
+no communication.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.on_disk import OnDisk, Stored
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Part, first_index
-from jzero.update.fields import Input, grad_field, param_field
-from jzero.update.find_visits import result_visit
-from jzero.update.run import Run, Targets
-from jzero.update.whole import Before
+from jzero.update.program import RecordKernel
+from jzero.update.run import Operands
 
 
 def _specs(leaf: StateLeaf) -> tuple[PartitionSpec, PartitionSpec]:
@@ -32,66 +28,63 @@ def _specs(leaf: StateLeaf) -> tuple[PartitionSpec, PartitionSpec]:
     return spec, PartitionSpec(names or None)
 
 
-class Columns:
-    """The chosen columns in one program.
+def update_columns(  # noqa: PLR0913  # operands of a kernel, by kind
+    plan: ZeroPlan,
+    kernel: RecordKernel,
+    operands: Operands,
+    grad: jax.Array,
+    param: jax.Array,
+    chosen: jax.Array,
+    fields: Sequence[jax.Array],
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns the new fields of chosen columns, and the parameter with these columns new; inside `jit`.
 
     Args:
       plan: The plan.
-      chosen: By parameter, the indices that each device has chosen in its part, int32 [parts · K].
-      near: By parameter, the fields of these columns, as in the records, [..., N · K, ...].
-
-    Attributes:
-      new: The same after `update`; filled while the program is traced.
+      kernel: What is computed from each element.
+      operands: What it reads beside its fields.
+      grad: The gradient, as stored.
+      param: The parameter, as stored.
+      chosen: The indices that each device has chosen in its part, int32 [parts · K].
+      fields: The fields of these columns, as in the records, [..., N · K, ...].
     """
+    leaf = plan.leaves[kernel.param].grad
+    near = {"grads": [grad], "params": [param], "array": operands.arrays}
+    parts = [near[x.kind][x.number] for x in kernel.sources if x.kind in near]
+    dim, (like, entries) = leaf.column_dim, _specs(leaf)
 
-    def __init__(
-        self, plan: ZeroPlan, chosen: Mapping[int, jax.Array], near: Mapping[int, Sequence[jax.Array]]
-    ) -> None:
-        self.plan, self.chosen, self.near = plan, chosen, near
-        self.new = {i: list(fields) for i, fields in near.items()}
+    def local(
+        fields: list[jax.Array], chosen: jax.Array, parts: list[jax.Array], numbers: list[jax.Array], old: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        first = first_index(leaf, old.shape)
+        taken = iter([jnp.take(x, chosen, dim) for x in parts])
+        shape = fields[0].shape
 
-    def update(self, run: Run, i: int, inputs: Before[Input], targets: Targets) -> dict[int, Stored]:
-        """Returns the results of a parameter, by their numbers among all: its state stays in the records."""
-        plan, leaf, param = self.plan, self.plan.leaves[i].grad, param_field(inputs, i).in_memory
-        visit, operands = result_visit(run, i, targets)
-        arrays = {"grads": [grad_field(inputs, i).in_memory], "params": [param], "near": operands.near}
-        parts = [arrays[x.kind][x.number] for x in visit.sources if x.kind in arrays]
-        dim, (like, entries) = leaf.column_dim, _specs(leaf)
+        def along(d: int) -> jax.Array:
+            spread = [-1 if axis == dim else 1 for axis in range(len(shape))]
+            index = chosen.reshape(spread) if d == dim else lax.broadcasted_iota(jnp.int32, shape, d)
+            return jnp.broadcast_to(first[d] + index, shape)
 
-        def local(
-            fields: list[jax.Array], chosen: jax.Array, parts: list[jax.Array], numbers: list[jax.Array], old: jax.Array
-        ) -> tuple[list[jax.Array], jax.Array]:
-            first = first_index(leaf, old.shape)
-            taken = iter([jnp.take(x, chosen, dim) for x in parts])
-            shape = fields[0].shape
-
-            def along(d: int) -> jax.Array:
-                spread = [-1 if axis == dim else 1 for axis in range(len(shape))]
-                index = chosen.reshape(spread) if d == dim else lax.broadcasted_iota(jnp.int32, shape, d)
-                return jnp.broadcast_to(first[d] + index, shape)
-
-            part = Part(leaf, along)
-            readers = {"disk": lambda x: fields[x.number], "number": lambda x: numbers[x.number]}
-            readers |= {"positions": lambda x: part.positions()}
-            values = [readers[x.kind](x) if x.kind in readers else next(taken) for x in visit.sources]
-            outs = zip(visit.targets, visit.kernel(values, shape), strict=True)
-            new, result = list(fields), old
-            for target, x in outs:
-                x = part.without_padding(x, 0)  # noqa: PLW2901
-                if isinstance(target, int):
-                    new[target] = x.astype(fields[target].dtype)
-                else:
-                    place = (*[slice(None)] * dim, chosen)
-                    result = old.at[place].set(x.astype(old.dtype), unique_indices=True)
-            return new, result
-
-        specs = ([like] * len(self.near[i]), entries, [like] * len(parts), PartitionSpec(), like)
-        mapped = jax.shard_map(
-            local, mesh=plan.mesh, in_specs=specs, out_specs=([like] * len(self.near[i]), like), check_vma=False
+        at_hand = {"record": fields, "number": numbers}
+        done = kernel.on(
+            Part(leaf, along), lambda x: at_hand[x.kind][x.number] if x.kind in at_hand else next(taken), shape
         )
-        self.new[i], result = mapped(list(self.near[i]), self.chosen[i], parts, operands.numbers, param)
-        near = leaf.load(result)
-        return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
+        new, result = list(fields), old
+        for target, x in zip(kernel.targets, done, strict=True):
+            if isinstance(target, int):
+                new[target] = x.astype(fields[target].dtype)
+            else:
+                place = (*[slice(None)] * dim, chosen)
+                result = old.at[place].set(x.astype(old.dtype), unique_indices=True)
+        return new, result
+
+    specs = ([like] * len(fields), entries, [like] * len(parts), PartitionSpec(), like)
+    mapped = jax.shard_map(
+        local, mesh=plan.mesh, in_specs=specs, out_specs=([like] * len(fields), like), check_vma=False
+    )
+    old = plan.leaves[kernel.param].param.relayout(param, leaf)
+    new, result = mapped(list(fields), chosen, parts, operands.numbers, old)
+    return new, result
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,6 +1,8 @@
 """Evaluates equations whose operands must be whole on all devices: each gathers them, and all compute the same.
 
-In: an equation and arrays in natural shape. Out: its results. Matrix work that cannot be divided runs so, see
+    Everywhere(plan)(eqn, operands) -> results      arrays in natural shape
+
+Matrix work that cannot be divided runs so, see
 [Note: Matrices on one device each], also inside of a `cond`.
 """
 

@@ -1,207 +1,158 @@
 """Runs a whole update where its arrays lie: on the devices, and for state on the host chunk by chunk.
 
-In: a `WholeUpdate` and its inputs as stored. Out: its results, in natural shape, or as stored for parameters with state
-on the host. If all is on the devices and nothing needs whole matrices, the update is called as it was written.
-Otherwise its jaxpr is split and evaluated equation by equation: matrix work of one parameter on one device, see
+    run_update(update, stored, done) -> results     in natural shape; as stored where state is elsewhere
+
+If all is on the devices and nothing needs whole matrices, the update is called as it was written.
+Otherwise its `UpdateProgram` is evaluated step by step: matrix work of one parameter on one device, see
 [Note: Matrices on one device each]; other matrix work on all devices, over operands that each of them gathers once;
 what is elementwise in a parameter with state on the host in passes over chunks, see [Note: Streaming an update]. What
-is elementwise in a parameter with state on disk is computed elsewhere, as its `Visit` says, see `records`.
+is elementwise in a parameter with state in records was computed before, see `jzero.records`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, TypeVar, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from jzero import _compat
 from jzero._compat import Atom
 from jzero._types import DType
-from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.products import mixes
-from jzero.jaxpr.structure import Structures
 from jzero.layout.casts import holds, positions_of, round_to
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.on_disk import OnDisk, Stored
 from jzero.layout.placement import memory_of
-from jzero.plan.matrices import Matrices, find_matrices, warn_of_whole
-from jzero.plan.plan import ZeroPlan
+from jzero.layout.stored import InRecords, Stored
 from jzero.update.chunks import Pass, reduce_pass, run_pass
-from jzero.update.fields import (
-    Field,
-    Input,
-    far_params,
-    grad_field,
-    owners_of_inputs,
-    param_field,
-    params_as_stored,
-    placed_fields,
-)
 from jzero.update.gathered import Everywhere
 from jzero.update.owned import compute_owned
-from jzero.update.split import Kernel, Kind, Split, kernel_of, split
-from jzero.update.visits import NO_DISK, FromDisk
-from jzero.update.whole import After, Before, WholeUpdate
+from jzero.update.program import (
+    Input,
+    RecordKernel,
+    UpdateProgram,
+    far_params,
+    inputs_of,
+    params_as_stored,
+    program_of,
+    traced,
+)
+from jzero.update.split import Kind
+from jzero.update.whole import After, Before, StepGrads, WholeUpdate
 
-T = TypeVar("T")
-Targets: TypeAlias = Mapping[int, Stored | DType]
-"""By the number of a result: the array or place on disk that it replaces, or its dtype."""
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What passes over records computed, for the rest of an update.
+
+    Attributes:
+      program: The update.
+      grads: The gradients that it applies; those that nothing else needs are `None`.
+      sums: Numbers over parameters in records, by their number among all such sums.
+      params: By parameter, its new value, laid out like its gradient.
+    """
+
+    program: UpdateProgram = dataclasses.field(metadata={"static": True})
+    grads: StepGrads
+    sums: Mapping[int, jax.Array]
+    params: Mapping[int, jax.Array]
 
 
-def run_update(update: WholeUpdate, stored: Before[Stored], disk: FromDisk = NO_DISK) -> After[Stored]:
-    """Returns the results of an update; call it inside `jit`. State on disk comes back as it is.
+class Operands(NamedTuple):
+    """What a pass over the records of a parameter reads beside them: arrays laid out like the gradient, and numbers."""
+
+    arrays: list[jax.Array]
+    numbers: list[jax.Array]
+
+
+def run_update(update: WholeUpdate, stored: Before[Stored], done: Done | None = None) -> After[Stored]:
+    """Returns the results of an update; call it inside `jit`. State in records comes back as it is.
 
     Args:
       update: The update.
       stored: Its inputs as stored; gradients also in natural shape.
-      disk: Results of passes over records.
+      done: What passes over records computed, if state is there.
     """
-    plan, far, kept = update.plan, far_params(update.plan), params_as_stored(update.plan)
-    inputs = placed_fields(plan, stored)
-    if plan.num_shards == 1 and not kept:
-        return update(cast("Before[jax.Array]", inputs))
-    leaves, jaxpr, out = traced(update, inputs)
-    has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
-    if not kept and not has_matrices:  # already traced: call it
-        return jax.jit(update)(inputs)
-    run = Run(plan, flattened(jaxpr, chooses=bool(far)), leaves, disk.sums)
-    run.evaluate(owners_of_inputs(plan, inputs) if has_matrices and plan.num_shards > 1 else None)
-    assert not run.pending
-    numbers = numbers_of(out)
+    plan, kept = update.plan, params_as_stored(update.plan)
+    inputs = inputs_of(plan, stored, StateLeaf.load)
+    if done is not None:
+        program = done.program
+    else:
+        if plan.num_shards == 1 and not kept:
+            return update(_values(inputs))
+        jaxpr = traced(update, inputs)
+        if not kept and not any(map(mixes, _compat.open_jaxpr(jaxpr[0])[0].eqns)):  # already traced: call it
+            return jax.jit(update)(_values(inputs))
+        program = program_of(update, inputs, jaxpr)
+    sums, params = ({}, {}) if done is None else (done.sums, done.params)
+    run = Run(program, inputs, sums)
+    run.evaluate(program.num_levels)
     passed: dict[int, Stored] = {}
     for i in sorted(kept):
-        targets = run.targets(i, inputs, numbers)
-        if i in plan.disk_fields and disk.columns is not None and i in disk.columns.chosen:
-            passed |= disk.columns.update(run, i, inputs, targets)
-        elif i in plan.disk_fields:
-            passed |= run.from_disk(i, inputs, targets, disk.results.get(i))
-        else:
-            passed |= run.update(i, inputs, targets)
+        passed |= run.update(i) if i not in plan.record_fields else run.from_records(i, params.get(i))
     run.warn()
-    outs = run.split.jaxpr.outvars
-    return jax.tree.map(lambda k: passed[k] if k in passed else run.value(outs[k]), numbers)
+    outs = program.split.jaxpr.outvars
+    return jax.tree.map(lambda k: passed[k] if k in passed else run.value(outs[k]), program.results)
 
 
-def numbers_of(out: After[T]) -> After[int]:
-    """Numbers the results of an update."""
-    numbers: After[int] = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
-    return numbers
-
-
-def traced(update: WholeUpdate, inputs: Before[Input]) -> tuple[list[Input], ClosedJaxpr, After[jax.ShapeDtypeStruct]]:
-    """Returns the inputs of an update in one list, its jaxpr, and the shapes of its results."""
-    leaves, treedef = jax.tree.flatten(inputs)
-    avals = treedef.unflatten([x.aval if isinstance(x, Field) else x for x in leaves])
-    # What `update.functions` close over are constants of this jaxpr; of `jit(update).trace` they would be inputs.
-    jaxpr, out = jax.make_jaxpr(update, return_shape=True)(avals)
-    return leaves, jaxpr, out
+def _values(inputs: Before[Input]) -> Before[jax.Array]:
+    return cast("Before[jax.Array]", jax.tree.map(lambda x: x.value if isinstance(x, Input) else x, inputs))
 
 
 class Run:
-    """Evaluates a split update.
+    """Evaluates a program on arrays; inside `jit`.
+
+    Args:
+      program: The program.
+      inputs: Its inputs.
+      sums: Numbers over parameters in records, as far as they are known.
 
     Attributes:
-      split: The split.
       env: Values of its variables: numbers, and arrays in natural shape.
-      fields: The variables that are fields.
-      matrix_results: The results of matrix work on one device each.
+      arrays: The fields, as stored; positions have none.
       materialized: Fields, and values elementwise in fields, that were needed on the devices, in natural shape.
       fetched: Paths of the parameters whose state on the host was needed whole.
-      record_sums: The equations that make numbers over a parameter in records, with the number of each.
-      sums: These numbers, as far as they are computed.
-      pending: The equations that wait for such numbers.
+      sums: The same, and those that were computed.
     """
 
-    def __init__(
-        self, plan: ZeroPlan, flat: ClosedJaxpr, leaves: Sequence[Input], sums: Mapping[int, jax.Array]
-    ) -> None:
-        jaxpr, consts = _compat.open_jaxpr(flat)
-        pairs = list(zip(jaxpr.invars, leaves, strict=True))
-        self.plan = plan
-        self.fields: dict[Var, Field] = {v: x for v, x in pairs if isinstance(x, Field)}
-        self.split: Split = split(jaxpr, {v: x.number for v, x in self.fields.items()})
-        self.env: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, consts, strict=True))
-        self.env.update((v, x) for v, x in pairs if not isinstance(x, Field))
-        self.matrix_results = frozenset[Var]()
+    def __init__(self, program: UpdateProgram, inputs: Before[Input], sums: Mapping[int, jax.Array]) -> None:
+        self.program, self.plan, self.split = program, program.plan, program.split
+        pairs = list(zip(jax.tree.leaves(program.inputs), jax.tree.leaves(inputs), strict=True))
+        self.arrays: dict[Var, Stored] = {v: x.value for v, x in pairs if v in program.fields and x.value is not None}
+        self.env: dict[Var, jax.Array] = dict(zip(self.split.jaxpr.constvars, program.consts, strict=True))
+        self.env |= {v: x.value if isinstance(x, Input) else x for v, x in pairs if v not in program.fields}
         self.materialized: dict[Var, jax.Array] = {}
         self.fetched: set[str] = set()
-        self.number_of, self.shared = Structures(), dict[int, Callable[..., list[jax.Array]]]()
-        self.apply = Everywhere(plan)
+        self.shared: dict[int, Callable[..., list[jax.Array]]] = {}
+        self.apply = Everywhere(self.plan)
         self.sums = dict(sums)
-        self.record_sums = {i: k for k, i in enumerate(filter(self._sums_record, range(len(self.split.kinds))))}
-        self.pending: list[int] = []
 
-    def evaluate(self, owners: Sequence[int | None] | None) -> None:
-        """Computes all values but those that are elementwise in a field.
-
-        Args:
-          owners: For each input the parameter that it belongs to, if matrix work is to run on one device each.
-        """
-        matrices = Matrices([], []) if owners is None else find_matrices(self.plan, self.split.jaxpr, owners)
-        works = matrices.works
-        if self.plan.matrices.unknown:  # the plan could not warn
-            warn_of_whole(matrices.notes)
-        replaced = frozenset[int]().union(*(work.region.eqns for work in works))
-        self.matrix_results = frozenset(v for work in works for v in work.region.outputs)
-        kinds = enumerate(self.split.kinds)
-        pending = [i for i, kind in kinds if kind is not Kind.ELEMENT and i not in replaced]
-        for level in sorted({work.region.level for work in works}):
-            pending = self._evaluate(pending)
-            self.env.update(compute_owned(self.plan, [x for x in works if x.region.level == level], self.value))
-        self.pending = self._evaluate(pending)
-
-    def _evaluate(self, numbers: Sequence[int]) -> list[int]:
-        """Evaluates equations; returns those whose operands do not exist yet."""
-        waiting = []
-        for i in numbers:
-            eqn = self.split.jaxpr.eqns[i]
-            may_wait = self.matrix_results or len(self.sums) < len(self.record_sums)
-            if may_wait and not all(map(self.is_available, eqn.invars)):
-                waiting.append(i)
+    def evaluate(self, level: int) -> None:
+        """Computes all that needs at most `level` passes over records before it, but what is elementwise in fields."""
+        for step in self.program.steps:
+            if step.level > level:
                 continue
-            number = self.record_sums.get(i)
+            if step.works:
+                self.env |= compute_owned(self.plan, step.works, self.value)
+                continue
+            eqn, number = self.split.jaxpr.eqns[step.eqn], self.program.sums.get(step.eqn)
             if number in self.sums:
-                self.env[eqn.outvars[0]] = self.sums[number]
-                continue
-            if number is not None and self.reads_disk(eqn.invars):
-                waiting.append(i)
-                continue
-            with _compat.equation_context(eqn):
-                is_sum = self.split.kinds[i] is Kind.SUM
-                outs = self._sum(eqn) if is_sum else self.apply(eqn, list(map(self.value, eqn.invars)))
+                outs = [self.sums[number]]
+            elif number is not None and self.program.reads_records(step):
+                continue  # the next pass makes it
+            else:
+                with _compat.equation_context(eqn):
+                    is_sum = self.split.kinds[step.eqn] is Kind.SUM
+                    outs = self._sum(eqn) if is_sum else self.apply(eqn, list(map(self.value, eqn.invars)))
             self.env.update(zip(eqn.outvars, outs, strict=True))
-            self.sums.update({} if number is None else {number: outs[0]})
-        return waiting
-
-    def _sums_record(self, i: int) -> bool:
-        if self.split.kinds[i] is not Kind.SUM:
-            return False
-        fields = (self.fields[v] for v in self.kernel(self.split.jaxpr.eqns[i].invars).reads if v in self.fields)
-        return any(field.number in self.plan.disk_fields for field in fields)
-
-    def reads_disk(self, atoms: Sequence[Atom]) -> str:
-        """Returns the path of a parameter on disk that values are computed from element by element; else ""."""
-        elements = [v for v in atoms if not _compat.is_literal(v) and v in self.split.elements]
-        read = [self.fields[v] for v in self.kernel(elements).reads if v in self.fields] if elements else []
-        return next((x.leaf.path for x in read if isinstance(x.array, OnDisk)), "")
-
-    def is_available(self, atom: Atom) -> bool:
-        """Whether a value exists, or can be computed element by element from values that do."""
-        if _compat.is_literal(atom) or atom in self.env or atom in self.fields:
-            return True
-        if atom in self.matrix_results or atom not in self.split.elements:
-            return False
-        return all(map(self.is_available, self.kernel([atom]).reads))
-
-    def kernel(self, outputs: Sequence[Atom]) -> Kernel:
-        """Returns the elementwise function that computes some values from fields and from values that exist."""
-        return kernel_of(self.split, outputs, self.matrix_results)
+            self.sums |= {} if number is None else {number: outs[0]}
 
     def value(self, atom: Atom) -> jax.Array:
         """Returns a value on the devices, in natural shape."""
@@ -210,20 +161,22 @@ class Run:
         if atom in self.env:
             return self.env[atom]
         if atom not in self.materialized:
-            if atom in self.fields:
-                self.materialized[atom] = self._fetch(self.fields[atom])
+            if atom in self.program.fields:
+                self.materialized[atom] = self._fetch(atom)
             else:
-                kernel = self.kernel([atom])
+                kernel = self.program.kernel([atom])
                 reads = [
                     x.reshape(_compat.type_of(atom).shape) if jnp.ndim(x) else x for x in map(self.value, kernel.reads)
                 ]
                 self.materialized[atom] = kernel(reads, _compat.type_of(atom).shape)[0]
         return self.materialized[atom]
 
-    def _fetch(self, field: Field) -> jax.Array:
-        if field.array is None:
+    def _fetch(self, v: Var) -> jax.Array:
+        field, x = self.program.fields[v], self.arrays.get(v)
+        if x is None:
+            assert field.source.kind == "positions", "a gradient that was dropped"
             return positions_of(field.leaf.shape)
-        if memory_of(field.array) == "host":
+        if memory_of(x) == "host":
             if self.plan.config.offload.compute == "host":
                 raise ValueError(
                     f"`Offload(compute='host')` updates {field.leaf.path!r} where it lies, element by element, but the "
@@ -231,64 +184,69 @@ class Run:
                     "Use `compute='device'`, or keep the leaf on the devices (`LeafRule(offload=False)`)."
                 )
             self.fetched.add(field.leaf.path)
-        return field.leaf.load(field.array)
+        return field.leaf.load(x)
 
     def _sum(self, eqn: JaxprEqn) -> list[jax.Array]:
-        fields = [self.fields[v] for v in self.kernel(eqn.invars).reads if v in self.fields]
-        if not any(memory_of(x.array) == "host" or _is_flat(x) for x in fields):
+        kernel = self.program.kernel(eqn.invars)
+        read = [v for v in kernel.reads if v in self.program.fields]
+        if not any(memory_of(self.arrays.get(v)) == "host" or _is_flat(self.program.fields[v].leaf) for v in read):
             return _compat.bind(eqn, [self.value(v) for v in eqn.invars])
-        operands = self._pass(fields[0].number, eqn.invars)
+        operands = self._pass(self.program.fields[read[0]].param, eqn.invars)
         return [reduce_pass(self.plan, operands, eqn.primitive.name, _compat.type_of(eqn.outvars[0]).dtype)]
 
-    def targets(self, i: int, inputs: Before[Input], numbers: After[int]) -> Targets:
-        """Returns the targets of the results of a parameter with state on the host or on disk."""
-        leaf, result = self.plan.leaves[i], numbers.results[i]
-        pairs = [(numbers.masters[i], inputs.masters[i]), *zip(numbers.inner, inputs.inner, strict=True)]
-        is_away = leaf.param.memory != "device"
-        pairs += [(result, inputs.params[i])] if is_away else []
-        targets: dict[int, Stored | DType] = {
-            k: x.stored for k, x in pairs if k is not None and isinstance(x, Field) and x.number == i
-        }
-        if result is not None and not is_away:
-            targets[result] = _compat.type_of(self.split.jaxpr.outvars[result]).dtype
-        return targets
-
-    def update(self, i: int, inputs: Before[Input], targets: Targets) -> dict[int, jax.Array]:
+    def update(self, i: int) -> dict[int, jax.Array]:
         """Returns the results of a parameter that is read as stored, as stored, by their numbers among all results."""
-        outs = self.split.jaxpr.outvars
-        overwritten = {k: x for k, x in targets.items() if not isinstance(x, OnDisk)}
-        near = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
-        for k, dtype in near.items():  # it overwrites the gradient if that is wide enough
-            array = grad_field(inputs, i).in_memory
-            if holds(array.dtype, dtype) and memory_of(array) == "device":
-                overwritten[k] = array
+        outs, targets, grad = self.split.jaxpr.outvars, self.program.targets(i), self.program.inputs.grads[i]
         if not targets:
             return {}
+        assert grad is not None
+        leaf = self.plan.leaves[i].grad
+        array = self.array(grad.reduced, leaf)
+        overwritten = {k: self.array(x, leaf) if isinstance(x, Var) else x for k, x in targets.items()}
+        near = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
+        for k, dtype in near.items():  # it overwrites the gradient if that is wide enough
+            if holds(array.dtype, dtype) and memory_of(array) == "device":
+                overwritten[k] = array
         results = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
         new = dict(zip(targets, results, strict=True))
         return new | {k: round_to(new[k], dtype) for k, dtype in near.items()}
 
-    def from_disk(self, i: int, inputs: Before[Input], targets: Targets, result: jax.Array | None) -> dict[int, Stored]:
-        """Returns the results of a parameter with state on disk, by their numbers: if nothing changes, the old ones."""
-        leaf = self.plan.leaves[i]
-        near = param_field(inputs, i).stored if result is None else result
-        near = near if memory_of(near) != "device" else leaf.grad.load(near)
-        return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
+    def from_records(self, i: int, new: jax.Array | None) -> dict[int, Stored]:
+        """Returns the results of a parameter with state in records, by their numbers; its state stays there."""
+        param = self.program.inputs.params[i]
+        assert param is not None
+        result: Stored = self.arrays[param] if new is None else new  # nothing changes it
+        if memory_of(result) == "device":
+            result = self.plan.leaves[i].grad.load(result)
+        places = {k: self.arrays[v] for k, v in self.program.targets(i).items() if isinstance(v, Var)}
+        return {k: x if isinstance(x := places.get(k), InRecords) else result for k in self.program.targets(i)}
+
+    def operands(self, of: RecordKernel) -> Operands:
+        """Returns what a pass over records reads beside them."""
+        leaf = self.plan.leaves[of.param].grad
+        return Operands(*([self.array(v, leaf) for v in some] for some in (of.arrays, of.numbers)))
+
+    def array(self, v: Var, leaf: StateLeaf) -> jax.Array:
+        """Returns a variable that a kernel reads and that is in memory."""
+        x = self.stored(v, leaf)
+        assert isinstance(x, jax.Array)
+        return x
 
     def stored(self, v: Var, leaf: StateLeaf) -> Stored | None:
         """Returns a variable that a kernel reads: an array laid out like `leaf`, or a number; `None` for positions."""
-        if v in self.fields:
-            return self.fields[v].array
+        if v in self.program.fields:
+            return self.arrays.get(v)
         x = jnp.asarray(self.value(v))
         return leaf.store(x.reshape(leaf.shape)) if x.ndim else x
 
     def _pass(self, i: int, outputs: Sequence[Atom], targets: Sequence[jax.Array | DType] = ()) -> Pass:
         """Returns the pass that computes `outputs` of a parameter, and overwrites the `targets` that are arrays."""
-        leaf, kernel = self.plan.leaves[i].grad, self.kernel(outputs)
-        fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
+        leaf, kernel = self.plan.leaves[i].grad, self.program.kernel(outputs)
+        structure = self.program.number_of(kernel.piece())
+        fn = self.shared.setdefault(structure, jax.jit(kernel.__call__, static_argnums=1))
 
         reads = [self.stored(v, leaf) for v in kernel.reads]
-        assert not any(isinstance(x, OnDisk) for x in reads)
+        assert not any(isinstance(x, InRecords) for x in reads)
         distinct = IdDict((x, None) for x in (*reads, *targets) if isinstance(x, jax.Array))
         arrays, numbers = ([x for x in distinct if bool(x.ndim) == has_dims] for has_dims in (True, False))
 
@@ -314,6 +272,5 @@ class Run:
             )
 
 
-def _is_flat(field: Field) -> bool:
-    """Whether a field is an array of a flattened parameter."""
-    return field.leaf.cut is not None and field.leaf.cut.flat
+def _is_flat(leaf: StateLeaf) -> bool:
+    return leaf.cut is not None and leaf.cut.flat

@@ -1,6 +1,6 @@
 """Packs unlike arrays into one buffer per dtype, so that one exchange moves them all.
 
-In: arrays of one row, or of one row per device, [N, ...]. Out: `Buffers`, by dtype the rows side by side, [N, size]:
+Arrays are one row, or one row per device, [N, ...]; a buffer has the rows side by side, [N, size]:
 
     f32[8, 5, 3], bf16[8, 7], f32[8, 2]    is    {"float32": [8, 17], "bfloat16": [8, 7]}
 """

@@ -1,8 +1,9 @@
 """Splits the jaxpr of an update: what needs only single elements of a parameter, their sums, and all the rest.
 
-In: the jaxpr of a `WholeUpdate`, and which of its inputs are fields. A *field* is an array of its parameter's shape: a
-gradient, parameter, master or moment. Out: for each equation its kind, from which `kernel_of` cuts a function that
-computes results on arrays of any one shape: a shard, a chunk, a flat record.
+    split(jaxpr, fields) -> Split           the kind of each equation
+    kernel_of(split, outputs) -> Kernel     computes results on arrays of any one shape: a shard, a chunk, a record
+
+A *field* is an array of its parameter's shape: a gradient, parameter, master or moment.
 
     g, m, p: fields            kernel_of(p'):  g, m, p, s -> p'     on chunks [C]
     s = sum(g * g)             kernel_of(g*g): g -> g * g           summed over chunks, to 0-d

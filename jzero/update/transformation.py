@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +25,20 @@ from jzero.arrays.collectives import gather_leaf
 from jzero.config.precision import DynamicLossScale
 from jzero.layout.casts import round_to
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.on_disk import OnDisk, Stored
 from jzero.layout.padded import is_padded
 from jzero.layout.placement import memory_of
 from jzero.layout.platform import platform_facts
 from jzero.layout.set_mesh import from_program, is_foreign
+from jzero.layout.stored import InRecords, Like, Stored
 from jzero.plan.opt_state import ZeroOptState, with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
 from jzero.update.columns import with_others
 from jzero.update.extra_args import Transformation, check_grads, check_params_stored
-from jzero.update.run import run_update
-from jzero.update.visits import NO_DISK, FromDisk
+from jzero.update.run import Done, run_update
 from jzero.update.whole import NOTHING, After, Before, Functions, Grad, WholeUpdate, optimizer_view
 
+L = TypeVar("L", bound=Like)
 NO_ELEMENTS = np.zeros((0,), np.float32)
 """Replaces a random key and its update, which optax cannot add."""
 
@@ -101,7 +102,7 @@ class ZeroTransformation:
         return update(self, updates, state, params, arrays, functions)
 
     def _check_in_programs(self) -> None:
-        if self.plan.has_files:
+        if self.plan.has_records:
             option = "delay=1" if self.plan.config.offload.delay else "optimizer='disk'"
             raise ValueError(
                 f"Optimizer state outside of programs (`Offload({option})`) is made by `shard_train_state` and updated "
@@ -116,7 +117,7 @@ class ZeroTransformation:
         params: PyTree,
         applied: jax.Array | None = None,
         value: jax.Array | None = None,
-        disk: FromDisk = NO_DISK,
+        done: Done | None = None,
     ) -> tuple[PyTree, PyTree]:
         """Returns the parameters and optimizer state after a step, as stored; call it inside `jit`.
 
@@ -128,25 +129,25 @@ class ZeroTransformation:
           params: The parameters as stored.
           applied: Whether anything changes, a 0-d boolean; `None` means yes.
           value: The loss, for optimizers that ask for it; `None` if it is not known.
-          disk: Results of passes over records.
+          done: What passes over records computed, if state is there.
         """
         plan, own, old = self.plan, _to_own_state(self.plan, state), self.plan.flat_params(params)
         update, before = self.update_of_step(grads, state, params, applied, value)
-        results, new = _results(plan, own, run_update(update, before, disk), applied)
+        results, new = _results(plan, own, run_update(update, before, done), applied)
         stored = [
-            x if y is None else y if isinstance(y, OnDisk) else _store_new(y, leaf, plan, x)
+            x if y is None else y if isinstance(y, InRecords) else _store_new(y, leaf, plan, x)
             for x, y, leaf in zip(old, results, plan.leaves, strict=True)
         ]
         return plan.stored_params(stored), _to_opt_state(plan, new)
 
     def update_of_step(
         self,
-        grads: Sequence[Grad[Stored]],
+        grads: Sequence[Grad[L]],
         state: PyTree,
         params: PyTree,
         applied: jax.Array | None,
-        value: jax.Array | None,
-    ) -> tuple[WholeUpdate, Before[Stored]]:
+        value: Any,
+    ) -> tuple[WholeUpdate, Before[L]]:
         """Returns the update that `apply` runs, and its inputs, for passes over records; call it inside `jit`."""
         plan, own = self.plan, _to_own_state(self.plan, state)
         trained = frozenset(i for i, leaf in enumerate(plan.leaves) if leaf.trained)
@@ -256,9 +257,7 @@ def _update(
 _update_jit = jax.jit(_update, static_argnums=(0, 5))
 
 
-def _before(
-    plan: ZeroPlan, own: ZeroOptState, grads: Sequence[Grad[Stored]], params: list[jax.Array | None]
-) -> Before[Stored]:
+def _before(plan: ZeroPlan, own: ZeroOptState, grads: Sequence[Grad[L]], params: list[Any]) -> Before[L]:
     """Returns the inputs of an update that have an entry per parameter or leaf of the optimizer's state."""
     nothing = [None] * len(plan.leaves)
     trained = [g if leaf.trained else None for g, leaf in zip(grads, plan.leaves, strict=True)]
@@ -308,7 +307,7 @@ def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: Stored) -> j
     """
     if memory_of(new) != "device":
         return new
-    assert not isinstance(old, OnDisk)
+    assert not isinstance(old, InRecords)
     platform, cut = platform_facts(plan.mesh), leaf.grad.cut
     by_row = cut is not None and (platform.transposes_gathers or cut.flat)
     if leaf.param.cut is None and cut is not None and (by_row or len(plan.route.levels) > 1):  # XLA gathers in one hop

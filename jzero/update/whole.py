@@ -1,8 +1,9 @@
 """The whole update of a state, written once: natural shapes, one device, no layout.
 
-In: gradients, parameters, masters and the optimizer's state, each in its natural shape. Out: the new ones. Everything
-that happens to a parameter in an update happens here: scaling, casts, edits, optax, rounding, the choice to skip.
-`split` takes the traced function apart, and the runners compute it where the arrays lie.
+    WholeUpdate(plan, tx, new_params)(before) -> after
+
+Everything that happens to a parameter in an update happens here: scaling, casts, edits, optax, rounding, the choice to
+skip. `split` takes the traced function apart, and the runners compute it where the arrays lie.
 
 [Note: Masters]
 If parameters are stored in 16 bits, the optimizer updates a wider master copy, cut like the gradient. Each device
@@ -55,6 +56,34 @@ class Grad(NamedTuple, Generic[X_co]):
 
     reduced: X_co
     factors: tuple[jax.Array, ...] = ()
+
+
+class StepGrads(NamedTuple):
+    """The gradients of one step.
+
+    Attributes:
+      grads: One per parameter leaf, laid out as planned; the factors are the loss scale and clipping.
+      applied: Whether to apply them, a 0-d boolean; `None` means yes.
+      weighs: Whether the batch had any weight, a 0-d boolean; `None` means yes.
+      overflowed: One boolean per parameter leaf, if the precision policy needs them.
+      value: The loss, the mean over the global batch.
+    """
+
+    grads: list[Grad[jax.Array]]
+    applied: jax.Array | None
+    weighs: jax.Array | None
+    overflowed: jax.Array
+    value: jax.Array
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether to apply them; waits for the program that says so."""
+        return self.applied is None or bool(self.applied)
+
+    @property
+    def without_grads(self) -> StepGrads:
+        """The same without gradients, for programs that need none."""
+        return self._replace(grads=[])
 
 
 class Before(NamedTuple, Generic[X_co]):

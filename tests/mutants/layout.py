@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     Mutant(
         "flattened_leaves_updated_in_natural_shape",
-        "update/fields.py",
+        "update/program.py",
         "return far_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}",
         "return far_params(plan)",
         "test_sent.py::test_updates_gather_what_is_flattened_only_if_they_need_more_than_elements_and_sums",
@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "line_search_loses_what_it_closes_over",
         "update/run.py",
-        "dict(zip(jaxpr.constvars, consts, strict=True))",
-        "dict(zip(jaxpr.constvars, map(jnp.zeros_like, consts), strict=True))",
+        "dict(zip(self.split.jaxpr.constvars, program.consts, strict=True))",
+        "dict(zip(self.split.jaxpr.constvars, map(jnp.zeros_like, program.consts), strict=True))",
         "test_extra_args.py::test_a_function_for_a_line_search_may_close_over_traced_values",
     ),
     # Rows of the batch.
@@ -257,7 +257,7 @@ MUTANTS = [
     Mutant(
         "records_run_while_a_mesh_is_set",
         "layout/set_mesh.py",
-        "found.add(_compat.NO_MESH if plan.has_files else mesh)",
+        "found.add(_compat.NO_MESH if plan.has_records else mesh)",
         "found.add(mesh)",
         "test_set_mesh.py::test_calls",
         "explicit-on_disk",

@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant(
         "skipped_step_applied",
         "state/next_state.py",
-        "new = _update(new, update.grads, update.applied, update.value, disk)",
-        "new = _update(new, update.grads, None, update.value, disk)",
+        "new = _update(new, update.grads, update.applied, update.value, done)",
+        "new = _update(new, update.grads, None, update.value, done)",
         "test_loss_scale.py::test_a_skipped_step_changes_nothing_but_the_scale",
         "[1-0]",
     ),

@@ -28,8 +28,8 @@ MUTANTS = [
     Mutant(
         "edits_not_saved",
         "checkpoint/leaves.py",
-        "if isinstance(master, OnDisk) or bool(_is_edited(on_device(master), on_device(param), leaf)):",
-        "if isinstance(master, OnDisk):",
+        "if isinstance(master, InRecords) or bool(_is_edited(on_device(master), on_device(param), leaf)):",
+        "if isinstance(master, InRecords):",
         "test_checkpoint.py::test_edited_parameters_are_saved_as_the_optimizer_would_take_them",
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = [
     ),
     Mutant(
         "steps_go_on_without_their_rows",
-        "state/disk.py",
+        "state/record_states.py",
         "reader.check()",
         "pass",
         "test_disk_params.py::test_a_read_that_fails_changes_nothing_and_the_step_can_be_repeated",
@@ -233,24 +233,19 @@ MUTANTS = [
     ),
     Mutant(
         "optimizers_of_a_plan_share_an_update",
-        "state/record_update.py",
-        "jax.jit(self._find)",
-        "lambda *args, kept=[]: kept[0] if kept else kept.append(self._find(*args)) or kept[0]",
+        "state/record_states.py",
+        "@functools.lru_cache(maxsize=8)\ndef record_update(tx: ZeroTransformation) -> RecordUpdate:\n",
+        "def record_update(tx, kept={}):\n    return kept.setdefault(tx.plan, _record_update(tx))\n\n\n"
+        "def _record_update(tx):\n",
         "test_in_turns.py::test_each_state_and_step_keeps_its_own",
     ),
     Mutant(
-        "skipped_step_updates_on_nothing",
-        "step/outside.py",
-        "new = self.update.rest(state, step_grads, changed, None, NO_DISK)",
-        "new = self.update.rest(state, step_grads, changed, step_grads, NO_DISK)",
-        "test_in_turns.py::test_a_step_that_overflows_is_skipped_by_an_optimizer_with_norms",
-    ),
-    Mutant(
         "interrupted_wait_starts_the_update_again",
-        "state/zenflow.py",
-        "concurrent.futures.wait([done])  # if Ctrl-C ends this, the pass goes on, and the next call waits for it\n",
-        "try:\n                done.result()\n            except BaseException:\n                "
-        "self.done = in_thread(run.run)\n                raise\n",
+        "records/late.py",
+        "            if done.exception() is not None:  # if Ctrl-C ends this, the pass goes on\n"
+        "                self._done = None\n",
+        "            try:\n                done.result()\n            except BaseException:\n                "
+        "self._done = None\n                raise\n",
         "test_zenflow.py::test_ctrl_c_while_a_step_waits_starts_no_second_update",
     ),
     Mutant(

@@ -1,8 +1,8 @@
-"""Stands for a leaf whose values are in files: an empty node, which programs and `tree.map` skip.
+"""Stands for a leaf whose values are in records: an empty node, which programs and `tree.map` skip.
 
-`flatten_up_to` of a plan's structure hands the node out as a leaf. It knows the files, but two nodes of one leaf and
-layout have equal structure only if their files are the same; programs see nodes without files (`detached`), so that
-what jax caches keeps no file open.
+`flatten_up_to` of a plan's structure hands the node out as a leaf. It knows the records, but two nodes of one leaf and
+layout have equal structure only if their records are the same; programs see nodes without records (`detached`), so that
+what jax caches keeps no records.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jzero import _flax
 from jzero._types import DType
 
 
-class DiskFiles(Protocol):
-    """Reads the leaves of one state from its files."""
+class LeafReader(Protocol):
+    """Reads the leaves of one state from its records."""
 
     def read_leaf(self, path: str) -> jax.Array:
         """Returns a leaf as stored, in the devices' memory."""
@@ -27,20 +27,20 @@ class DiskFiles(Protocol):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class OnDisk:
-    """Stands for a leaf of a state that is on disk.
+class InRecords:
+    """Stands for a leaf of a state that is in records.
 
     Attributes:
       path: The leaf's path in the optimizer state, as in the plan.
       shape: The shape of the stored array.
       dtype: Its dtype.
-      files: Where its values are; `None` for shapes, and inside of programs.
+      records: Where its values are; `None` for shapes, and inside of programs.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: DType
-    files: DiskFiles | None = None
+    records: LeafReader | None = None
 
     @property
     def ndim(self) -> int:
@@ -53,15 +53,15 @@ class OnDisk:
         return math.prod(self.shape)
 
     @property
-    def detached(self) -> OnDisk:
-        """The node without its files."""
-        return dataclasses.replace(self, files=None)
+    def detached(self) -> InRecords:
+        """The node without its records."""
+        return dataclasses.replace(self, records=None)
 
     def read(self) -> jax.Array:
         """Returns the array as stored, in the devices' memory."""
-        if self.files is None:
+        if self.records is None:
             raise ValueError(f"{self.path!r} is on disk, and a program cannot read it. {INSTEAD}")
-        return self.files.read_leaf(self.path)
+        return self.records.read_leaf(self.path)
 
     def __jax_array__(self) -> NoReturn:
         raise TypeError(f"{self.path!r} is on disk: it is no array to compute with. {INSTEAD}")
@@ -70,14 +70,16 @@ class OnDisk:
         raise TypeError(f"{self.path!r} is on disk: it is no array to compute with. {INSTEAD}")
 
     def __repr__(self) -> str:
-        return f"OnDisk({self.path!r}, shape={self.shape}, dtype={self.dtype})"
+        return f"InRecords({self.path!r}, shape={self.shape}, dtype={self.dtype})"
 
 
-Stored: TypeAlias = jax.Array | OnDisk
-"""A leaf as a state stores it: an array, or the place of one on disk."""
+Stored: TypeAlias = jax.Array | InRecords
+"""A leaf as a state stores it: an array, or the place of one in records."""
+Like: TypeAlias = Stored | jax.ShapeDtypeStruct
+"""A leaf as a state stores it, or its shape."""
 
 _flax.register_refusal(
-    OnDisk,
+    InRecords,
     lambda x: (
         f"{x.path!r} is on disk, or in records in the host's memory, so Flax cannot serialize it: use "
         "`jzero.save_checkpoint`, or bring the state to memory with `jzero.unshard_train_state`."
@@ -86,27 +88,27 @@ _flax.register_refusal(
 
 
 @dataclasses.dataclass(frozen=True)
-class ChangedFiles:
-    """Files whose leaves are changed after they are read.
+class ChangedRecords:
+    """Records whose leaves are changed after they are read.
 
     Attributes:
-      files: The files.
+      records: The records.
       change: Takes a leaf as stored, and returns the changed one.
     """
 
-    files: DiskFiles
+    records: LeafReader
     change: Callable[[jax.Array], Any]
 
     def read_leaf(self, path: str) -> Any:
         """Returns the changed leaf."""
-        return self.change(self.files.read_leaf(path))
+        return self.change(self.records.read_leaf(path))
 
 
 def when_read(x: Stored, change: Callable[[jax.Array], Any]) -> Any:
-    """Returns an array after a change; for one on disk, a node that makes the change once it is read."""
-    if not isinstance(x, OnDisk):
+    """Returns an array after a change; for one in records, a node that makes the change once it is read."""
+    if not isinstance(x, InRecords):
         return change(x)
-    return x if x.files is None else dataclasses.replace(x, files=ChangedFiles(x.files, change))
+    return x if x.records is None else dataclasses.replace(x, records=ChangedRecords(x.records, change))
 
 
 INSTEAD = (

@@ -9,10 +9,10 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from jzero.arrays.disk_files import Record, StateFiles, first_holders
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import Pipeline
 from jzero.plan.plan import ZeroPlan
+from jzero.records.records import Record, Records, first_holders
 
 Part: TypeAlias = tuple[int, jax.Device]
 """One device's part of a parameter."""
@@ -24,33 +24,32 @@ class NearColumns:
     """The columns that the devices update in each step.
 
     Attributes:
-      files: The records.
+      records: The records of the state.
       chosen: The columns by parameter, int32 [parts · K].
       near: What they have on the devices, one array per field, [..., N · K, ...].
     """
 
-    files: StateFiles
+    records: Records
     chosen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     near: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
 
     @property
     def plan(self) -> ZeroPlan:
         """The plan of the state."""
-        return self.files.plan
+        return self.records.plan
 
     def take(self, chosen: dict[int, jax.Array]) -> None:
         """Takes columns to the devices, in place of others, which go back into the records."""
-        parts = self.move(self.files.pipeline, chosen)
+        parts = self.move(self.records.pipeline, chosen)
         self.near = {
             i: [self._placed(i, [x[k] for x in of.values()], of) for k in range(self._num_fields(i))]
             for i in chosen
             if (of := {d: x for (j, d), x in parts.items() if j == i})
         }
         self.chosen = chosen
-        self.files.overlay = self.overlay
 
     def _num_fields(self, i: int) -> int:
-        return len(self.plan.disk_fields[i])
+        return len(self.plan.record_fields[i])
 
     def _placed(self, i: int, columns: Sequence[np.ndarray], devices: Iterable[jax.Device]) -> jax.Array:
         """Returns one field of the chosen columns as an array on the devices, from those of the first holders."""
@@ -75,8 +74,8 @@ class NearColumns:
         columns_read: dict[Part, list[np.ndarray]] = {}
 
         def visit(number: int, buffer: np.ndarray) -> None:
-            record = self.files.records[number]
-            views, place = self.files.views(number, buffer), (record.param, record.device)
+            record = self.records.index[number]
+            views, place = self.records.views(number, buffer), (record.param, record.device)
             self.overlay(record, views)
             if place not in columns_of:
                 return

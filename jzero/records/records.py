@@ -1,35 +1,32 @@
-"""The files of one state: what each record holds, and reads of leaves.
+"""The records of one state, in the host's memory or on a disk: what each holds, and reads of leaves.
 
-In: a plan with state on disk, and a store with one record for each of its rectangles. Out: views of the fields in a
-record's bytes, and whole leaves as stored.
+records.views(number, buffer)       the fields of a record, in its bytes
+records.read_leaf(path)             a whole leaf, as stored
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import ArrayLike
 
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import Pipeline
+from jzero.disk.rows import Row, RowReader
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.on_disk import OnDisk
 from jzero.layout.placement import Memory
 from jzero.layout.records import Rectangle, field_offsets
+from jzero.layout.stored import InRecords
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
-
-if TYPE_CHECKING:
-    from jzero.arrays.disk_rows import StateRows
 
 Parts: TypeAlias = Mapping[jax.Device, ArrayLike]
 """The parts of an array, by the first device that has each."""
@@ -79,37 +76,51 @@ def first_holders(plan: ZeroPlan, leaf: StateLeaf, *, everywhere: bool = False) 
 def layout(plan: ZeroPlan) -> list[Record]:
     """Returns the records of this process: by parameter, then by place, so that devices take turns."""
     records = []
-    for i in plan.disk_fields:
+    for i in plan.record_fields:
         leaf = plan.leaves[i].grad
         index = leaf.device_sharding.devices_indices_map(leaf.stored_shape)
         devices = list(dict.fromkeys(first_holders(plan, leaf).values()))
         starts = {d: tuple(s.start or 0 for s in index[d]) for d in devices}
-        records += [Record(i, d, starts[d], place) for place in plan.records_of(i) for d in devices]
+        records += [Record(i, d, starts[d], place) for place in plan.rectangles_of(i) for d in devices]
     return records
 
 
+class Pending:
+    """What later steps apply to the records of a state. Of this kind is a state whose steps apply all at once: nothing.
+
+    Attributes:
+      version: How often columns that are on the devices changed.
+    """
+
+    version: int = 0
+
+    def waits(self) -> bool:
+        """Whether gradients wait."""
+        return False
+
+    def wait(self) -> None:
+        """Waits for an update that runs beside other steps and has the records for itself."""
+
+    def overlay(self, record: Record, views: Sequence[np.ndarray]) -> None:
+        """Writes the columns that are on the devices into the fields of a record."""
+
+
 @dataclasses.dataclass(eq=False)
-class StateFiles:
+class Records:
     """The records of one state.
 
     Attributes:
       plan: The plan of the state.
-      records: What each record of the store holds.
+      index: What each record of the store holds.
       pipeline: Reads and writes the records of its store.
-      waiting: With `Offload(delay=1)` or `zenflow`, what later steps apply: whatever the train step left there.
-      version: How often columns that are on the devices changed.
-      overlay: With `Offload(zenflow=...)`, writes the columns that are on the devices into a record's fields.
-      rows: Reads parameters on disk for programs, see `disk_rows`; `None` if none is there.
+      pending: What later steps apply.
       is_released: Whether the space was given back, so that nothing can be read any more.
     """
 
     plan: ZeroPlan
-    records: Sequence[Record]
+    index: Sequence[Record]
     pipeline: Pipeline
-    waiting: Any = None
-    version: int = 0
-    overlay: Callable[[Record, list[np.ndarray]], None] | None = None
-    rows: StateRows | None = None
+    pending: Pending = dataclasses.field(default_factory=Pending)
     is_released: bool = False
     _filled: int = 0  # bytes, while the state is laid out
     _tells_at: float = 0.0
@@ -117,7 +128,12 @@ class StateFiles:
     @property
     def generation(self) -> int:
         """The number of times that the state changed after it was first filled."""
-        return self.pipeline.store.generation - 1 + self.version
+        return self.pipeline.store.generation - 1 + self.pending.version
+
+    @property
+    def where(self) -> str:
+        """Where they are: in the memory of the host, or on a disk."""
+        return "host" if self.plan.config.offload.path is None else "disk"
 
     def check_is_there(self) -> None:
         """Raises if the space was given back."""
@@ -130,27 +146,20 @@ class StateFiles:
     @functools.cached_property
     def of_param(self) -> dict[int, list[int]]:
         """The numbers of each parameter's records."""
-        numbers: dict[int, list[int]] = {i: [] for i in self.plan.disk_fields}
-        for number, record in enumerate(self.records):
+        numbers: dict[int, list[int]] = {i: [] for i in self.plan.record_fields}
+        for number, record in enumerate(self.index):
             numbers[record.param].append(number)
         return numbers
-
-    def wait(self) -> None:
-        """Waits for an update that runs beside other steps and has the records for itself."""
-        done = getattr(self.waiting, "done", None)
-        if done is not None:
-            concurrent.futures.wait([done])
 
     def read(self, number: int, buffer: np.ndarray) -> None:
         """Reads a record, with the columns that are on the devices."""
         self.pipeline.store.read(number, buffer)
-        if self.overlay is not None:
-            self.overlay(self.records[number], self.views(number, buffer))
+        self.pending.overlay(self.index[number], self.views(number, buffer))
 
     def views(self, number: int, buffer: np.ndarray) -> list[np.ndarray]:
         """Returns the fields of a record as arrays of the record's shape, which share its bytes."""
-        record = self.records[number]
-        dtypes = [leaf.dtype for leaf in self.plan.disk_fields[record.param]]
+        record = self.index[number]
+        dtypes = [leaf.dtype for leaf in self.plan.record_fields[record.param]]
         offsets, size = field_offsets(dtypes, record.place.size), record.place.size
         return [
             buffer[at : at + size * dtype.itemsize].view(dtype).reshape(record.place.shape)
@@ -168,7 +177,7 @@ class StateFiles:
             parts = [{x.device: np.asarray(x.data) for x in field.addressable_shards} for field in fields_of(i)]
 
             def copy(number: int, buffer: np.ndarray, parts: Sequence[Mapping[jax.Device, np.ndarray]] = parts) -> None:
-                record = self.records[number]
+                record = self.index[number]
                 for view, of_device in zip(self.views(number, buffer), parts, strict=True):
                     view[...] = of_device[record.device][record.place.slices]
 
@@ -187,13 +196,12 @@ class StateFiles:
 
     def rewrite(self, new: Mapping[str, jax.Array]) -> None:
         """Writes all records anew, with new values of some leaves, by path, as stored; nothing may wait for a step."""
-        assert self.overlay is None, "columns on the devices would overwrite the new values"
-        self.wait()
+        assert not self.pending.waits(), "what waits would overwrite the new values"
         parts = {path: {x.device: np.asarray(x.data) for x in array.addressable_shards} for path, array in new.items()}
 
         def change(number: int, buffer: np.ndarray) -> None:
-            record = self.records[number]
-            fields = self.plan.disk_fields[record.param]
+            record = self.index[number]
+            fields = self.plan.record_fields[record.param]
             for view, leaf in zip(self.views(number, buffer), fields, strict=True):
                 if leaf.path in parts:
                     view[...] = parts[leaf.path][record.device][record.place.slices]
@@ -204,24 +212,23 @@ class StateFiles:
     def place_of(self, path: str) -> tuple[int, int]:
         """Returns the parameter, and the number of the field, of a leaf on disk."""
         return next(
-            (i, k) for i, fields in self.plan.disk_fields.items() for k, x in enumerate(fields) if x.path == path
+            (i, k) for i, fields in self.plan.record_fields.items() for k, x in enumerate(fields) if x.path == path
         )
 
     def read_leaf(self, path: str) -> jax.Array:
         """Returns a leaf as stored, in the devices' memory."""
         self.check_is_there()
-        self.wait()
+        self.pending.wait()
         self.pipeline.store.check_whole()
         i, k = self.place_of(path)
-        leaf = self.plan.disk_fields[i][k]
+        leaf = self.plan.record_fields[i][k]
         shape = leaf.part_shape
-        parts = {self.records[number].device: np.zeros(shape, leaf.dtype) for number in self.of_param[i]}
+        parts = {self.index[number].device: np.zeros(shape, leaf.dtype) for number in self.of_param[i]}
 
         def copy(number: int, buffer: np.ndarray) -> None:
-            record = self.records[number]
+            record = self.index[number]
             views = self.views(number, buffer)
-            if self.overlay is not None:
-                self.overlay(record, views)
+            self.pending.overlay(record, views)
             parts[record.device][record.place.slices] = views[k]
 
         self.pipeline.run(copy, self.of_param[i], writes=False)
@@ -237,13 +244,78 @@ class StateFiles:
         ]
         return jax.make_array_from_single_device_arrays(leaf.stored_shape, sharding, arrays)
 
+    @functools.cached_property
+    def rows(self) -> StateRows:
+        """Reads parameters in records for programs."""
+        return StateRows(self)
+
+    def release(self) -> None:
+        """Gives the space back, once no update and no save uses it."""
+        self.pending.wait()
+        self.pipeline.store.wait_for_pins()
+        self.is_released, self.pending = True, Pending()
+        self.close()
+
     def close(self) -> None:
         """Gives the space back. Nothing may be under way."""
-        if self.rows is not None:
+        if self.plan.params_on_disk:
             self.rows.reader.close()
         self.pipeline.close()
         self.pipeline.store.close()
 
-    def node(self, leaf: StateLeaf) -> OnDisk:
+    def node(self, leaf: StateLeaf) -> InRecords:
         """Returns what stands for a leaf in the state."""
-        return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype, self)
+        return InRecords(leaf.path, leaf.stored_shape, leaf.dtype, self)
+
+
+class StateRows:
+    """Reads the rows of a state's parameters.
+
+    Args:
+      records: The records of the state.
+
+    Attributes:
+      reader: Reads them while a program runs.
+      handles: By parameter, its handles as a global array.
+    """
+
+    def __init__(self, records: Records) -> None:
+        plan = records.plan
+        stacks = {
+            (i, device): _rows_of(records, i, first)
+            for i in plan.params_on_disk
+            for device, first in first_holders(plan, plan.leaves[i].grad).items()
+        }
+        self.reader = RowReader(records.pipeline.store, list(stacks.values()), plan.config.offload.disk_threads)
+        first = dict(zip(stacks, self.reader.first, strict=True))
+        self.handles = {i: self._handles(plan, i, first) for i in plan.params_on_disk}
+
+    def _handles(self, plan: ZeroPlan, i: int, first: Mapping[tuple[int, jax.Device], int]) -> jax.Array:
+        like, length = handle_shape(plan, i), plan.leaves[i].param.shape[0]
+
+        def of_device(device: jax.Device) -> jax.Array:
+            rows = np.arange(first[i, device], first[i, device] + length)
+            return jax.device_put(np.stack([np.full(length, self.reader.ticket), rows], 1).astype(np.int32), device)
+
+        parts = [of_device(device) for j, device in first if j == i]
+        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
+
+
+def handle_shape(plan: ZeroPlan, i: int) -> jax.ShapeDtypeStruct:
+    """Returns shape and sharding of the handles of a parameter, [N·L, 2] over N devices."""
+    sharding = NamedSharding(plan.mesh, PartitionSpec(tuple(plan.mesh.axis_names)))
+    shape = (plan.mesh.size * plan.leaves[i].param.shape[0], 2)
+    return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+
+
+def _rows_of(records: Records, i: int, device: jax.Device) -> list[Row]:
+    """Returns the rows of a parameter's part of a device."""
+    leaf = records.plan.leaves[i]
+    _, *shape = leaf.grad.part_shape
+    numbers: list[list[int]] = [[] for _ in range(leaf.param.shape[0])]
+    for number in records.of_param[i]:
+        if records.index[number].device == device:
+            numbers[records.index[number].place.start[0]].append(number)
+    sizes = [tuple(records.index[number].place.size for number in row) for row in numbers]
+    dtype = np.dtype(leaf.param.dtype)
+    return [Row(tuple(row), size, tuple(shape), dtype) for row, size in zip(numbers, sizes, strict=True)]
