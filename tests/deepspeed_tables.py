@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from jzero.deepspeed.key import Key
-from jzero.deepspeed.keys import KEYS
 from jzero.deepspeed.optimizers import OPTIMIZERS, REFUSED
 from jzero.deepspeed.report import IN_WORDS
 from jzero.deepspeed.schedules import SCHEDULES
-from jzero.deepspeed.zero_keys import NO_CAP
+from jzero.deepspeed.schema import KEYS, NO_CAP
 
 GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "migrating.md"
 MARK = "<!-- {}: `python -m tests.deepspeed_tables` writes this table -->"
 ZERO = "zero_optimization."
 
 
-def key_table(keys: Iterable[Key], *, prefix: str) -> str:
+def key_table(keys: Mapping[str, Key], *, prefix: str) -> str:
     """Returns a Markdown table with one row per key."""
-    rows = [f"| {_names(key, prefix)} | {_value(key.default)} | {IN_WORDS[key.verdict]} | {key.note} |" for key in keys]
+    rows = [
+        f"| {_names(path, key, prefix)} | {_value(key.default)} | {IN_WORDS[key.verdict]} | {key.note} |"
+        for path, key in keys.items()
+    ]
     return "\n".join(["| key | DeepSpeed's default | verdict | |", "|---|---|---|---|", *rows])
 
 
@@ -31,14 +33,14 @@ def type_table() -> str:
     """Returns a Markdown table of optimizers and schedules."""
     rows = [f"| optimizer | `{name}` | {kind.note} |" for name, kind in OPTIMIZERS.items()]
     rows += [f"| optimizer | `{name}` | refused: {note} |" for name, note in REFUSED.items()]
-    rows += [f"| scheduler | `{name}` | {_parameters(kind.keys)} |" for name, kind in SCHEDULES.items()]
+    rows += [f"| scheduler | `{name}` | {_parameters(kind.names)} |" for name, kind in SCHEDULES.items()]
     return "\n".join(["| block | type | |", "|---|---|---|", *rows])
 
 
 def tables() -> dict[str, str]:
     """Returns the tables of the guide by name."""
-    zero = [key for path, key in KEYS.items() if path.startswith(ZERO)]
-    others = [key for path, key in KEYS.items() if not path.startswith(ZERO)]
+    zero = {path: key for path, key in KEYS.items() if path.startswith(ZERO)}
+    others = {path: key for path, key in KEYS.items() if path not in zero and ".params." not in path}
     return {
         "zero": key_table(zero, prefix=ZERO),
         "others": key_table(others, prefix=""),
@@ -56,9 +58,9 @@ def _pattern(name: str) -> str:
     return f"({re.escape(MARK.format(name))}\n\n)" + r"((?:\|.*\n)+)"
 
 
-def _names(key: Key, prefix: str) -> str:
+def _names(path: str, key: Key, prefix: str) -> str:
     old = "".join(f", `{name}`" for name in key.old_names)
-    return f"`{key.path[len(prefix) :]}`{old}"
+    return f"`{path[len(prefix) :]}`{old}"
 
 
 def _value(default: object) -> str:
@@ -68,8 +70,9 @@ def _value(default: object) -> str:
     return str(words[default]) if default is None or isinstance(default, bool) else str(default)
 
 
-def _parameters(keys: Iterable[Key]) -> str:
-    return "`report.schedule`, of " + ", ".join(f"`{key.path}`" for key in keys if key.verdict == "honoured")
+def _parameters(names: str) -> str:
+    honoured = [name for name in names.split() if KEYS[f"scheduler.params.{name}"].verdict == "honoured"]
+    return "`report.schedule`, of " + ", ".join(f"`{name}`" for name in honoured)
 
 
 def main() -> None:

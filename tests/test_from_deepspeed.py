@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 
 import jzero
-from jzero.deepspeed.batch import BatchSizes, solve_batch
+from jzero.deepspeed.facts import BatchSizes, solve_batch
 from tests.deepspeed_configs import DATA, read, read_refused, verdicts
 
 CONFIGS = sorted(path.stem for path in (DATA / "ds_configs").glob("*.json") if "." not in path.stem)

@@ -12,10 +12,11 @@ from typing import Any
 
 from jzero.config.precision import Precision
 from jzero.config.settings import check, integer, number, one_of, optional
-from jzero.deepspeed.key import Block
-from jzero.deepspeed.keys import KEYS, PARAMS
-from jzero.deepspeed.paths import AUTO, canonical, paths_of, value_at, with_value
+from jzero.deepspeed.key import AUTO, Block
+from jzero.deepspeed.schema import KEYS, SCHEMA
+from jzero.deepspeed.source import paths_of, value_at, with_value
 
+PARAMS = ("optimizer.params.", "scheduler.params.")
 A_NUMBER = number("a number", math.isfinite)
 TRAINER = {
     "learning_rate": ("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
@@ -45,7 +46,7 @@ NAMES = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 def trainer_name(path: str) -> str | None:
     """Returns the first argument of Hugging Face's trainer that decides a key; `None` if none does."""
-    return next((name for name, paths in TRAINER.items() if canonical(path) in paths), None)
+    return next((name for name, paths in TRAINER.items() if SCHEMA.canonical(path) in paths), None)
 
 
 def override(raw: Block, values: Block) -> Block:
@@ -58,14 +59,14 @@ def override(raw: Block, values: Block) -> Block:
     Raises:
       ValueError: A name is neither a key nor an argument of the trainer.
     """
-    present = {canonical(path): path for path, _ in paths_of(raw)}
+    present = {SCHEMA.canonical(path): path for path, _ in paths_of(raw)}
     betas = value_at(raw, "optimizer.params.betas")
     pair = dict(zip(("adam_beta1", "adam_beta2"), betas, strict=False)) if isinstance(betas, list) else {}
     of_trainer: dict[str, object] = {}
     by_key: dict[str, object] = {}
     for name, value in values.items():
-        path = canonical(name)
-        if path in KEYS or path.startswith(tuple(f"{block}." for block in PARAMS)):
+        path = SCHEMA.canonical(name)
+        if path in KEYS or path.startswith(PARAMS):
             by_key[path] = value
         elif name in TRAINER:
             decided = _of_trainer(name, value, {**pair, **values})
@@ -106,14 +107,14 @@ def decide(
 
 def _by_path(raw: Block, auto: Mapping[str, Any]) -> dict[str, object]:
     """Returns the values of `auto` by their keys in the file."""
-    present = {canonical(path): value for path, value in paths_of(raw)}
+    present = {SCHEMA.canonical(path): value for path, value in paths_of(raw)}
     autos = [path for path, value in paths_of(raw) if isinstance(value, str) and value == AUTO]
     by_path: dict[str, object] = {}
     for name, value in auto.items():
         if name not in autos and name in TRAINER and present.keys().isdisjoint(TRAINER[name]):
             continue  # a trainer has it for other files
         values = {name: value} if name in autos else _of_trainer(name, value, auto)
-        decided = {path: values[key] for path in autos for key in (path, canonical(path)) if key in values}
+        decided = {path: values[key] for path in autos for key in (path, SCHEMA.canonical(path)) if key in values}
         if not decided and (name not in TRAINER or any(present.get(key, x) != x for key, x in values.items())):
             meant = f"It stands for {list(values)}: change these." if values else f"A trainer has {list(TRAINER)}."
             raise ValueError(

@@ -8,22 +8,21 @@ from typing import Literal
 
 import optax
 
-from jzero.config.offload import Offload
-from jzero.config.precision import Precision
+from jzero.config.offload import Offload, ZenFlow
+from jzero.config.precision import DynamicLossScale, Precision
+from jzero.config.quantization import Quantization
 from jzero.config.settings import check, integer, optional
 from jzero.config.zero import ZeroConfig
 from jzero.deepspeed.auto_values import decide
-from jzero.deepspeed.batch import BatchSizes, solve_batch
-from jzero.deepspeed.fields import ConfigFields, config_fields
-from jzero.deepspeed.key import Block
-from jzero.deepspeed.optimizers import read_optimizer
+from jzero.deepspeed.facts import contradictions, sizes
+from jzero.deepspeed.key import Block, KeyVerdict, Parsed
+from jzero.deepspeed.optimizers import optimizer_of
+from jzero.deepspeed.parsing import parse
 from jzero.deepspeed.report import DeepSpeedReport
-from jzero.deepspeed.scheduler_block import make_schedule
-from jzero.deepspeed.settings import Settings, read_settings
+from jzero.deepspeed.schedules import problems, scheduled
+from jzero.deepspeed.schema import SCHEMA
 from jzero.deepspeed.source import read_source
-
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-CLIPPING = "gradient_clipping"
+from jzero.deepspeed.verdicts import arguments, verdicts
 
 
 def from_deepspeed(
@@ -78,71 +77,66 @@ def from_deepspeed(
       DeepSpeed 0.19's configuration. Missing keys have its defaults; for example, gradients are clipped to a norm
       of 1.
     """
-    fields, report = _convert(
-        source, num_devices, batch_size=batch_size, optimizer=optimizer, precision=precision, auto=auto
-    )
-    if report.refused:
-        warnings.warn(
-            f"jzero does not honour {', '.join(f'`{row.key}`' for row in report.refused)} of this DeepSpeed "
-            "configuration. `print(report)` tells why, and what to do instead.",
-            stacklevel=2,
-        )
-    if report.open:
-        warnings.warn(
-            f"Nothing decides {', '.join(f'`{row.key}`' for row in report.open)} of this DeepSpeed configuration, "
-            'which are "auto" for a trainer to fill in: pass `auto={...}`.',
-            stacklevel=2,
-        )
-    return ZeroConfig(**fields.config, offload=Offload(**fields.offload)), report
-
-
-def _convert(
-    source: str | os.PathLike[str] | Block,
-    num_devices: int | None,
-    *,
-    batch_size: int | None,
-    optimizer: optax.GradientTransformation | None,
-    precision: str | Precision | None,
-    auto: Block | None,
-) -> tuple[ConfigFields, DeepSpeedReport]:
-    """Returns what goes into a `ZeroConfig`, and the report."""
     check("num_devices", num_devices, optional(integer(1)))
     if optimizer is not None and not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(f"`optimizer` must be an optax transformation: got {optimizer!r:.200}.")
     raw, processes = read_source(source)
-    num_devices = processes if num_devices is None else num_devices
-    settings = read_settings(decide(raw, auto=auto, batch_size=batch_size, precision=precision))
-    block = read_optimizer(settings)
-    schedule = make_schedule(settings, block.lr, has_betas=block.has_betas)
-    settings.raise_problems()
-    asked = BatchSizes(*(settings[name] for name in SIZES))
-    sizes = solve_batch(asked, num_devices, has_auto=batch_size is None and any(x in settings.autos for x in SIZES))
-    fields = config_fields(settings, num_devices)
-    if isinstance(precision, Precision):
-        fields.config["precision"] = precision
-    scheduled = schedule()
-    tx = block.make(scheduled)
-    settings.imply(CLIPPING, "honoured", "DeepSpeed's default, 1.0: `make_train_step(clip_norm=)`")
-    _judge_sizes(settings, sizes)
-    if optimizer is not None:
-        for prefix in ("optimizer.", "scheduler."):
-            settings.replace_all(prefix, "`optimizer=` was given in its place")
-        tx, scheduled = optimizer, scheduled._replace(lr=None)
-    report = DeepSpeedReport(
-        rows=tuple(settings.rows.values()),
-        num_devices=num_devices,
-        train_batch_size=sizes.train,
-        micro_batch_size=sizes.micro,
-        accumulate_steps=sizes.accumulate,
-        clip_norm=settings[CLIPPING] or None,
-        optimizer=tx,
-        schedule=scheduled.lr,
+    c = parse(
+        decide(raw, auto=auto, batch_size=batch_size, precision=precision),
+        SCHEMA,
+        num_devices=processes if num_devices is None else num_devices,
+        has_batch_size=batch_size is not None,
+        has_optimizer=optimizer is not None,
     )
-    return fields, report
+    if found := [*c.problems, *problems(c)]:
+        listed = "\n".join(f"  {problem}" for problem in found)
+        raise ValueError(f"The DeepSpeed configuration cannot be read:\n{listed}")
+    train, micro, accumulate = sizes(c)
+    config = _zero_config(c, precision)
+    report = DeepSpeedReport(
+        rows=verdicts(c),
+        num_devices=c.num_devices,
+        train_batch_size=train,
+        micro_batch_size=micro,
+        accumulate_steps=accumulate,
+        clip_norm=c["gradient_clipping"] or None,
+        optimizer=optimizer_of(c) if optimizer is None else optimizer,
+        schedule=scheduled(c).lr if optimizer is None else None,
+    )
+    if report.refused:
+        warnings.warn(
+            f"jzero does not honour {_names(report.refused)} of this DeepSpeed configuration. `print(report)` tells "
+            "why, and what to do instead.",
+            stacklevel=2,
+        )
+    if report.open:
+        warnings.warn(
+            f"Nothing decides {_names(report.open)} of this DeepSpeed configuration, "
+            'which are "auto" for a trainer to fill in: pass `auto={...}`.',
+            stacklevel=2,
+        )
+    return config, report
 
 
-def _judge_sizes(settings: Settings, sizes: BatchSizes) -> None:
-    """Marks each "auto" size that follows from the others."""
-    for name, size in zip(SIZES, sizes, strict=True):
-        if name in settings.autos and size is not None:
-            settings.judge_auto(name, f"{size}, which follows from the others")
+def _names(rows: tuple[KeyVerdict, ...]) -> str:
+    return ", ".join(f"`{row.key}`" for row in rows)
+
+
+def _zero_config(c: Parsed, precision: object) -> ZeroConfig:
+    for message in contradictions(c):
+        raise ValueError(message)
+    found = arguments(c)
+    if scale := found["DynamicLossScale"]:
+        try:
+            found["Precision"]["loss_scale"] = DynamicLossScale(**scale)
+        except ValueError as error:
+            raise ValueError(f"The block `fp16` makes no loss scale: {error}") from error
+    if flow := found["ZenFlow"]:
+        found["Offload"] |= {"compute": "host", "zenflow": ZenFlow(**flow)}
+    in_file = Precision(**found["Precision"])
+    return ZeroConfig(
+        **found["ZeroConfig"],
+        precision=precision if isinstance(precision, Precision) else in_file,
+        quantization=Quantization(**found["Quantization"]),
+        offload=Offload(**found["Offload"]),
+    )

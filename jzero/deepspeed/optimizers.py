@@ -2,177 +2,188 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from jzero.deepspeed.key import Key
-from jzero.deepspeed.params import Params, read_params
-from jzero.deepspeed.scheduler_block import CYCLED_B2, Scheduled
-from jzero.deepspeed.settings import Settings
-from jzero.deepspeed.transforms import lamb, scale_by_uncorrected_adam
-
-PATH = "optimizer.params"
-TX = "`report.optimizer`"
-
-
-class Rates(NamedTuple):
-    """The parameters of an optimizer that schedules may set; `b1` and `b2` are 0 if it has no betas."""
-
-    lr: optax.ScalarOrSchedule
-    b1: ArrayLike
-    b2: ArrayLike
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerKind:
-    """A type of optimizer.
-
-    Attributes:
-      keys: Its parameters.
-      make: A function from their values and the rates to the optimizer.
-      note: Its optax equivalent.
-    """
-
-    keys: tuple[Key, ...]
-    make: Callable[[Params, Rates], optax.GradientTransformation]
-    note: str
-
-    @property
-    def has_betas(self) -> bool:
-        """Whether a schedule can cycle its momentum."""
-        return any(key.path == "betas" for key in self.keys)
-
-
-class OptimizerBlock(NamedTuple):
-    """An optimizer block: its learning rate, if known, and a function that builds the optimizer."""
-
-    lr: float | None
-    has_betas: bool
-    make: Callable[[Scheduled], optax.GradientTransformation | None]
-
-
-def _lr(default: float) -> Key:
-    return Key("lr", "rate", default, "honoured", TX)
-
-
-def _decay(default: float = 0.0) -> Key:
-    return Key("weight_decay", "number", default, "honoured", TX)
-
-
-def _eps(default: float) -> Key:
-    return Key("eps", "number", default, "honoured", TX)
-
-
-_BETAS = Key("betas", "pair", (0.9, 0.999), "honoured", TX)
-_CORRECTION = Key("bias_correction", "bool", True, "honoured", TX)
-_AMSGRAD = Key("amsgrad", "bool", False, "refused", "DeepSpeed's kernels have none either: see `optax.amsgrad`")
-_MAXIMIZE = Key("maximize", "bool", False, "refused", "negate the loss")
-_STATES = Key("fp32_optimizer_states", "bool", True, "ignored", "moments have the dtype of the masters")
-_MAX_NORM = Key("max_grad_norm", "number", 0.0, "refused", "DeepSpeed raises an error as well: set `gradient_clipping`")
-_KERNELS = tuple(
-    Key(name, "any", None, "ignored", "about the kernels of torch")
-    for name in ("set_grad_none", "foreach", "fused", "capturable", "differentiable")
-)
-
-
-def _adam(params: Params, rates: Rates, *, decoupled: bool) -> optax.GradientTransformation:
-    make = optax.scale_by_adam if params["bias_correction"] else scale_by_uncorrected_adam
-    steps = [make(rates.b1, rates.b2, params["eps"]), *_weight_decay(params)]
-    steps = steps if decoupled else steps[::-1]
-    return optax.chain(*steps, optax.scale_by_learning_rate(rates.lr))
-
-
-def _adam_by_mode(params: Params, rates: Rates) -> optax.GradientTransformation:
-    return _adam(params, rates, decoupled=params["adam_w_mode"])
-
-
-def _adamw(params: Params, rates: Rates) -> optax.GradientTransformation:
-    return _adam(params, rates, decoupled=True)
-
-
-def _lamb(params: Params, rates: Rates) -> optax.GradientTransformation:
-    names = ("eps", "eps_inside_sqrt", "weight_decay", "max_coeff", "min_coeff", "bias_correction")
-    return lamb(*rates, **{name: params[name] for name in names})
-
-
-def _lion(params: Params, rates: Rates) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.scale_by_lion(rates.b1, rates.b2), *_weight_decay(params), optax.scale_by_learning_rate(rates.lr)
-    )
-
-
-def _adagrad(params: Params, rates: Rates) -> optax.GradientTransformation:
-    # optax adds eps inside the root. With its square, the denominators differ by less than eps.
-    scaled = optax.scale_by_rss(params["initial_accumulator_value"], params["eps"] ** 2)
-    return optax.chain(*_weight_decay(params), scaled, optax.scale_by_learning_rate(rates.lr))
-
-
-def _sgd(params: Params, rates: Rates) -> optax.GradientTransformation:
-    momentum = [optax.trace(params["momentum"], nesterov=params["nesterov"])] if params["momentum"] else []
-    return optax.chain(*_weight_decay(params), *momentum, optax.scale_by_learning_rate(rates.lr))
-
-
-def _weight_decay(params: Params) -> list[optax.GradientTransformation]:
-    return [optax.add_decayed_weights(params["weight_decay"])] if params["weight_decay"] else []
-
-
-_TORCH_ADAM = Key("torch_adam", "bool", False, "ignored", "the same numbers as DeepSpeed's own")
-_ADAM_KEYS = (_lr(1e-3), _BETAS, _eps(1e-8), _CORRECTION, _AMSGRAD, _MAXIMIZE, _STATES, _MAX_NORM, *_KERNELS)
-_ADAM_W_MODE = Key("adam_w_mode", "bool", True, "honoured", "decoupled weight decay unless false")
-_FORCED = Key("adam_w_mode", "bool", True, "ignored", "the type AdamW overrides it")
-
-OPTIMIZERS = {
-    "adam": OptimizerKind(
-        (*_ADAM_KEYS, _decay(), _ADAM_W_MODE, _TORCH_ADAM),
-        _adam_by_mode,
-        "`report.optimizer`: to DeepSpeed Adam is AdamW, unless `adam_w_mode` is false",
-    ),
-    "adamw": OptimizerKind(
-        (*_ADAM_KEYS, _decay(), _FORCED, _TORCH_ADAM), _adamw, "`report.optimizer`, as `optax.adamw`"
-    ),
-    "lamb": OptimizerKind(
-        (
-            *(_lr(1e-3), _BETAS, _eps(1e-8), _CORRECTION, _AMSGRAD, _MAX_NORM, _decay()),
-            Key("eps_inside_sqrt", "bool", False, "honoured", TX),
-            Key("max_coeff", "number", 10.0, "honoured", TX),
-            Key("min_coeff", "number", 0.01, "honoured", TX),
-        ),
-        _lamb,
-        "`report.optimizer`: norms are over whole leaves, so that scanned layers, stacked in one leaf, share one ratio",
-    ),
-    "lion": OptimizerKind(
-        (_lr(1e-3), _BETAS, _decay(), _STATES, _MAX_NORM, *_KERNELS),
-        _lion,
-        "`report.optimizer`, as `optax.lion`: where momentum and gradient are both 0, DeepSpeed moves by the rate",
-    ),
-    "adagrad": OptimizerKind(
-        (
-            *(_lr(1e-2), _eps(1e-10), _decay(), _AMSGRAD, _MAXIMIZE, _STATES, _MAX_NORM, *_KERNELS),
-            Key("initial_accumulator_value", "number", 0.0, "honoured", TX),
-            Key("lr_decay", "number", 0.0, "refused", "give `optax.adagrad` a schedule"),
-        ),
-        _adagrad,
-        "`report.optimizer`, of `optax.scale_by_rss`: near `eps`, gradients count a little more",
-    ),
-    "sgd": OptimizerKind(
-        (
-            *(_lr(1e-3), _decay(), _MAXIMIZE, _MAX_NORM, *_KERNELS),
-            Key("momentum", "number", 0.0, "honoured", TX),
-            Key("nesterov", "bool", False, "honoured", TX),
-            Key("dampening", "number", 0.0, "refused", "scale the learning rate instead"),
-        ),
-        _sgd,
-        "`report.optimizer`, as `optax.sgd`",
-    ),
-}
+from jzero._types import PyTree
+from jzero.deepspeed.key import Finding, Parsed, Type, row, section, where
+from jzero.deepspeed.kinds import ANY, BOOL, NUMBER, PAIR, RATE
+from jzero.deepspeed.schedules import CYCLED_B2, not_built, scheduled, sets_betas, sets_rate
 
 TORCH_ADAMW_DECAY = 0.01
 """The default weight decay of `torch.optim.AdamW`; that of DeepSpeed's own is 0."""
 
+
+def optimizer_of(c: Parsed) -> optax.GradientTransformation | None:
+    """Returns the optimizer of a configuration; `None` if there is none, or values are not known."""
+    kind, schedule = c.types["optimizer"], scheduled(c)
+    unknown = {*c.open_params("optimizer")} - ({"lr"} if schedule.lr is not None else set())
+    if kind is None or not schedule.is_complete or unknown:
+        return None
+    params, scale = c.params("optimizer"), optax.scale_by_learning_rate
+    params.weight_decay = TORCH_ADAMW_DECAY if _decays_as_torch(c) else params.weight_decay
+    lr = params.lr if schedule.lr is None else schedule.lr
+    if schedule.momentum is None:
+        return optax.chain(*kind.make(params, *getattr(params, "betas", (0.0, 0.0))), scale(lr))
+
+    def make(learning_rate: optax.ScalarOrSchedule, b1: ArrayLike) -> optax.GradientTransformation:
+        return optax.chain(*kind.make(params, b1, CYCLED_B2), scale(learning_rate))
+
+    return optax.inject_hyperparams(make)(learning_rate=lr, b1=schedule.momentum)
+
+
+def type_rule(c: Parsed, path: str) -> Finding | None:
+    """The rule for the type of an optimizer."""
+    kind, name = c.types["optimizer"], c[path]
+    if kind is None:
+        note = "no equivalent is known: pass an optax transformation to the train state"
+        return None if name is None else Finding("refused", REFUSED.get(name.lower(), note))
+    return Finding("honoured", kind.note if optimizer_of(c) is not None else kind.note + not_built(c, "optimizer"))
+
+
+def _decays_as_torch(c: Parsed) -> bool:
+    name = c["optimizer.type"].lower()
+    if name not in ("adam", "adamw") or c.sets("optimizer.params.weight_decay"):
+        return False
+    return c["optimizer.params.torch_adam"] and (name == "adamw" or c["optimizer.params.adam_w_mode"])
+
+
+def _torchs_decay(c: Parsed, path: str) -> Finding | None:
+    note = f"torch's default for AdamW, {TORCH_ADAMW_DECAY}"
+    return Finding("honoured", note) if _decays_as_torch(c) else None
+
+
+Steps: TypeAlias = list[optax.GradientTransformation]
+
+
+def _decay(p: Any) -> Steps:
+    return [optax.add_decayed_weights(p.weight_decay)] if p.weight_decay else []
+
+
+def _adam(p: Any, b1: ArrayLike, b2: ArrayLike, *, decoupled: bool = False) -> Steps:
+    scale = optax.scale_by_adam if p.bias_correction else scale_by_uncorrected_adam
+    steps = [scale(b1, b2, p.eps), *_decay(p)]
+    return steps if decoupled or p.adam_w_mode else steps[::-1]
+
+
+def _lamb(p: Any, b1: ArrayLike, b2: ArrayLike) -> Steps:
+    """LAMB as DeepSpeed's `FusedLamb` computes it.
+
+    It differs from `optax.lamb` in two respects: the ratio of norms is clipped, and moments are never corrected, not
+    even in those norms. Instead, the bias correction scales the learning rate.
+    """
+    outside, inside = (0.0, p.eps) if p.eps_inside_sqrt else (p.eps, 0.0)
+    steps = [
+        scale_by_uncorrected_adam(b1, b2, outside, eps_root=inside),
+        optax.add_decayed_weights(p.weight_decay),
+        scale_by_bounded_trust_ratio(p.min_coeff, p.max_coeff),
+    ]
+    if p.bias_correction:
+        steps.append(optax.scale_by_schedule(lambda count: jnp.sqrt(1 - b2 ** (count + 1)) / (1 - b1 ** (count + 1))))
+    return steps
+
+
+def _adagrad(p: Any, b1: ArrayLike, b2: ArrayLike) -> Steps:
+    # optax adds eps inside the root. With its square, the denominators differ by less than eps.
+    return [*_decay(p), optax.scale_by_rss(p.initial_accumulator_value, p.eps**2)]
+
+
+def _sgd(p: Any, b1: ArrayLike, b2: ArrayLike) -> Steps:
+    return [*_decay(p), *([optax.trace(p.momentum, nesterov=p.nesterov)] if p.momentum else [])]
+
+
+def scale_by_uncorrected_adam(
+    b1: ArrayLike, b2: ArrayLike, eps: float, *, eps_root: float = 0.0
+) -> optax.GradientTransformation:
+    """Returns `optax.scale_by_adam` without bias correction."""
+    adam = optax.scale_by_adam(b1, b2, eps)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        _, state = adam.update(updates, state, params)
+        scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + eps_root) + eps), state.mu, state.nu)
+        return scaled, state
+
+    return optax.GradientTransformation(adam.init, update)
+
+
+def scale_by_bounded_trust_ratio(least: float, most: float) -> optax.GradientTransformation:
+    """Returns `optax.scale_by_trust_ratio` with bounds on the ratio; it is 1 where either norm is 0."""
+
+    def scale(update: jax.Array, param: jax.Array) -> jax.Array:
+        param_norm, update_norm = optax.tree.norm(param), optax.tree.norm(update)
+        is_zero = (param_norm == 0) | (update_norm == 0)
+        ratio = jnp.clip(param_norm / jnp.where(is_zero, 1, update_norm), least, most)
+        return update * jnp.where(is_zero, 1, ratio).astype(update.dtype)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        if params is None:
+            raise ValueError("A trust ratio needs the parameters: call `tx.update(grads, opt_state, params)`.")
+        return jax.tree.map(scale, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+_overridden = where(lambda c: c["optimizer.type"].lower() == "adamw", "the type AdamW overrides it")
+BUILT = "`report.optimizer`"
+
+# fmt: off
+PARAMS = section("optimizer.params",
+    row("lr", RATE, 0.001, "honoured", BUILT, sets_rate),
+    row("betas", PAIR, (0.9, 0.999), "honoured", BUILT, sets_betas),
+    row("eps", NUMBER, 1e-08, "honoured", BUILT),
+    row("weight_decay", NUMBER, 0.0, "honoured", BUILT, implied=_torchs_decay),
+    row("bias_correction", BOOL, True, "honoured", BUILT),
+    row("momentum initial_accumulator_value", NUMBER, 0.0, "honoured", BUILT),
+    row("nesterov eps_inside_sqrt", BOOL, False, "honoured", BUILT),
+    row("max_coeff", NUMBER, 10.0, "honoured", BUILT),
+    row("min_coeff", NUMBER, 0.01, "honoured", BUILT),
+    row("adam_w_mode", BOOL, True, "honoured", "decoupled weight decay unless false", _overridden),
+    row("torch_adam", BOOL, False, "ignored", "the same numbers as DeepSpeed's own"),
+    row("fp32_optimizer_states", BOOL, True, "ignored", "moments have the dtype of the masters"),
+    row("set_grad_none foreach fused capturable differentiable", ANY, None, "ignored", "about the kernels of torch"),
+    row("amsgrad", BOOL, False, "refused", "DeepSpeed's kernels have none either: see `optax.amsgrad`"),
+    row("maximize", BOOL, False, "refused", "negate the loss"),
+    row("max_grad_norm", NUMBER, 0.0, "refused", "DeepSpeed raises an error as well: set `gradient_clipping`"),
+    row("lr_decay", NUMBER, 0.0, "refused", "give `optax.adagrad` a schedule"),
+    row("dampening", NUMBER, 0.0, "refused", "scale the learning rate instead"),
+)
+# fmt: on
+_KERNELS = "set_grad_none foreach fused capturable differentiable"
+_ADAM = (
+    "lr betas eps bias_correction amsgrad maximize fp32_optimizer_states max_grad_norm "
+    f"{_KERNELS} weight_decay adam_w_mode torch_adam"
+)
+OPTIMIZERS = {
+    "adam": Type(_ADAM, _adam, "`report.optimizer`: to DeepSpeed Adam is AdamW, unless `adam_w_mode` is false"),
+    "adamw": Type(_ADAM, functools.partial(_adam, decoupled=True), "`report.optimizer`, as `optax.adamw`"),
+    "lamb": Type(
+        "lr betas eps bias_correction amsgrad max_grad_norm weight_decay eps_inside_sqrt max_coeff min_coeff",
+        _lamb,
+        "`report.optimizer`: norms are over whole leaves, so that scanned layers, stacked in one leaf, share one ratio",
+    ),
+    "lion": Type(
+        f"lr betas weight_decay fp32_optimizer_states max_grad_norm {_KERNELS}",
+        lambda p, b1, b2: [optax.scale_by_lion(b1, b2), *_decay(p)],
+        "`report.optimizer`, as `optax.lion`: where momentum and gradient are both 0, DeepSpeed moves by the rate",
+    ),
+    "adagrad": Type(
+        "lr eps weight_decay amsgrad maximize fp32_optimizer_states max_grad_norm "
+        f"{_KERNELS} initial_accumulator_value lr_decay",
+        _adagrad,
+        "`report.optimizer`, of `optax.scale_by_rss`: near `eps`, gradients count a little more",
+        defaults={"lr": 1e-2, "eps": 1e-10},
+    ),
+    "sgd": Type(
+        f"lr weight_decay maximize max_grad_norm {_KERNELS} momentum nesterov dampening",
+        _sgd,
+        "`report.optimizer`, as `optax.sgd`",
+    ),
+}
 _COMPRESSED = "it compresses what it sends, which jzero does not: take Adam or Lamb"
 _MUP = "it scales rates by each layer's width: use `optax.multi_transform`"
 REFUSED = {
@@ -180,52 +191,3 @@ REFUSED = {
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
     "muon": "see `optax.contrib.muon`, whose iteration and choice of parameters differ",
 }
-
-
-def read_optimizer(settings: Settings) -> OptimizerBlock:
-    """Reads the optimizer block: adds verdicts and problems, and returns how to build the optimizer."""
-    name = settings["optimizer.type"]
-    kind = None if name is None else OPTIMIZERS.get(name.lower())
-    if kind is None:
-        if name is not None:
-            note = "no equivalent is known: pass an optax transformation to the train state"
-            settings.judge("optimizer.type", "refused", REFUSED.get(name.lower(), note))
-        for param, value in settings.params.get(PATH, {}).items():
-            settings.skip(f"{PATH}.{param}", value, "no optimizer reads it")
-        return OptimizerBlock(None, False, lambda schedule: None)
-    params = _with_torch_default(settings, kind, name.lower())
-    settings.judge("optimizer.type", "honoured", kind.note)
-    lr = None if f"{PATH}.lr" in settings.autos else params["lr"]
-
-    def make(schedule: Scheduled) -> optax.GradientTransformation | None:
-        optimizer = _make(kind, params, schedule)
-        if optimizer is None:
-            settings.judge_unmade("optimizer.type", PATH, params.open)
-        return optimizer
-
-    return OptimizerBlock(lr, kind.has_betas, make)
-
-
-def _with_torch_default(settings: Settings, kind: OptimizerKind, name: str) -> Params:
-    params = read_params(settings, PATH, kind.keys)
-    if name not in ("adam", "adamw") or not params["torch_adam"] or "weight_decay" in params.explicit:
-        return params
-    if name == "adam" and not params["adam_w_mode"]:
-        return params
-    settings.imply(f"{PATH}.weight_decay", "honoured", f"torch's default for AdamW, {TORCH_ADAMW_DECAY}")
-    return params.with_value("weight_decay", TORCH_ADAMW_DECAY)
-
-
-def _make(kind: OptimizerKind, params: Params, schedule: Scheduled) -> optax.GradientTransformation | None:
-    """Builds the optimizer, unless a value is open or refused."""
-    scheduled = "lr" if schedule.lr is not None else None
-    if not schedule.is_complete or not params.is_complete(but_for=scheduled):
-        return None
-    lr = params["lr"] if schedule.lr is None else schedule.lr
-    if schedule.momentum is None:
-        return kind.make(params, Rates(lr, *(params["betas"] if kind.has_betas else (0.0, 0.0))))
-
-    def make(learning_rate: optax.ScalarOrSchedule, b1: ArrayLike) -> optax.GradientTransformation:
-        return kind.make(params, Rates(learning_rate, b1, CYCLED_B2))
-
-    return optax.inject_hyperparams(make)(learning_rate=lr, b1=schedule.momentum)

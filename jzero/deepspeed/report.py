@@ -14,10 +14,7 @@ from jax.typing import ArrayLike
 
 from jzero._text import Report, format_rows
 from jzero.deepspeed.auto_values import trainer_name
-from jzero.deepspeed.key import Verdict
-
-NOT_SET = "(not set)"
-"""The value of a key that the file does not have, but whose default in DeepSpeed changes the numbers."""
+from jzero.deepspeed.key import NOT_SET, KeyVerdict, Verdict
 
 IN_WORDS: dict[Verdict, str] = {
     "open": "open",
@@ -32,26 +29,6 @@ REMEDY = (
 )
 WIDTH = 24
 """Characters of a value that the table shows."""
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyVerdict:
-    """One key of a configuration.
-
-    Attributes:
-      key: The names that lead to it, as the file has them, joined by dots.
-      value: Its value.
-      verdict: "honoured", "compiler" (left to XLA), "ignored" (has no effect here), "open" ("auto", and the numbers of
-        a run depend on what a trainer would fill in) or "refused" (jzero lacks it, or computes other numbers).
-      note: The field or argument that takes it, why it has no effect, or what to do instead.
-      is_undecided: Whether it is "auto", and nothing here decides it.
-    """
-
-    key: str
-    value: object
-    verdict: Verdict
-    note: str
-    is_undecided: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

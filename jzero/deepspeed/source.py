@@ -7,13 +7,36 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jzero.deepspeed.accelerate import BLOCK, FILE, from_accelerate
-from jzero.deepspeed.key import Block
+from jzero.deepspeed.key import AUTO, Block
 
+BLOCK = "deepspeed_config"
+"""The block that only Accelerate's files have."""
+FILE = "deepspeed_config_file"
+KEYS = {
+    "zero_stage": "zero_optimization.stage",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+NOT_DEEPSPEEDS = (
+    "deepspeed_hostfile deepspeed_multinode_launcher deepspeed_exclusion_filter deepspeed_inclusion_filter "
+    "deepspeed_moe_layer_cls_names transformer_moe_cls_names zero3_init_flag enable_msamp msamp_opt_level"
+).split()
+"""Keys about starting processes and about torch modules, which Accelerate does not pass on either."""
+DEFAULTS = {
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": {"stage": 2},
+}
 MAX_DEPTH = 50
 """Levels of blocks; DeepSpeed's own have four."""
 
@@ -40,7 +63,7 @@ def read_source(source: str | os.PathLike[str] | Block) -> Source:
     if not isinstance(block, Mapping):
         raise ValueError(f"`{BLOCK}` must be a block of keys: got {block!r}.")
     path = block.get(FILE)
-    return Source(*from_accelerate(raw, None if path is None else read_source(path).values))
+    return Source(*_from_accelerate(raw, None if path is None else read_source(path).values))
 
 
 def _read_file(source: object) -> Block:
@@ -118,3 +141,57 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"A DeepSpeed configuration must have each key once: got {twice} more than once in one block.")
     return dict(pairs)
+
+
+def _from_accelerate(raw: Mapping[str, Any], file: Block | None) -> tuple[Block, int | None]:
+    """Returns the configuration that Accelerate would hand to DeepSpeed, and the number of processes.
+
+    Args:
+      raw: What Accelerate's file holds.
+      file: What `deepspeed_config_file` holds, if the block names one; it then decides all but the precision.
+
+    Raises:
+      ValueError: The block has keys that Accelerate does not know.
+    """
+    block = raw[BLOCK]
+    if unknown := [name for name in block if name not in {*KEYS, *NOT_DEEPSPEEDS, FILE}]:
+        raise ValueError(f"`{BLOCK}` has {unknown}, which Accelerate does not know: it has {sorted({*KEYS, FILE})}.")
+    config = DEFAULTS if file is None else file
+    for name, path in KEYS.items():
+        if file is None and block.get(name) not in (None, *(("none",) if name.endswith("_path") else ())):
+            config = with_value(config, path, block[name])
+    for name in ("bf16", "fp16"):
+        is_on = raw.get("mixed_precision") == name
+        at = f"{name}.enabled"
+        if value_at(config, at) == AUTO or (is_on and value_at(config, at) is None):
+            config = with_value(config, at, is_on)
+    processes = raw.get("num_processes")
+    return config, processes if isinstance(processes, int) else None
+
+
+def paths_of(block: Block, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the paths of all values that are not blocks, as the configuration writes them, with the values."""
+    for name, value in block.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from paths_of(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def value_at(raw: Block, path: str) -> object:
+    """Returns the value at a path; `None` if there is none."""
+    name, _, rest = path.partition(".")
+    value = raw.get(name)
+    if not rest:
+        return value
+    return value_at(value, rest) if isinstance(value, Mapping) else None
+
+
+def with_value(raw: Block, path: str, value: object) -> Block:
+    """Returns a copy with another value at a path."""
+    name, _, rest = path.partition(".")
+    if not rest:
+        return {**raw, name: value}
+    block = raw.get(name)
+    return {**raw, name: with_value(block if isinstance(block, Mapping) else {}, rest, value)}

@@ -1,0 +1,68 @@
+"""Types of values, as DeepSpeed takes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Kind(NamedTuple):
+    """A type of values.
+
+    Attributes:
+      must: What must hold: in words, and as a function of the value.
+      plain: Returns the value to keep.
+      lacks: Returns why jzero refuses a value that DeepSpeed takes; `None` if it does not.
+    """
+
+    must: tuple[tuple[str, Callable[[Any], bool]], ...] = ()
+    plain: Callable[[Any], Any] = lambda x: x
+    lacks: Callable[[Any], str | None] = lambda x: None
+
+    def problem(self, value: object) -> str | None:
+        """Returns the requirement that a value misses, if any."""
+        return next((words for words, holds in self.must if not holds(value)), None)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _are_numbers(x: object) -> bool:
+    return isinstance(x, Sequence) and bool(x) and all(map(_is_number, x))
+
+
+def whole(least: int) -> Kind:
+    """Whole numbers from `least`; 1e9 is one."""
+    is_whole = ("a whole number", lambda x: _is_number(x) and x == int(x))
+    return Kind((is_whole, (f"at least {least}", lambda x: x >= least)), int)
+
+
+def one_of(*choices: str) -> Kind:
+    """Some words, in any case."""
+    return Kind((*STRING.must, (f"one of {choices}", lambda x: x.lower() in choices)), str.lower)
+
+
+ANY = Kind()
+BLOCK = Kind((("a block of keys", lambda x: isinstance(x, Mapping)),))
+BOOL = Kind((("true or false", lambda x: isinstance(x, bool)),))
+STRING = Kind((("a string", lambda x: isinstance(x, str)),))
+WHOLE, POSITIVE = whole(0), whole(1)
+REAL = Kind((("a number", _is_number),), float)
+NUMBER = Kind((*REAL.must, ("at least 0", lambda x: x >= 0)))
+PAIR = Kind((("two numbers", lambda x: _are_numbers(x) and len(x) == 2),))
+RATE = Kind(
+    (("a number, or a list of numbers", lambda x: _is_number(x) or _are_numbers(x)),),
+    lambda x: x[0] if isinstance(x, Sequence) else x,
+    lambda x: "one for each parameter group: use `optax.multi_transform`" if _are_numbers(x) and len(x) > 1 else None,
+)
+"""One number, or one for each parameter group."""
+DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
+}
+DTYPE = Kind(
+    (('"fp32", "fp16" or "bf16"', lambda x: isinstance(x, str) and x.lower() in DTYPES),), lambda x: DTYPES[x.lower()]
+)
