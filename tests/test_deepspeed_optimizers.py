@@ -116,6 +116,24 @@ def test_schedules_that_jzero_would_get_wrong_are_none(params, key):
     assert (report.schedule, report.optimizer) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("WarmupDecayLR", "total_num_steps"),
+        ("WarmupCosineLR", "total_num_steps"),
+        ("WarmupLR", "warmup_num_steps"),
+        ("LRRangeTest", "lr_range_test_step_size"),
+    ],
+)
+def test_steps_beyond_32_bits_are_refused(kind, key):
+    adam = {"type": "Adam", "params": {}}
+    longest = report_of(adam, {"type": kind, "params": {key: 2**31 - 1}})
+    assert np.isfinite(float(longest.schedule(2**31 - 1)))
+    report = refused(adam, {"type": kind, "params": {key: 2**31}})
+    assert verdict(report, f"scheduler.params.{key}") == "refused"
+    assert (report.schedule, report.optimizer) == (None, None)
+
+
 def test_one_rate_in_a_list():
     report = report_of(schedule={"type": "WarmupLR", "params": {"warmup_max_lr": [0.1], "last_batch_iteration": -1}})
     assert float(report.schedule(10**6)) == pytest.approx(0.1)

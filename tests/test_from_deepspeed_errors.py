@@ -12,6 +12,8 @@ import pytest
 import jzero
 from tests.deepspeed_configs import BATCH, read, verdicts
 
+CYCLE = {"cycle_min_lr": 0, "cycle_max_lr": 1}
+
 # Errors
 
 
@@ -72,15 +74,14 @@ from tests.deepspeed_configs import BATCH, read, verdicts
             {
                 "scheduler": {
                     "type": "OneCycle",
-                    "params": {
-                        "cycle_min_lr": 0,
-                        "cycle_max_lr": 1,
-                        "cycle_first_step_size": 2**20,
-                        "cycle_first_stair_count": 2**11,
-                    },
+                    "params": {**CYCLE, "cycle_first_step_size": 2**20, "cycle_first_stair_count": 2**11},
                 }
             },
             ["below 2^31"],
+        ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {**CYCLE, "cycle_first_step_size": 2**30}}},
+            ["below 2^31: got 2147483648"],
         ),
     ],
 )

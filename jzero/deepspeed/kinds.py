@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+STEPS_END = 2**31
+"""No step reaches it: jax counts in 32 bits."""
+
 
 class Kind(NamedTuple):
     """A type of values.
@@ -37,6 +40,11 @@ def whole(least: int) -> Kind:
     """Whole numbers from `least`; 1e9 is one."""
     is_whole = ("a whole number", lambda x: _is_number(x) and x == int(x))
     return Kind((is_whole, (f"at least {least}", lambda x: x >= least)), int)
+
+
+def steps(least: int) -> Kind:
+    """Numbers of steps, from `least`."""
+    return whole(least)._replace(lacks=lambda x: None if x < STEPS_END else "steps are counted up to 2^31 - 1")
 
 
 def one_of(*choices: str) -> Kind:

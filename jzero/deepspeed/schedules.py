@@ -18,12 +18,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jzero.deepspeed.key import REQUIRED, Finding, Parsed, Type, names_of, row, section
-from jzero.deepspeed.kinds import BOOL, POSITIVE, RATE, REAL, STRING, WHOLE, whole
+from jzero.deepspeed.kinds import BOOL, POSITIVE, RATE, REAL, STEPS_END, STRING, WHOLE, steps, whole
 
 Schedule: TypeAlias = Callable[[ArrayLike], jax.Array]
 LR, CYCLE = "optimizer.params.lr", "scheduler.params.cycle_momentum"
 CYCLED_B2 = 0.99
-LATEST_STAIR = 2**31
 NO_BETAS = Finding("refused", "true, but there is no optimizer block whose betas could cycle: set it to false")
 
 
@@ -64,13 +63,13 @@ def _of_step(rate: Callable[..., jax.Array], params: Any, lr: float | None) -> S
 
 
 def problems(c: Parsed) -> list[str]:
-    """Returns a sentence for each half cycle that is too long for integers."""
-    halves = zip(*_halves(c.params("scheduler")), strict=True) if CYCLE in c.keys else ()
-    return [
-        f"`scheduler.params`: the steps of a half cycle times its stairs must be below 2^31: got {size} × {count}."
-        for size, count in halves
-        if size * count >= LATEST_STAIR
-    ]
+    """Returns a sentence if a cycle is too long for integers."""
+    if CYCLE not in c.keys:
+        return []
+    (first, second), (up, down) = _halves(c.params("scheduler"))
+    most = max(first + second, first * up, second * down)
+    says = "a cycle's steps, and those of a half cycle times its stairs, must be below 2^31"
+    return [] if most < STEPS_END else [f"`scheduler.params`: {says}: got {most}."]
 
 
 def _warmup_lr(p: Any, lr: float | None, step: jax.Array) -> jax.Array:
@@ -211,15 +210,15 @@ BUILT = "`report.schedule`"
 
 # fmt: off
 PARAMS = section("scheduler.params",
-    row("total_num_steps", POSITIVE, REQUIRED, "honoured", BUILT),
+    row("total_num_steps", steps(1), REQUIRED, "honoured", BUILT),
     row("warmup_min_lr", RATE, 0.0, "honoured", BUILT),
     row("warmup_max_lr", RATE, None, "honoured", BUILT),
     row("warmup_min_ratio", REAL, 0.0, "honoured", BUILT),
-    row("warmup_num_steps", WHOLE, 1000, "honoured", BUILT),
+    row("warmup_num_steps", steps(0), 1000, "honoured", BUILT),
     row("cos_min_ratio", REAL, 0.0001, "honoured", BUILT),
     row("warmup_type", STRING, "log", "honoured", BUILT + '; all but "linear" is "log"'),
     row("lr_range_test_min_lr", RATE, 0.001, "honoured", BUILT),
-    row("lr_range_test_step_size", POSITIVE, 2000, "honoured", BUILT),
+    row("lr_range_test_step_size", steps(1), 2000, "honoured", BUILT),
     row("lr_range_test_step_rate", REAL, 1.0, "honoured", BUILT),
     row("lr_range_test_staircase", BOOL, False, "honoured", BUILT),
     row("cycle_min_lr cycle_max_lr", RATE, REQUIRED, "honoured", BUILT),
