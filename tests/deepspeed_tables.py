@@ -13,7 +13,7 @@ from jzero.deepspeed.key import Key
 from jzero.deepspeed.optimizers import OPTIMIZERS, REFUSED
 from jzero.deepspeed.report import IN_WORDS
 from jzero.deepspeed.schedules import SCHEDULES
-from jzero.deepspeed.schema import KEYS, NO_CAP
+from jzero.deepspeed.schema import NO_CAP, SCHEMA
 
 GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "migrating.md"
 MARK = "<!-- {}: `python -m tests.deepspeed_tables` writes this table -->"
@@ -39,8 +39,8 @@ def type_table() -> str:
 
 def tables() -> dict[str, str]:
     """Returns the tables of the guide by name."""
-    zero = {path: key for path, key in KEYS.items() if path.startswith(ZERO)}
-    others = {path: key for path, key in KEYS.items() if path not in zero and ".params." not in path}
+    zero = {path: key for path, key in SCHEMA.keys.items() if path.startswith(ZERO)}
+    others = {path: key for path, key in SCHEMA.keys.items() if path not in zero and ".params." not in path}
     return {
         "zero": key_table(zero, prefix=ZERO),
         "others": key_table(others, prefix=""),
@@ -71,7 +71,7 @@ def _value(default: object) -> str:
 
 
 def _parameters(names: str) -> str:
-    honoured = [name for name in names.split() if KEYS[f"scheduler.params.{name}"].verdict == "honoured"]
+    honoured = [name for name in names.split() if SCHEMA.keys[f"scheduler.params.{name}"].verdict == "honoured"]
     return "`report.schedule`, of " + ", ".join(f"`{name}`" for name in honoured)
 
 

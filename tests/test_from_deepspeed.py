@@ -335,6 +335,13 @@ def test_a_trainers_names_decide_what_they_do_there():
     assert {row.key: row.value for row in report.rows}[key] == 7, "the key itself comes first"
 
 
+def test_rows_are_in_the_order_of_the_file():
+    adam = {"type": "Adam", "params": {"eps": 1e-7, "lr": 0.1}}
+    _, report = jzero.from_deepspeed({"optimizer": adam, "gradient_clipping": 1, "train_batch_size": 8})
+    names = ("optimizer.type", "optimizer.params.eps", "optimizer.params.lr", "gradient_clipping", "train_batch_size")
+    assert tuple(row.key for row in report.rows) == names
+
+
 def test_a_trainers_names_that_the_file_does_not_use_change_nothing():
     source = {"train_batch_size": 8, "bfloat16": {"enabled": True}, "gradient_clipping": 0.5}  # as `ARGUMENTS` say
     (config, report), (same, like) = (jzero.from_deepspeed(source, auto=x) for x in ({}, ARGUMENTS))

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.deepspeed.schema import KEYS, SCHEMA
+from jzero.deepspeed.schema import SCHEMA
 from tests.deepspeed_configs import DATA, note, read, read_refused, verdicts
 
 # What DeepSpeed's code says about single keys
@@ -244,13 +244,13 @@ def test_the_table_has_deepspeeds_keys_and_defaults():
     blocks = {f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "zenflow")}
     for path, default in theirs.items():
         if path not in blocks:
-            key = KEYS[SCHEMA.canonical(path)]
+            key = SCHEMA.keys[SCHEMA.canonical(path)]
             assert default == key.default or path.endswith("leaf_module") or path in SCHEMA.old_names, path
 
 
 def test_each_key_has_one_row_and_each_argument_exists():
     paths = [path for section in SCHEMA.sections for path, _ in section.keys]
     assert len(set(paths)) == len(paths)
-    for key in KEYS.values():
+    for key in SCHEMA.keys.values():
         owner, _, name = key.target.partition(".")
         assert not owner or name in {field.name for field in dataclasses.fields(getattr(jzero, owner))}, key.target

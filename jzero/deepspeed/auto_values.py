@@ -13,10 +13,10 @@ from typing import Any
 from jzero.config.precision import Precision
 from jzero.config.settings import check, integer, number, one_of, optional
 from jzero.deepspeed.key import AUTO, Block
-from jzero.deepspeed.schema import KEYS, SCHEMA
+from jzero.deepspeed.schema import SCHEMA
 from jzero.deepspeed.source import paths_of, value_at, with_value
 
-PARAMS = ("optimizer.params.", "scheduler.params.")
+_PARAMS = ("optimizer.params.", "scheduler.params.")
 A_NUMBER = number("a number", math.isfinite)
 TRAINER = {
     "learning_rate": ("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
@@ -41,7 +41,7 @@ TRAINER = {
 """The arguments of Hugging Face's trainer, and the keys that they decide; `hidden_size` is the model's."""
 ENDLESS = ("WarmupLR", "LRRangeTest", "OneCycle")
 """Schedules that do not depend on the number of steps."""
-NAMES = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_NAMES = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def trainer_name(path: str) -> str | None:
@@ -66,7 +66,7 @@ def override(raw: Block, values: Block) -> Block:
     by_key: dict[str, object] = {}
     for name, value in values.items():
         path = SCHEMA.canonical(name)
-        if path in KEYS or path.startswith(PARAMS):
+        if path in SCHEMA.keys or path.startswith(_PARAMS):
             by_key[path] = value
         elif name in TRAINER:
             decided = _of_trainer(name, value, {**pair, **values})
@@ -75,7 +75,7 @@ def override(raw: Block, values: Block) -> Block:
             has_no_end = name == "max_steps" and value_at(raw, "scheduler.type") in ENDLESS
             of_trainer |= {} if is_there or has_no_end else {key: decided[key] for key in TRAINER[name]}
         else:
-            close = difflib.get_close_matches(name, [*KEYS, *TRAINER, "optimizer.params.lr"], n=1, cutoff=0.5)
+            close = difflib.get_close_matches(name, [*SCHEMA.keys, *TRAINER, "optimizer.params.lr"], n=1, cutoff=0.5)
             raise ValueError(
                 f"{name!r} is neither a key of DeepSpeed nor an argument of a trainer. Write keys with dots, such as "
                 f"`optimizer.params.lr`.{f' Did you mean `{close[0]}`?' if close else ''}"
@@ -144,7 +144,7 @@ def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, obj
 
 def _with_precision(raw: Block, precision: str | Precision) -> Block:
     if isinstance(precision, Precision):
-        name = NAMES[precision.compute_dtype]
+        name = _NAMES[precision.compute_dtype]
     else:
         name = check(
             "precision", precision, one_of("fp32", "bf16", "fp16", says="'fp32', 'bf16', 'fp16' or a `Precision`")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jzero.deepspeed.key import Parsed
 
 ZERO = "zero_optimization"
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OLD_NAMES = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 """Blocks, and the switches that they once were."""
 
@@ -38,7 +38,7 @@ def solve_batch(sizes: BatchSizes, num_devices: int | None, *, has_auto: bool = 
     train, micro, steps = sizes
     if steps is None and not has_auto and (train is None or micro is None):
         steps = 1
-    names = (f"`{SIZES[1]}`", f"`{SIZES[2]}`", "the number of devices")
+    names = (f"`{BATCH_KEYS[1]}`", f"`{BATCH_KEYS[2]}`", "the number of devices")
     factors = {name: size or 1 for name, size in zip(names, (micro, steps, num_devices), strict=True)}
     product = math.prod(factors.values())
     if train is not None and train % product:
@@ -57,8 +57,8 @@ def solve_batch(sizes: BatchSizes, num_devices: int | None, *, has_auto: bool = 
 
 def sizes(c: Parsed) -> BatchSizes:
     """Returns the batch sizes."""
-    has_auto = not c.has_batch_size and any(map(c.is_auto, SIZES))
-    return solve_batch(BatchSizes(*(c[name] for name in SIZES)), c.num_devices, has_auto=has_auto)
+    has_auto = not c.has_batch_size and any(map(c.is_auto, BATCH_KEYS))
+    return solve_batch(BatchSizes(*(c[name] for name in BATCH_KEYS)), c.num_devices, has_auto=has_auto)
 
 
 def stage(c: Parsed) -> int:

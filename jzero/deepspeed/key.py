@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
 
-from jzero.deepspeed.kinds import Kind
+from jzero.deepspeed.kinds import ValueKind
 
 Verdict: TypeAlias = Literal["honoured", "compiler", "ignored", "open", "refused"]
 Block: TypeAlias = Mapping[str, object]
@@ -23,20 +23,20 @@ USUAL = frozenset({"betas", "eps", "weight_decay", "warmup_min_lr", "warmup_type
 """For an "auto" of these, trainers fill in DeepSpeed's default unless told otherwise."""
 
 
-class Finding(NamedTuple):
+class Ruling(NamedTuple):
     """A verdict, and its reason."""
 
     verdict: Verdict
     note: str
 
 
-Rule: TypeAlias = Callable[["Parsed", str], Finding | None]
+KeyRule: TypeAlias = Callable[["Parsed", str], Ruling | None]
 """What holds for a key, given by its path, in a configuration; `None` if the rule does not apply."""
 
 
-def where(holds: Callable[[Parsed], bool], note: str, verdict: Verdict = "ignored") -> Rule:
+def where(holds: Callable[[Parsed], bool], note: str, verdict: Verdict = "ignored") -> KeyRule:
     """Returns the rule that says the same wherever something holds."""
-    return lambda c, path: Finding(verdict, note) if holds(c) else None
+    return lambda c, path: Ruling(verdict, note) if holds(c) else None
 
 
 def _as_it_is(c: Parsed, path: str) -> Any:
@@ -60,36 +60,36 @@ class Key:
       decided: The value in place of "auto", in words, if other keys decide it.
     """
 
-    kind: Kind
+    kind: ValueKind
     default: Any
     verdict: Verdict
     note: str
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[KeyRule, ...] = ()
     old_names: tuple[str, ...] = ()
     target: str = ""
     value: Callable[[Parsed, str], Any] = _as_it_is
-    implied: Rule | None = None
+    implied: KeyRule | None = None
     decided: Callable[[Parsed, str], str | None] | None = None
 
 
-class Options(TypedDict, total=False):
+class KeyOptions(TypedDict, total=False):
     """Attributes of a key that few rows have."""
 
     value: Callable[[Parsed, str], Any]
-    implied: Rule
+    implied: KeyRule
     decided: Callable[[Parsed, str], str | None]
 
 
 def row(  # noqa: PLR0913  # the columns of a table
     names: str,
-    kind: Kind,
+    kind: ValueKind,
     default: Any,
     verdict: Verdict,
     note: str,
-    *rules: Rule,
+    *rules: KeyRule,
     old: str = "",
     target: str = "",
-    **options: Unpack[Options],
+    **options: Unpack[KeyOptions],
 ) -> dict[str, Key]:
     """Returns keys by name; blanks separate names, as they do old ones, of which "stage3_" is a prefix."""
     key = Key(kind, default, verdict, note, rules, target=target, **options)
@@ -99,14 +99,14 @@ def row(  # noqa: PLR0913  # the columns of a table
 
 def field(  # noqa: PLR0913  # the columns of a table
     name: str,
-    kind: Kind,
+    kind: ValueKind,
     default: Any,
     target: str,
-    *rules: Rule,
+    *rules: KeyRule,
     note: str = "",
     word: str = "",
     old: str = "",
-    **options: Unpack[Options],
+    **options: Unpack[KeyOptions],
 ) -> dict[str, Key]:
     """Returns a key by name that becomes an argument; with `word`, true becomes this word."""
     if word:
@@ -120,10 +120,10 @@ class Section(NamedTuple):
 
     block: str
     keys: tuple[tuple[str, Key], ...]
-    rules: tuple[Rule, ...]
+    rules: tuple[KeyRule, ...]
 
 
-def section(block: str, *rows: Mapping[str, Key], rules: tuple[Rule, ...] = ()) -> Section:
+def section(block: str, *rows: Mapping[str, Key], rules: tuple[KeyRule, ...] = ()) -> Section:
     """Returns rows of a block; "" is the configuration itself."""
     keys = ((f"{block}.{name}".lstrip("."), key) for keys in rows for name, key in keys.items())
     return Section(block, tuple(keys), rules)
@@ -147,7 +147,7 @@ class Type(NamedTuple):
     scales: Callable[[Any], bool] = lambda params: False
 
 
-def names_of(kind: Type | None) -> list[str]:
+def parameter_names(kind: Type | None) -> list[str]:
     """Returns the names of the parameters of a type."""
     return [] if kind is None else kind.names.split()
 
@@ -171,7 +171,7 @@ class Schema:
         return {path: key for section in self.sections for path, key in section.keys}
 
     @functools.cached_property
-    def blocks(self) -> dict[str, tuple[Rule, ...]]:
+    def blocks(self) -> dict[str, tuple[KeyRule, ...]]:
         """The blocks whose keys have verdicts of their own, with their rules. Any other block has one verdict."""
         return {section.block: section.rules for section in reversed(self.sections) if section.block}
 
@@ -236,7 +236,7 @@ class Parsed:
     """
 
     keys: Mapping[str, Key]
-    blocks: Mapping[str, tuple[Rule, ...]]
+    blocks: Mapping[str, tuple[KeyRule, ...]]
     types: Mapping[str, Type | None]
     entries: Mapping[str, Entry]
     problems: tuple[str, ...]
@@ -258,10 +258,10 @@ class Parsed:
 
     def params(self, block: str) -> SimpleNamespace:
         """Returns the parameters of the optimizer or schedule by name."""
-        return SimpleNamespace(**{name: self[f"{block}.params.{name}"] for name in names_of(self.types[block])})
+        return SimpleNamespace(**{name: self[f"{block}.params.{name}"] for name in parameter_names(self.types[block])})
 
     def open_params(self, block: str) -> list[str]:
         """Returns the parameters without a usable value: refused by their rows, or "auto" without a usual value."""
-        paths = {f"{block}.params.{name}": name for name in names_of(self.types[block])}
+        paths = {f"{block}.params.{name}": name for name in parameter_names(self.types[block])}
         refused = {path for path, entry in self.entries.items() if entry.row.verdict == "refused"}
         return sorted(x for path, x in paths.items() if path in refused or (self.is_auto(path) and x not in USUAL))

@@ -10,7 +10,7 @@ STEPS_END = 2**31
 """No step reaches it: jax counts in 32 bits."""
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """A type of values.
 
     Attributes:
@@ -36,41 +36,41 @@ def _are_numbers(x: object) -> bool:
     return isinstance(x, Sequence) and bool(x) and all(map(_is_number, x))
 
 
-def whole(least: int) -> Kind:
+def whole(least: int) -> ValueKind:
     """Whole numbers from `least`; 1e9 is one."""
     is_whole = ("a whole number", lambda x: _is_number(x) and x == int(x))
-    return Kind((is_whole, (f"at least {least}", lambda x: x >= least)), int)
+    return ValueKind((is_whole, (f"at least {least}", lambda x: x >= least)), int)
 
 
-def steps(least: int) -> Kind:
+def step_count(least: int) -> ValueKind:
     """Numbers of steps, from `least`."""
     return whole(least)._replace(lacks=lambda x: None if x < STEPS_END else "steps are counted up to 2^31 - 1")
 
 
-def one_of(*choices: str) -> Kind:
+def word_of(*choices: str) -> ValueKind:
     """Some words, in any case."""
-    return Kind((*STRING.must, (f"one of {choices}", lambda x: x.lower() in choices)), str.lower)
+    return ValueKind((*STRING.must, (f"one of {choices}", lambda x: x.lower() in choices)), str.lower)
 
 
-ANY = Kind()
-BLOCK = Kind((("a block of keys", lambda x: isinstance(x, Mapping)),))
-BOOL = Kind((("true or false", lambda x: isinstance(x, bool)),))
-STRING = Kind((("a string", lambda x: isinstance(x, str)),))
-WHOLE, POSITIVE = whole(0), whole(1)
-REAL = Kind((("a number", _is_number),), float)
-NUMBER = Kind((*REAL.must, ("at least 0", lambda x: x >= 0)))
-PAIR = Kind((("two numbers", lambda x: _are_numbers(x) and len(x) == 2),))
-RATE = Kind(
+ANY = ValueKind()
+NESTED = ValueKind((("a block of keys", lambda x: isinstance(x, Mapping)),))
+BOOL = ValueKind((("true or false", lambda x: isinstance(x, bool)),))
+STRING = ValueKind((("a string", lambda x: isinstance(x, str)),))
+WHOLE, FROM_1 = whole(0), whole(1)
+ANY_NUMBER = ValueKind((("a number", _is_number),), float)
+NUMBER = ValueKind((*ANY_NUMBER.must, ("at least 0", lambda x: x >= 0)))
+PAIR = ValueKind((("two numbers", lambda x: _are_numbers(x) and len(x) == 2),))
+RATE = ValueKind(
     (("a number, or a list of numbers", lambda x: _is_number(x) or _are_numbers(x)),),
     lambda x: x[0] if isinstance(x, Sequence) else x,
     lambda x: "one for each parameter group: use `optax.multi_transform`" if _are_numbers(x) and len(x) > 1 else None,
 )
 """One number, or one for each parameter group."""
-DTYPES = {
+_DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
 }
-DTYPE = Kind(
-    (('"fp32", "fp16" or "bf16"', lambda x: isinstance(x, str) and x.lower() in DTYPES),), lambda x: DTYPES[x.lower()]
+FLOAT_DTYPE = ValueKind(
+    (('"fp32", "fp16" or "bf16"', lambda x: isinstance(x, str) and x.lower() in _DTYPES),), lambda x: _DTYPES[x.lower()]
 )

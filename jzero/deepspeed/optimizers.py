@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jzero._types import PyTree
-from jzero.deepspeed.key import Finding, Parsed, Type, row, section, where
+from jzero.deepspeed.key import Parsed, Ruling, Type, row, section, where
 from jzero.deepspeed.kinds import ANY, BOOL, NUMBER, PAIR, RATE
 from jzero.deepspeed.schedules import CYCLED_B2, not_built, scheduled, sets_betas, sets_rate
 
@@ -37,13 +37,13 @@ def optimizer_of(c: Parsed) -> optax.GradientTransformation | None:
     return optax.inject_hyperparams(make)(learning_rate=lr, b1=schedule.momentum)
 
 
-def type_rule(c: Parsed, path: str) -> Finding | None:
+def optimizer_type(c: Parsed, path: str) -> Ruling | None:
     """The rule for the type of an optimizer."""
     kind, name = c.types["optimizer"], c[path]
     if kind is None:
         note = "no equivalent is known: pass an optax transformation to the train state"
-        return None if name is None else Finding("refused", REFUSED.get(name.lower(), note))
-    return Finding("honoured", kind.note if optimizer_of(c) is not None else kind.note + not_built(c, "optimizer"))
+        return None if name is None else Ruling("refused", REFUSED.get(name.lower(), note))
+    return Ruling("honoured", kind.note if optimizer_of(c) is not None else kind.note + not_built(c, "optimizer"))
 
 
 def _decays_as_torch(c: Parsed) -> bool:
@@ -53,9 +53,9 @@ def _decays_as_torch(c: Parsed) -> bool:
     return c["optimizer.params.torch_adam"] and (name == "adamw" or c["optimizer.params.adam_w_mode"])
 
 
-def _torchs_decay(c: Parsed, path: str) -> Finding | None:
+def _torchs_decay(c: Parsed, path: str) -> Ruling | None:
     note = f"torch's default for AdamW, {TORCH_ADAMW_DECAY}"
-    return Finding("honoured", note) if _decays_as_torch(c) else None
+    return Ruling("honoured", note) if _decays_as_torch(c) else None
 
 
 Steps: TypeAlias = list[optax.GradientTransformation]
@@ -129,19 +129,19 @@ def scale_by_bounded_trust_ratio(least: float, most: float) -> optax.GradientTra
 
 
 _overridden = where(lambda c: c["optimizer.type"].lower() == "adamw", "the type AdamW overrides it")
-BUILT = "`report.optimizer`"
+_BUILT = "`report.optimizer`"
 
 # fmt: off
-PARAMS = section("optimizer.params",
-    row("lr", RATE, 0.001, "honoured", BUILT, sets_rate),
-    row("betas", PAIR, (0.9, 0.999), "honoured", BUILT, sets_betas),
-    row("eps", NUMBER, 1e-08, "honoured", BUILT),
-    row("weight_decay", NUMBER, 0.0, "honoured", BUILT, implied=_torchs_decay),
-    row("bias_correction", BOOL, True, "honoured", BUILT),
-    row("momentum initial_accumulator_value", NUMBER, 0.0, "honoured", BUILT),
-    row("nesterov eps_inside_sqrt", BOOL, False, "honoured", BUILT),
-    row("max_coeff", NUMBER, 10.0, "honoured", BUILT),
-    row("min_coeff", NUMBER, 0.01, "honoured", BUILT),
+OPTIMIZER_PARAMS = section("optimizer.params",
+    row("lr", RATE, 0.001, "honoured", _BUILT, sets_rate),
+    row("betas", PAIR, (0.9, 0.999), "honoured", _BUILT, sets_betas),
+    row("eps", NUMBER, 1e-08, "honoured", _BUILT),
+    row("weight_decay", NUMBER, 0.0, "honoured", _BUILT, implied=_torchs_decay),
+    row("bias_correction", BOOL, True, "honoured", _BUILT),
+    row("momentum initial_accumulator_value", NUMBER, 0.0, "honoured", _BUILT),
+    row("nesterov eps_inside_sqrt", BOOL, False, "honoured", _BUILT),
+    row("max_coeff", NUMBER, 10.0, "honoured", _BUILT),
+    row("min_coeff", NUMBER, 0.01, "honoured", _BUILT),
     row("adam_w_mode", BOOL, True, "honoured", "decoupled weight decay unless false", _overridden),
     row("torch_adam", BOOL, False, "ignored", "the same numbers as DeepSpeed's own"),
     row("fp32_optimizer_states", BOOL, True, "ignored", "moments have the dtype of the masters"),

@@ -13,20 +13,20 @@ from jzero.deepspeed.key import (
     USUAL,
     Block,
     Entry,
-    Finding,
     Key,
     KeyVerdict,
     Parsed,
+    Ruling,
     Schema,
     Type,
     Verdict,
-    names_of,
+    parameter_names,
 )
 
 AUTO_NOTE = '"auto" is for a trainer to fill in'
 STRICT = ("zero_optimization", "fp16", "bf16")
 """Blocks in which, and below which, an unknown key is an error. Elsewhere DeepSpeed lets it pass."""
-ALIKE, SAME = 0.6, 0.85
+ALIKE, NEARLY_EQUAL = 0.6, 0.85
 """How alike two names are if one is taken for the other; the second holds for single values where others may be."""
 
 
@@ -36,7 +36,7 @@ def parse(raw: Block, schema: Schema, **context: Any) -> Parsed:
     keys = {path: key for path, key in schema.keys.items() if ".params." not in path}
     for block, kind in types.items():
         defaults = {} if kind is None else kind.defaults
-        for name in names_of(kind):
+        for name in parameter_names(kind):
             key = schema.keys[path := f"{block}.params.{name}"]
             keys[path] = dataclasses.replace(key, default=defaults.get(name, key.default))
     entries: dict[str, Entry] = {}
@@ -87,12 +87,12 @@ def _read(
         if types[block] is None:
             noun = {"scheduler": "schedule"}.get(block, block)
             return Entry(KeyVerdict(written, value, "ignored", f"no {noun} reads it"))
-        known = names_of(types[block])
+        known = parameter_names(types[block])
         return f"`{written}` is not known." + _hint(name, known, f" There are {', '.join(known)}.")
     prefix = path.rpartition(".")[0]
     inside = [x[len(prefix) :].lstrip(".") for x in (*keys, *schema.blocks, *schema.old_names) if x.startswith(prefix)]
     is_strict = prefix.partition(".")[0] in STRICT
-    cutoff = ALIKE if is_strict or isinstance(value, Mapping) else SAME
+    cutoff = ALIKE if is_strict or isinstance(value, Mapping) else NEARLY_EQUAL
     hint = _hint(written.rpartition(".")[2], [name for name in inside if "." not in name], cutoff=cutoff)
     if is_strict:
         return f"`{written}` is not a key that DeepSpeed knows.{hint}"
@@ -120,11 +120,11 @@ def _read_key(key: Key, path: str, written: str, value: Any) -> Entry | str:
         return f"`{written}` must be {problem}: got {value!r}."
     kept = key.kind.plain(value)
     now = "" if as_written in (name, f"stage3_{name}") else f"now `{name}`: "
-    found = Finding(key.verdict, now + key.note)
+    found = Ruling(key.verdict, now + key.note)
     if (reason := key.kind.lacks(value)) is not None:
-        found = Finding("refused", reason)
+        found = Ruling("refused", reason)
     elif key.verdict == "refused" and (kept == key.default or (isinstance(kept, Mapping) and not _is_on(kept))):
-        found = Finding("ignored", "off")
+        found = Ruling("ignored", "off")
     return Entry(KeyVerdict(written, value, *found), has_value=True, value=kept)
 
 

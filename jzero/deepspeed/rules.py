@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jzero.config.offload import ZenFlow
 from jzero.deepspeed.facts import (
-    SIZES,
+    BATCH_KEYS,
     ZERO,
     asked_params_home,
     compute_dtype,
@@ -21,26 +21,26 @@ from jzero.deepspeed.facts import (
     sizes,
     stage,
 )
-from jzero.deepspeed.key import Finding, Parsed, where
+from jzero.deepspeed.key import Parsed, Ruling, where
 
 THREADS = "aio.intra_op_parallelism"
 ADAM_BYTES = 12
 """Per parameter: its fp32 master and Adam's two moments."""
-CHUNK = "`Offload.chunk_bytes` = 16 MiB"
+CHUNK_IN_WORDS = "`Offload.chunk_bytes` = 16 MiB"
 REPLICA_AXIS, NODE_AXIS = "replica", "node"
 
 
-def partitions(c: Parsed, path: str) -> Finding | None:
+def partitions(c: Parsed, path: str) -> Ruling | None:
     """The rule for all keys of `zero_optimization` but the stage."""
     is_off = stage(c) == 0 and path != f"{ZERO}.stage"
-    return Finding("ignored", "stage 0 partitions nothing") if is_off else None
+    return Ruling("ignored", "stage 0 partitions nothing") if is_off else None
 
 
-def switched_on(c: Parsed, path: str) -> Finding | None:
+def switched_on(c: Parsed, path: str) -> Ruling | None:
     """The rule for the keys of a block with a switch; "auto" leaves the switch itself undecided."""
     switch = f"{path.partition('.')[0]}.enabled"
     is_on = c[switch] or (path == switch and c.is_auto(path))
-    return None if is_on else Finding("ignored", f"`{switch}` is not true")
+    return None if is_on else Ruling("ignored", f"`{switch}` is not true")
 
 
 at_1_2 = where(lambda c: stage(c) not in (1, 2), "DeepSpeed reads it at stages 1 and 2 only")
@@ -70,29 +70,29 @@ some_modules = where(lambda c: c["data_types.keep_in_fp32_modules"] == [], "off"
 more_than_one = where(lambda c: c["tensor_parallel"] in ({"autotp_size": 0}, {"autotp_size": 1}), "off")
 
 
-def tiles(c: Parsed, path: str) -> Finding:
+def tiles(c: Parsed, path: str) -> Ruling:
     """What the tiles of an update are here."""
     notes = {
         "none": "tiles of an update on the host",
-        "disk": f"a record is one request: {CHUNK}",
-        "host": f"its tiles stay in host memory. jzero's chunks, {CHUNK}, pass through the device: at {ADAM_BYTES} "
-        f"bytes an element (master and moments) this size would be {c[path] * ADAM_BYTES}",
+        "disk": f"a record is one request: {CHUNK_IN_WORDS}",
+        "host": f"its tiles stay in host memory. jzero's chunks, {CHUNK_IN_WORDS}, pass through the device: at "
+        f"{ADAM_BYTES} bytes an element (master and moments) this size would be {c[path] * ADAM_BYTES}",
     }
-    return Finding("ignored", notes[optimizer_home(c)])
+    return Ruling("ignored", notes[optimizer_home(c)])
 
 
 def size(c: Parsed, path: str) -> str | None:
     """Returns a batch size, in words."""
-    found = sizes(c)[SIZES.index(path)]
+    found = sizes(c)[BATCH_KEYS.index(path)]
     return None if found is None else f"{found}, which follows from the others"
 
 
-def clips(c: Parsed, path: str) -> Finding:
+def clips(c: Parsed, path: str) -> Ruling:
     """What DeepSpeed does without `gradient_clipping`."""
-    return Finding("honoured", "DeepSpeed's default, 1.0: `make_train_step(clip_norm=)`")
+    return Ruling("honoured", "DeepSpeed's default, 1.0: `make_train_step(clip_norm=)`")
 
 
-def num_bytes(c: Parsed, path: str) -> int | None:
+def travel_bytes(c: Parsed, path: str) -> int | None:
     """Returns the bytes of a number of elements of the dtype that travels; `None` for DeepSpeed's default."""
     dtype = c["communication_data_type"] if path.endswith("reduce_bucket_size") else None
     return c[path] * jnp.dtype(dtype or compute_dtype(c)).itemsize if c.sets(path) else None
@@ -100,7 +100,7 @@ def num_bytes(c: Parsed, path: str) -> int | None:
 
 def bucket(c: Parsed, path: str) -> int | None:
     """Returns the bytes of a bucket; of 0 elements, each leaf is alone in its own."""
-    found = num_bytes(c, path)
+    found = travel_bytes(c, path)
     return 1 if found == 0 else found
 
 
@@ -118,18 +118,18 @@ class Groups:
     alone: str
     fields: Mapping[str, Any]
 
-    def rule(self, c: Parsed, path: str) -> Finding:
+    def rule(self, c: Parsed, path: str) -> Ruling:
         """The rule for the key."""
         devices, number = c[path], "..."
         if devices < self.least:
-            return Finding("ignored", "off")
+            return Ruling("ignored", "off")
         if devices == c.num_devices:
-            return Finding("honoured", f"all devices: {self.alone}")
+            return Ruling("honoured", f"all devices: {self.alone}")
         if c.num_devices is not None:
             number = str(c.num_devices // devices)
         arguments = ", ".join(f"`{name}={value!r}`" for name, value in self.fields.items())
         mesh = f"jzero.make_mesh({next(iter(self.fields.values()))}={number}, data={devices})"
-        return Finding("honoured", f"{arguments}: needs `mesh={mesh}`")
+        return Ruling("honoured", f"{arguments}: needs `mesh={mesh}`")
 
     def value(self, c: Parsed, path: str) -> Mapping[str, Any]:
         """Returns the arguments."""
@@ -140,16 +140,16 @@ NODES = Groups(2, "there is one node", {"node_axis": NODE_AXIS, "secondary_param
 REPLICAS = Groups(1, "nothing is replicated", {"replica_axis": REPLICA_AXIS})
 
 
-def has_groups(c: Parsed, path: str) -> Finding | None:
+def has_groups(c: Parsed, path: str) -> Ruling | None:
     """The rule for gathers in two levels."""
     devices = c[f"{ZERO}.mics_shard_size"]
     if not c[path]:
         return None
     if devices < REPLICAS.least or devices == c.num_devices:
-        return Finding("ignored", "`mics_shard_size` makes no groups")
+        return Ruling("ignored", "`mics_shard_size` makes no groups")
     mesh = f"jzero.make_mesh({REPLICA_AXIS}=..., {NODE_AXIS}=..., data=...)"
     needs = f"needs `mesh={mesh}`, with the nodes of a group and {devices} devices"
-    return Finding("honoured", f"`node_axis={NODE_AXIS!r}`: {needs}")
+    return Ruling("honoured", f"`node_axis={NODE_AXIS!r}`: {needs}")
 
 
 def interval(c: Parsed, path: str = f"{ZERO}.zenflow.update_interval") -> int:
@@ -157,7 +157,7 @@ def interval(c: Parsed, path: str = f"{ZERO}.zenflow.update_interval") -> int:
     return c[path] or ZenFlow().update_interval
 
 
-def steps(c: Parsed, path: str) -> int:
+def rounded_steps(c: Parsed, path: str) -> int:
     """Returns steps, rounded up to a multiple of `update_interval`."""
     return -(-_asked_steps(c, path) // interval(c)) * interval(c)
 
@@ -167,10 +167,10 @@ def _asked_steps(c: Parsed, path: str) -> int:
     return getattr(ZenFlow(), name) if c[path] is None else c[path]
 
 
-def multiple(c: Parsed, path: str) -> Finding | None:
+def multiple(c: Parsed, path: str) -> Ruling | None:
     """The rule for steps that must be a multiple of `update_interval`."""
     note = f"{in_words(c, path)}, the next multiple of `update_interval`"
-    return None if steps(c, path) == _asked_steps(c, path) else Finding("honoured", note)
+    return None if rounded_steps(c, path) == _asked_steps(c, path) else Ruling("honoured", note)
 
 
 def in_words(c: Parsed, path: str) -> str:
@@ -185,10 +185,10 @@ def one_precision(c: Parsed, path: str) -> str | None:
     return f"false, since `{other}` is true" if c[other] else None
 
 
-def skips_by_default(c: Parsed, path: str) -> Finding | None:
+def skips_by_default(c: Parsed, path: str) -> Ruling | None:
     """What DeepSpeed does without `check_grad_overflow`."""
     is_on = c["bf16.enabled"] and stage(c) in (1, 2)
-    return Finding("honoured", "DeepSpeed's default, true: `Precision.skip_nonfinite`") if is_on else None
+    return Ruling("honoured", "DeepSpeed's default, true: `Precision.skip_nonfinite`") if is_on else None
 
 
 def skips(c: Parsed, path: str) -> bool | None:

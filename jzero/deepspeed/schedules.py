@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jzero.deepspeed.key import REQUIRED, Finding, Parsed, Type, names_of, row, section
-from jzero.deepspeed.kinds import BOOL, POSITIVE, RATE, REAL, STEPS_END, STRING, WHOLE, steps, whole
+from jzero.deepspeed.key import REQUIRED, Parsed, Ruling, Type, parameter_names, row, section
+from jzero.deepspeed.kinds import ANY_NUMBER, BOOL, FROM_1, RATE, STEPS_END, STRING, WHOLE, step_count, whole
 
-Schedule: TypeAlias = Callable[[ArrayLike], jax.Array]
+RateSchedule: TypeAlias = Callable[[ArrayLike], jax.Array]
 LR, CYCLE = "optimizer.params.lr", "scheduler.params.cycle_momentum"
 CYCLED_B2 = 0.99
-NO_BETAS = Finding("refused", "true, but there is no optimizer block whose betas could cycle: set it to false")
+NO_BETAS = Ruling("refused", "true, but there is no optimizer block whose betas could cycle: set it to false")
 
 
 class Scheduled(NamedTuple):
@@ -35,8 +35,8 @@ class Scheduled(NamedTuple):
       is_complete: Whether there is no block, or all its values are known.
     """
 
-    lr: Schedule | None
-    momentum: Schedule | None
+    lr: RateSchedule | None
+    momentum: RateSchedule | None
     is_complete: bool
 
 
@@ -52,7 +52,7 @@ def scheduled(c: Parsed) -> Scheduled:
     return Scheduled(_of_step(kind.make, params, lr), momentum, True)
 
 
-def _of_step(rate: Callable[..., jax.Array], params: Any, lr: float | None) -> Schedule:
+def _of_step(rate: Callable[..., jax.Array], params: Any, lr: float | None) -> RateSchedule:
     """Returns a schedule that mixes steps and rates under any dtype promotion that the user has set."""
 
     def schedule(step: ArrayLike) -> jax.Array:
@@ -161,42 +161,42 @@ def _cycles(c: Parsed) -> bool:
 
 def _has_betas(c: Parsed) -> bool:
     """Whether there is an optimizer with momentum to cycle."""
-    return "betas" in names_of(c.types["optimizer"])
+    return "betas" in parameter_names(c.types["optimizer"])
 
 
-def _without_cycle(c: Parsed, path: str) -> Finding | None:
+def _without_cycle(c: Parsed, path: str) -> Ruling | None:
     if not _cycles(c) or not (_has_betas(c) or c["optimizer.type"] is None):
-        return Finding("ignored", "no momentum cycles")
+        return Ruling("ignored", "no momentum cycles")
     return NO_BETAS if path == CYCLE and not _has_betas(c) else None
 
 
-def _cycles_by_default(c: Parsed, path: str) -> Finding | None:
+def _cycles_by_default(c: Parsed, path: str) -> Ruling | None:
     note = "DeepSpeed's default, true: the optimizer's b1 cycles, and its b2 is 0.99"
-    return Finding("honoured", note) if _has_betas(c) else NO_BETAS if c["optimizer.type"] is None else None
+    return Ruling("honoured", note) if _has_betas(c) else NO_BETAS if c["optimizer.type"] is None else None
 
 
-def sets_rate(c: Parsed, path: str) -> Finding | None:
+def sets_rate(c: Parsed, path: str) -> Ruling | None:
     """A rule for the optimizer's rate: schedules have their own."""
     kind = c.types["scheduler"]
     if kind is None or scheduled(c).lr is None or kind.scales(c.params("scheduler")):
         return None
-    return Finding("ignored", f"{c['scheduler.type']} has rates of its own")
+    return Ruling("ignored", f"{c['scheduler.type']} has rates of its own")
 
 
-def sets_betas(c: Parsed, path: str) -> Finding | None:
+def sets_betas(c: Parsed, path: str) -> Ruling | None:
     """A rule for the optimizer's betas: they may cycle."""
     note = f"{c['scheduler.type']} cycles b1, and b2 is {CYCLED_B2}"
-    return None if scheduled(c).momentum is None else Finding("ignored", note)
+    return None if scheduled(c).momentum is None else Ruling("ignored", note)
 
 
-def type_rule(c: Parsed, path: str) -> Finding | None:
+def schedule_type(c: Parsed, path: str) -> Ruling | None:
     """The rule for the type of a schedule."""
     if c.types["scheduler"] is None:
-        return None if c[path] is None else Finding("refused", "not one of DeepSpeed's own: see `optax.schedules`")
+        return None if c[path] is None else Ruling("refused", "not one of DeepSpeed's own: see `optax.schedules`")
     if c.open_params("scheduler"):
-        return Finding("honoured", c.keys[path].note + not_built(c, "scheduler"))
+        return Ruling("honoured", c.keys[path].note + not_built(c, "scheduler"))
     if scheduled(c).lr is None and not c.is_auto(LR):
-        return Finding("refused", "it scales the rate of an optimizer, and there is none")
+        return Ruling("refused", "it scales the rate of an optimizer, and there is none")
     return None
 
 
@@ -206,33 +206,33 @@ def not_built(c: Parsed, block: str) -> str:
     return f"; not built without {names or 'its schedule'}"
 
 
-BUILT = "`report.schedule`"
+_BUILT = "`report.schedule`"
 
 # fmt: off
-PARAMS = section("scheduler.params",
-    row("total_num_steps", steps(1), REQUIRED, "honoured", BUILT),
-    row("warmup_min_lr", RATE, 0.0, "honoured", BUILT),
-    row("warmup_max_lr", RATE, None, "honoured", BUILT),
-    row("warmup_min_ratio", REAL, 0.0, "honoured", BUILT),
-    row("warmup_num_steps", steps(0), 1000, "honoured", BUILT),
-    row("cos_min_ratio", REAL, 0.0001, "honoured", BUILT),
-    row("warmup_type", STRING, "log", "honoured", BUILT + '; all but "linear" is "log"'),
-    row("lr_range_test_min_lr", RATE, 0.001, "honoured", BUILT),
-    row("lr_range_test_step_size", steps(1), 2000, "honoured", BUILT),
-    row("lr_range_test_step_rate", REAL, 1.0, "honoured", BUILT),
-    row("lr_range_test_staircase", BOOL, False, "honoured", BUILT),
-    row("cycle_min_lr cycle_max_lr", RATE, REQUIRED, "honoured", BUILT),
-    row("decay_lr_rate", REAL, 0.0, "honoured", BUILT),
-    row("cycle_first_step_size", POSITIVE, 2000, "honoured", BUILT),
-    row("cycle_second_step_size", WHOLE, None, "honoured", BUILT),
-    row("cycle_first_stair_count", WHOLE, 0, "honoured", BUILT),
-    row("cycle_second_stair_count", WHOLE, None, "honoured", BUILT),
-    row("decay_step_size", REAL, 0, "honoured", BUILT),
+SCHEDULE_PARAMS = section("scheduler.params",
+    row("total_num_steps", step_count(1), REQUIRED, "honoured", _BUILT),
+    row("warmup_min_lr", RATE, 0.0, "honoured", _BUILT),
+    row("warmup_max_lr", RATE, None, "honoured", _BUILT),
+    row("warmup_min_ratio", ANY_NUMBER, 0.0, "honoured", _BUILT),
+    row("warmup_num_steps", step_count(0), 1000, "honoured", _BUILT),
+    row("cos_min_ratio", ANY_NUMBER, 0.0001, "honoured", _BUILT),
+    row("warmup_type", STRING, "log", "honoured", _BUILT + '; all but "linear" is "log"'),
+    row("lr_range_test_min_lr", RATE, 0.001, "honoured", _BUILT),
+    row("lr_range_test_step_size", step_count(1), 2000, "honoured", _BUILT),
+    row("lr_range_test_step_rate", ANY_NUMBER, 1.0, "honoured", _BUILT),
+    row("lr_range_test_staircase", BOOL, False, "honoured", _BUILT),
+    row("cycle_min_lr cycle_max_lr", RATE, REQUIRED, "honoured", _BUILT),
+    row("decay_lr_rate", ANY_NUMBER, 0.0, "honoured", _BUILT),
+    row("cycle_first_step_size", FROM_1, 2000, "honoured", _BUILT),
+    row("cycle_second_step_size", WHOLE, None, "honoured", _BUILT),
+    row("cycle_first_stair_count", WHOLE, 0, "honoured", _BUILT),
+    row("cycle_second_stair_count", WHOLE, None, "honoured", _BUILT),
+    row("decay_step_size", ANY_NUMBER, 0, "honoured", _BUILT),
     row("cycle_momentum", BOOL, True, "honoured",
         "`report.optimizer`: b1 cycles, and b2 is 0.99", _without_cycle, implied=_cycles_by_default),
-    row("cycle_min_mom", RATE, 0.8, "honoured", BUILT, _without_cycle),
-    row("cycle_max_mom", RATE, 0.9, "honoured", BUILT, _without_cycle),
-    row("decay_mom_rate", REAL, 0.0, "honoured", BUILT, _without_cycle),
+    row("cycle_min_mom", RATE, 0.8, "honoured", _BUILT, _without_cycle),
+    row("cycle_max_mom", RATE, 0.9, "honoured", _BUILT, _without_cycle),
+    row("decay_mom_rate", ANY_NUMBER, 0.0, "honoured", _BUILT, _without_cycle),
     row("last_batch_iteration", whole(-1), -1, "refused", "the count is in the optimizer's state"),
 )
 # fmt: on

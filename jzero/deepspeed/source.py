@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from jzero.deepspeed.key import AUTO, Block
 
-BLOCK = "deepspeed_config"
+ACCELERATE_BLOCK = "deepspeed_config"
 """The block that only Accelerate's files have."""
 FILE = "deepspeed_config_file"
-KEYS = {
+ACCELERATE_KEYS = {
     "zero_stage": "zero_optimization.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -41,14 +41,14 @@ MAX_DEPTH = 50
 """Levels of blocks; DeepSpeed's own have four."""
 
 
-class Source(NamedTuple):
+class RawConfig(NamedTuple):
     """A configuration, and the devices that Accelerate's file names; `None` if nothing does."""
 
     values: Block
     num_devices: int | None = None
 
 
-def read_source(source: str | os.PathLike[str] | Block) -> Source:
+def read_source(source: str | os.PathLike[str] | Block) -> RawConfig:
     """Returns the configuration that a file or a dictionary holds.
 
     Raises:
@@ -57,13 +57,13 @@ def read_source(source: str | os.PathLike[str] | Block) -> Source:
     """
     raw = source if isinstance(source, Mapping) else _read_file(source)
     _check_depth(raw, "The DeepSpeed configuration" if isinstance(source, Mapping) else repr(os.fspath(source)))
-    if BLOCK not in raw:
-        return Source(raw)
-    block = raw[BLOCK]
+    if ACCELERATE_BLOCK not in raw:
+        return RawConfig(raw)
+    block = raw[ACCELERATE_BLOCK]
     if not isinstance(block, Mapping):
-        raise ValueError(f"`{BLOCK}` must be a block of keys: got {block!r}.")
+        raise ValueError(f"`{ACCELERATE_BLOCK}` must be a block of keys: got {block!r}.")
     path = block.get(FILE)
-    return Source(*_from_accelerate(raw, None if path is None else read_source(path).values))
+    return RawConfig(*_from_accelerate(raw, None if path is None else read_source(path).values))
 
 
 def _read_file(source: object) -> Block:
@@ -79,10 +79,10 @@ def _read_file(source: object) -> Block:
         raise ValueError(_too_deep(repr(path))) from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path!r} must hold a dictionary: got {type(raw).__name__}.")
-    if is_yaml and BLOCK not in raw:
+    if is_yaml and ACCELERATE_BLOCK not in raw:
         other = raw.get("deepspeed")
         raise ValueError(
-            f"{path!r} must be a configuration of Accelerate with a block `{BLOCK}`: "
+            f"{path!r} must be a configuration of Accelerate with a block `{ACCELERATE_BLOCK}`: "
             + (f"its `deepspeed` names {other!r}, so pass that file." if other else f"got {list(raw)!r:.200}.")
         )
     return raw
@@ -153,11 +153,12 @@ def _from_accelerate(raw: Mapping[str, Any], file: Block | None) -> tuple[Block,
     Raises:
       ValueError: The block has keys that Accelerate does not know.
     """
-    block = raw[BLOCK]
-    if unknown := [name for name in block if name not in {*KEYS, *NOT_DEEPSPEEDS, FILE}]:
-        raise ValueError(f"`{BLOCK}` has {unknown}, which Accelerate does not know: it has {sorted({*KEYS, FILE})}.")
+    block = raw[ACCELERATE_BLOCK]
+    if unknown := [name for name in block if name not in {*ACCELERATE_KEYS, *NOT_DEEPSPEEDS, FILE}]:
+        known = sorted({*ACCELERATE_KEYS, FILE})
+        raise ValueError(f"`{ACCELERATE_BLOCK}` has {unknown}, which Accelerate does not know: it has {known}.")
     config = DEFAULTS if file is None else file
-    for name, path in KEYS.items():
+    for name, path in ACCELERATE_KEYS.items():
         if file is None and block.get(name) not in (None, *(("none",) if name.endswith("_path") else ())):
             config = with_value(config, path, block[name])
     for name in ("bf16", "fp16"):

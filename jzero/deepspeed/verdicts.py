@@ -13,34 +13,34 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from jzero.deepspeed.key import NOT_SET, Finding, KeyVerdict, Parsed
+from jzero.deepspeed.key import NOT_SET, KeyVerdict, Parsed, Ruling
 from jzero.deepspeed.parsing import AUTO_NOTE
 
 
-def exception(c: Parsed, path: str) -> Finding | None:
+def exception(c: Parsed, path: str) -> Ruling | None:
     """Returns what a rule says about a key, see [Note: Verdicts]; `None` if its row of the schema holds."""
     outer = [path[:i] for i, letter in enumerate(path) if letter == "."]
     own = c.keys[path].rules if path in c.keys else ()
     rules = (*(rule for block in outer for rule in c.blocks.get(block, ())), *own)
-    return next((finding for rule in rules if (finding := rule(c, path)) is not None), None)
+    return next((ruling for rule in rules if (ruling := rule(c, path)) is not None), None)
 
 
 def verdicts(c: Parsed) -> tuple[KeyVerdict, ...]:
     """Returns the verdict on each key of a configuration, and on missing ones whose defaults change the numbers."""
     there = [_verdict(c, path, entry.row) for path, entry in c.entries.items()]
     implied = {path: key.implied(c, path) for path, key in c.keys.items() if key.implied and path not in c.entries}
-    missing = {path: exception(c, path) or finding for path, finding in implied.items() if finding is not None}
-    return (*there, *(KeyVerdict(path, NOT_SET, *finding) for path, finding in missing.items()))
+    missing = {path: exception(c, path) or ruling for path, ruling in implied.items() if ruling is not None}
+    return (*there, *(KeyVerdict(path, NOT_SET, *ruling) for path, ruling in missing.items()))
 
 
 def _verdict(c: Parsed, path: str, row: KeyVerdict) -> KeyVerdict:
-    finding = exception(c, path)
+    ruling = exception(c, path)
     if c.is_auto(path):
         decided = c.keys[path].decided if path in c.keys else None
-        if decided and (value := decided(c, path)) is not None and (finding is None or finding.verdict == "honoured"):
-            finding = Finding("ignored", f"{AUTO_NOTE}; here: {value}")
-        finding = finding if finding is not None and finding.verdict == "ignored" else None
-    return row if finding is None else KeyVerdict(row.key, row.value, *finding)
+        if decided and (value := decided(c, path)) is not None and (ruling is None or ruling.verdict == "honoured"):
+            ruling = Ruling("ignored", f"{AUTO_NOTE}; here: {value}")
+        ruling = ruling if ruling is not None and ruling.verdict == "ignored" else None
+    return row if ruling is None else KeyVerdict(row.key, row.value, *ruling)
 
 
 def arguments(c: Parsed) -> dict[str, dict[str, Any]]:
@@ -48,8 +48,8 @@ def arguments(c: Parsed) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     for path, key in c.keys.items():
         owner, _, name = key.target.partition(".")
-        finding = exception(c, path) if owner else None
-        if owner and (finding is None or finding.verdict == "honoured"):
+        ruling = exception(c, path) if owner else None
+        if owner and (ruling is None or ruling.verdict == "honoured"):
             value = key.value(c, path)
             found[owner] |= value if isinstance(value, Mapping) else {} if value is None else {name: value}
     return found

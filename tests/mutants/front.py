@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "refused_values_give_arguments",
         "deepspeed/verdicts.py",
-        'if owner and (finding is None or finding.verdict == "honoured"):',
+        'if owner and (ruling is None or ruling.verdict == "honoured"):',
         "if owner:",
         "test_from_deepspeed_keys.py::test_stage_3_keys_mean_nothing_before",
     ),
