@@ -9,6 +9,7 @@ Shapes: B batch, S sequence, D model width, H heads, K heads of keys and values,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.pretrained.config import ModelConfig
+from jzero.pretrained.presets import param_shapes
 from jzero.state.train_state import TrainState
 
 PyTree = Any
@@ -49,33 +51,11 @@ def make_state(config: ModelConfig, *, rank: int, base_dtype: Any) -> Callable[[
 
 
 def _shapes(config: ModelConfig, rank: int) -> PyTree:
-    width, layers, hidden = config.d_model, config.num_layers, config.d_hidden
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-
-    def dense(size_in: int, size_out: int, *, bias: bool = False) -> PyTree:
-        shapes: dict[str, tuple[int, ...]] = {"kernel": (layers, size_in, size_out)}
-        if bias:
-            shapes["bias"] = (layers, size_out)
-        if rank:
-            shapes |= {"lora_a": (layers, size_in, rank), "lora_b": (layers, rank, size_out)}
-        return shapes
-
-    norms = ["attention_norm", "mlp_norm"]
-    norms += ["attention_post_norm", "mlp_post_norm"] if config.post_norms else []
-    block = {
-        "q": dense(width, queries, bias=config.qkv_bias),
-        "k": dense(width, keys, bias=config.qkv_bias),
-        "v": dense(width, keys, bias=config.qkv_bias),
-        "o": dense(queries, width, bias=config.o_bias),
-        "gate": dense(width, hidden, bias=config.mlp_bias),
-        "up": dense(width, hidden, bias=config.mlp_bias),
-        "down": dense(hidden, width, bias=config.mlp_bias),
-        **{name: {"scale": (layers, width)} for name in norms},
-        **({name: {"scale": (layers, config.head_dim)} for name in ("q_norm", "k_norm")} if config.qk_norm else {}),
-    }
-    head = {} if config.tied else {"head": {"kernel": (width, config.vocab_size)}}
-    embed = {"embedding": (config.vocab_size, width)}
-    return {"embed": embed, "layers": block, "norm": {"scale": (width,)}, **head}
+    nested: PyTree = {}
+    for path, shape in param_shapes(config, rank=rank).items():
+        *outer, last = path.split("/")
+        functools.reduce(lambda tree, key: tree.setdefault(key, {}), outer, nested)[last] = shape
+    return nested
 
 
 def _leaf(name: str, shape: tuple[int, ...], base_dtype: Any, key: jax.Array) -> jax.Array:

@@ -6,16 +6,18 @@ The rule follows the published families: heads of 128, D / 128 layers, feed-forw
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
-from jzero.pretrained.config import ModelConfig
+from jzero.pretrained.config import ModelConfig, config_of
+from jzero.pretrained.presets import param_shapes
+
+Sizes = tuple[int, int, int, int, int, int, bool]
 
 # D, layers, heads, heads of keys and values, width of feed-forward blocks, vocabulary, tied: published for Llama 2
 # (7B, 13B), Llama 3 (8B), 3.1 (70B, 405B) and 3.2 (1B, 3B).
-NAMED: Mapping[str, tuple[int, int, int, int, int, int, bool]] = {
+NAMED: Mapping[str, Sizes] = {
     "1B": (2048, 16, 32, 8, 8192, 128_256, True),
     "3B": (3072, 28, 24, 8, 8192, 128_256, True),
     "7B": (4096, 32, 32, 32, 11_008, 32_000, False),
@@ -36,6 +38,15 @@ OPTIONS = {
     "d_hidden": "--d-hidden",
     "vocab_size": "--vocab",
 }
+FIELDS = {
+    "d_model": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "d_hidden": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+"""The names in `config.json`."""
 
 
 def parse_count(text: str) -> int:
@@ -69,8 +80,7 @@ def model_sizes(text: str, sizes: Mapping[str, int]) -> ModelConfig:
     if name is None:
         config = _by_rule(target, sizes)
     else:
-        config = _replaced(llama(*NAMED[name]), sizes)
-        target = count(llama(*NAMED[name]))
+        config, target = _llama(NAMED[name], sizes), count(_llama(NAMED[name], {}))
     got = count(config)
     if abs(got / target - 1) > NEAR:
         raise _contradiction(text, target, got, sizes)
@@ -79,53 +89,15 @@ def model_sizes(text: str, sizes: Mapping[str, int]) -> ModelConfig:
 
 def count(config: ModelConfig) -> int:
     """Returns the number of parameters, the embedding included."""
-    per_layer = config.d_model * (2 + 2 * config.post_norms)  # norms
-    per_layer += 2 * config.d_model * (config.num_heads + config.num_kv_heads) * config.head_dim
-    per_layer += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.qkv_bias
-    per_layer += config.d_model * config.o_bias + (2 * config.d_hidden + config.d_model) * config.mlp_bias
-    per_layer += 2 * config.head_dim * config.qk_norm + 3 * config.d_model * config.d_hidden
-    embeddings = (1 if config.tied else 2) * config.vocab_size * config.d_model
-    return embeddings + config.num_layers * per_layer + config.d_model
-
-
-def llama(  # noqa: PLR0913  # the sizes of a decoder
-    d_model: int, num_layers: int, num_heads: int, num_kv_heads: int, d_hidden: int, vocab_size: int, tied: bool = False
-) -> ModelConfig:
-    """Returns a decoder of these sizes, otherwise a Llama."""
-    head_dim = d_model // num_heads
-    frequencies = tuple(10_000.0 ** (-i / head_dim) for i in range(0, head_dim, 2))
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_hidden=d_hidden,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        eps=1e-5,
-        tied=tied,
-        gelu=False,
-        qkv_bias=False,
-        qk_norm=False,
-        unit_norm=False,
-        post_norms=False,
-        embed_scale=1.0,
-        attn_scale=head_dim**-0.5,
-        attn_softcap=None,
-        final_softcap=None,
-        inverse_frequencies=(frequencies,) * num_layers,
-        windows=(None,) * num_layers,
-        dtype="bfloat16",
-    )
+    return sum(math.prod(shape) for shape in param_shapes(config).values())
 
 
 def _by_rule(target: int, sizes: Mapping[str, int]) -> ModelConfig:
     def sized(d_model: int, num_layers: int) -> ModelConfig:
         heads = max(1, d_model // HEAD)
         hidden = -(-8 * d_model // 3 // 256) * 256  # up to whole multiples
-        base = llama(d_model, num_layers, heads, heads, hidden, VOCABULARY)
-        return _replaced(base, {**sizes, "num_layers": num_layers})
+        base = (d_model, num_layers, heads, heads, hidden, VOCABULARY, False)
+        return _llama(base, {**sizes, "num_layers": num_layers})
 
     def depth(d_model: int) -> int:
         return sizes.get("num_layers", max(1, d_model // HEAD))
@@ -138,35 +110,28 @@ def _by_rule(target: int, sizes: Mapping[str, int]) -> ModelConfig:
     return sized(width, max(1, 1 + round((target - one) / (two - one))))
 
 
-def _replaced(config: ModelConfig, sizes: Mapping[str, Any]) -> ModelConfig:
-    """Returns other sizes, and what follows from them."""
-    replaced = dataclasses.replace(config, **sizes)
-    if "num_heads" in sizes and "num_kv_heads" not in sizes and config.num_kv_heads == config.num_heads:
-        replaced = dataclasses.replace(replaced, num_kv_heads=replaced.num_heads)
-    for name, size, divisor in (
-        ("d_model", replaced.d_model, "num_heads"),
-        ("num_heads", replaced.num_heads, "num_kv_heads"),
-    ):
-        number = getattr(replaced, divisor)
+def _llama(base: Sizes, sizes: Mapping[str, int]) -> ModelConfig:
+    """Returns a Llama of the sizes in `base` but for those in `sizes`, and of what follows from these."""
+    *_, tied = base
+    own = dict(zip(OPTIONS, base, strict=False))
+    found = {**own, **sizes}
+    if "num_kv_heads" not in sizes and own["num_kv_heads"] == own["num_heads"]:
+        found["num_kv_heads"] = found["num_heads"]
+    for name, divisor in (("d_model", "num_heads"), ("num_heads", "num_kv_heads")):
+        size, number = found[name], found[divisor]
         if rest := size % number:
             raise ValueError(
                 f"`{OPTIONS[name]} {size}` must be a multiple of `{OPTIONS[divisor]} {number}`, as "
                 f"{size - rest or number} and {size - rest + number} are."
             )
-    if (head_dim := replaced.d_model // replaced.num_heads) % 2:
+    if (head_dim := found["d_model"] // found["num_heads"]) % 2:
         raise ValueError(
-            f"`--d-model {replaced.d_model}` over `--heads {replaced.num_heads}` gives heads of {head_dim}, which must "
+            f"`--d-model {found['d_model']}` over `--heads {found['num_heads']}` gives heads of {head_dim}, which must "
             "be even, since rotary positions turn pairs: take half as many heads."
         )
-    return llama(
-        replaced.d_model,
-        replaced.num_layers,
-        replaced.num_heads,
-        replaced.num_kv_heads,
-        replaced.d_hidden,
-        replaced.vocab_size,
-        replaced.tied,
-    )
+    fields: dict[str, object] = {FIELDS[name]: size for name, size in found.items()}
+    fields |= {"model_type": "llama", "tie_word_embeddings": tied, "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
+    return config_of("`--params`", fields)[0]
 
 
 def _contradiction(text: str, target: int, got: int, sizes: Mapping[str, int]) -> ValueError:

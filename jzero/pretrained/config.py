@@ -71,6 +71,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 What a family does not read is not looked at: `transformers` ignores a soft cap in a Llama, too.
 """
 
+POST_NORMS = ("gemma2", "gemma3_text")
+"""The families whose attention and feed-forward blocks end with a norm."""
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}
 ROTARY = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 """The known kinds of rotary embeddings, with the fields that each needs."""
@@ -158,7 +160,7 @@ def read_config(path: Any) -> ModelConfig:
       >>> config.head_dim, config.tied, config.windows
       (6, False, (None, None, None))
     """
-    config, refused = _read(path)
+    config, refused = config_of(*read_fields(path))
     if refused:
         raise refused[0]
     return config
@@ -170,12 +172,16 @@ def read_sizes(path: Any) -> ModelConfig:
     Kinds of rotary embeddings, activations and attention that jzero does not know change no shape; here they are those
     of the family.
     """
-    return _read(path)[0]
+    return config_of(*read_fields(path))[0]
 
 
-def _read(path: Any) -> tuple[ModelConfig, list[ValueError]]:
-    """Returns the configuration, and an error for each field whose value would change the model's numbers."""
-    file, raw = read_fields(path)
+def config_of(file: object, raw: Mapping[str, Any]) -> tuple[ModelConfig, list[ValueError]]:
+    """Returns the configuration, and an error for each field whose value would change the model's numbers.
+
+    Args:
+      file: Where the fields are from, for errors.
+      raw: The fields of a `config.json`.
+    """
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(
@@ -212,7 +218,7 @@ def _read(path: Any) -> tuple[ModelConfig, list[ValueError]]:
         mlp_bias=bool(fields.get("mlp_bias")),
         qk_norm=kind in ("qwen3", "gemma3_text"),
         unit_norm=gemma,
-        post_norms=kind in ("gemma2", "gemma3_text"),
+        post_norms=kind in POST_NORMS,
         embed_scale=d_model**0.5 if gemma else 1.0,
         attn_scale=(fields.get("query_pre_attn_scalar") or head_dim) ** -0.5,
         attn_softcap=fields.get("attn_logit_softcapping"),
@@ -255,7 +261,7 @@ def _way_out(folder: epath.Path) -> str:
 class _Fields:
     """The fields of a file, and how errors name them."""
 
-    def __init__(self, file: epath.Path, fields: Mapping[str, Any]) -> None:
+    def __init__(self, file: object, fields: Mapping[str, Any]) -> None:
         self.file, self.given = file, fields
         self.kind: str = fields["model_type"]
         self.refused: list[ValueError] = []

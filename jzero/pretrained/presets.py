@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jzero.pretrained.config import FAMILIES, ModelConfig, read_fields
+from jzero.pretrained.config import FAMILIES, POST_NORMS, ModelConfig, read_fields
 from jzero.pretrained.mapping import From, Mapping
+
+Shape = tuple[int, ...]
 
 TRANSPOSED = (1, 0)
 ADAPTERS = {"lora_a": "lora_A", "lora_b": "lora_B"}
@@ -44,7 +46,7 @@ FOUR_NORMS = _decoder(
         "mlp_post_norm": "post_feedforward_layernorm",
     }
 )
-PRESETS = {name: FOUR_NORMS if name in ("gemma2", "gemma3_text") else TWO_NORMS for name in FAMILIES}
+PRESETS = {name: FOUR_NORMS if name in POST_NORMS else TWO_NORMS for name in FAMILIES}
 
 
 def resolve_mapping(mapping: Any, folder: Any) -> Mapping | None:
@@ -97,27 +99,37 @@ def peft_mapping(folder: Any, mapping: Mapping | str = "auto") -> Mapping:
     return Mapping(sources)
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors of a published model, by name, with their shapes in the file."""
-    width, hidden, head_dim = config.d_model, config.d_hidden, config.head_dim
+def param_shapes(config: ModelConfig, *, rank: int = 0) -> dict[str, Shape]:
+    """Returns the shapes of the decoder's parameters, by path.
+
+    Args:
+      config: The sizes.
+      rank: Rank of the adapters beside each kernel of a layer; 0 for none.
+    """
+    width, layers, hidden, head_dim = config.d_model, config.num_layers, config.d_hidden, config.head_dim
     q, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    outer = {"model.embed_tokens.weight": (config.vocab_size, width), "model.norm.weight": (width,)}
-    if not config.tied:
-        outer["lm_head.weight"] = (config.vocab_size, width)
-    layer: dict[str, tuple[int, ...]] = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
-    layer |= {"self_attn.q_proj": (q, width), "self_attn.k_proj": (kv, width), "self_attn.v_proj": (kv, width)}
-    layer |= {"self_attn.o_proj": (width, q), "mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width)}
-    layer |= {"mlp.down_proj": (width, hidden)}
-    if config.post_norms:
-        layer |= {"pre_feedforward_layernorm": (width,), "post_feedforward_layernorm": (width,)}
-    if config.qk_norm:
-        layer |= {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
-    tensors = {f"{name}.weight": shape for name, shape in layer.items()}
-    if config.qkv_bias:
-        tensors |= {f"self_attn.{x}_proj.bias": (q if x == "q" else kv,) for x in "qkv"}
-    if config.o_bias:
-        tensors["self_attn.o_proj.bias"] = (width,)
-    if config.mlp_bias:
-        tensors |= {f"mlp.{x}_proj.bias": (width if x == "down" else hidden,) for x in ("gate", "up", "down")}
-    layers = range(config.num_layers)
-    return outer | {f"model.layers.{i}.{name}": shape for i in layers for name, shape in tensors.items()}
+    sides = {"q": (width, q), "k": (width, kv), "v": (width, kv), "o": (q, width)}
+    sides |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    norms = {"attention_norm": width, "mlp_norm": width}
+    norms |= {"attention_post_norm": width, "mlp_post_norm": width} if config.post_norms else {}
+    norms |= {"q_norm": head_dim, "k_norm": head_dim} if config.qk_norm else {}
+    layer: dict[str, Shape] = {f"{x}/kernel": sizes for x, sizes in sides.items()}
+    biases = [*("qkv" * config.qkv_bias), *("o" * config.o_bias), *(("gate", "up", "down") * config.mlp_bias)]
+    layer |= {f"{x}/bias": sides[x][1:] for x in biases}
+    layer |= {f"{x}/lora_a": (size, rank) for x, (size, _) in sides.items() if rank}
+    layer |= {f"{x}/lora_b": (rank, size) for x, (_, size) in sides.items() if rank}
+    layer |= {f"{x}/scale": (size,) for x, size in norms.items()}
+    outer: dict[str, Shape] = {"embed/embedding": (config.vocab_size, width), "norm/scale": (width,)}
+    outer |= {} if config.tied else {"head/kernel": (width, config.vocab_size)}
+    return outer | {f"layers/{path}": (layers, *shape) for path, shape in layer.items()}
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Returns the tensors of a published model, by name, with their shapes in the file."""
+    tensors: dict[str, Shape] = {}
+    for path, shape in param_shapes(config).items():
+        (source,) = PRESETS[config.model_type].of(path)
+        own = shape[source.num_stacked :]
+        own = own[::-1] if source.permute == TRANSPOSED else own
+        tensors |= {source.name.replace("*", str(i)): own for i in range(config.num_layers)}
+    return tensors

@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         "an_estimate_refuses_what_cannot_be_computed",
         "pretrained/config.py",
-        "    return _read(path)[0]",
+        "    return config_of(*read_fields(path))[0]",
         "    return read_config(path)",
         "test_memory_story.py::test_a_folder_says_its_sizes_itself",
     ),
