@@ -182,18 +182,18 @@ def test_a_loss_whose_signature_python_cannot_make_is_no_error():
 def test_processes_that_cannot_describe_what_they_run_compare_nothing(monkeypatch):
     compared = []
 
-    class Exchange:
+    class Comparison:
         def __init__(self, *args):
             pass
 
-        def compare(self, parts):
+        def run(self, parts):
             compared.append(parts)
             return ""
 
     monkeypatch.setattr(processes, "are_several", lambda mesh: True)
     monkeypatch.setattr("jzero._compat.distributed_client", object)
     monkeypatch.setattr(processes, "_group", lambda mesh: (0, 1))
-    monkeypatch.setattr(processes, "_Exchange", Exchange)
+    monkeypatch.setattr(processes, "_Comparison", Comparison)
     describe = lambda made: {"the batch": made.dtype.name}
     mesh = jzero.make_mesh()
     assert processes.agree("here", mesh, lambda: 7, describe) == 7

@@ -35,7 +35,7 @@ from jzero.analysis.machines import Machine
 from jzero.analysis.relocation import plan_of_argument, relaid
 from jzero.analysis.sent import Sent, sent
 from jzero.analysis.step_memory import StepMemory, memory_of_step
-from jzero.arrays.processes import agree, are_several
+from jzero.arrays.processes import agree
 from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, check, number, optional
 from jzero.layout.leaves import StateLeaf
@@ -109,9 +109,8 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
     plan = plan_of_argument(state)
     if plan is None:
         raise TypeError("The state is not sharded by jzero: pass what `shard_train_state` returned.")
-    if are_several(plan.mesh):
-        limits = {"the memory that a step may take": f"{limit} bytes"}
-        agree("fill_memory", plan.mesh, lambda: None, lambda _: limits)
+    limits = {"the memory that a step may take": f"{limit} bytes"}
+    agree("fill_memory", plan.mesh, lambda: None, lambda _: limits)
     filling = Filling(step=step, arguments=(state, batch, rng), plan=plan, machine=hardware, topology=topology)
     if (excess := filling.estimated(0).peak - limit) > 0:
         warnings.warn(

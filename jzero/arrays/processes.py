@@ -1,5 +1,8 @@
 """Makes processes agree before they run anything together, since a collective would hang otherwise.
 
+There are two ways: `agree` where a process may be elsewhere in the program; `exchange`, by collectives, where all are
+known to come. `succeed_together` is an exchange of nothing but failures.
+
 [Note: How processes compare]
 The check must not be a collective itself, since it would hang, too. So processes compare through the key-value store of
 `jax.distributed`, on the host. All processes make the same calls in the same order. Each comparison has a number. Under
@@ -99,63 +102,66 @@ def agree(
         logging.getLogger("jzero").warning("Processes are not compared: call `jax.distributed.initialize` first.")
         return make()
     assert isinstance(mesh, Mesh)
-    exchange = _Exchange(where, _group(mesh), wait_s)
+    comparison = _Comparison(where, _group(mesh), wait_s)
     try:
         result = make()
     except Exception as error:
-        exchange.fail(error)
+        comparison.run({}, error)
         raise
-    complaint = exchange.compare(attempt(describe, result) or {})
-    if complaint:
+    if complaint := comparison.run(attempt(describe, result) or {}):
         raise ValueError(complaint)
     return result
 
 
-def succeed_together(attempt: Callable[[], T], kinds: Sequence[type[Exception]] = (RuntimeError,)) -> T:
-    """Returns the result of `attempt`; if it fails in any process, raises in all. Each process must call it.
+def exchange(attempt: Callable[[], Any], kinds: Sequence[type[Exception]] = (RuntimeError,)) -> list[Any]:
+    """Returns the results of `attempt` of all processes; if it fails in any, raises in all. Each process must call it.
 
     Args:
-      attempt: Is called once.
+      attempt: Returns data for JSON. Is called once.
       kinds: What the processes that did not fail raise: the first of these types that covers all failures, else
         the last. A process whose failure would be of an earlier type raises it, too: what all do next depends on it.
     """
     if jax.process_count() == 1:
-        return attempt()
+        return [attempt()]
     error: BaseException | None = None
+    own = -1  # the kind of the failure, by its place in `kinds`
     try:
         result = attempt()
+        text = "" if result is None else json.dumps([own, result])
     except BaseException as e:
-        error = e
-    failed = np.asarray(multihost_utils.process_allgather(np.array(error is not None))).reshape(-1)
-    if not failed.any():
-        return result
-    last = len(kinds) - 1
-    own = next((i for i, kind in enumerate(kinds[:-1]) if isinstance(error, kind)), last)
-    messages = gather_json(None if error is None else [own, f"{type(error).__name__}: {error}"])
-    failures = {i: failure for i, failure in enumerate(messages) if failure is not None}
-    joint = max(number for number, _ in failures.values())
+        error, own = e, next((i for i, kind in enumerate(kinds[:-1]) if isinstance(e, kind)), len(kinds) - 1)
+        text = json.dumps([own, f"{type(e).__name__}: {e}"])
+    answers: list[tuple[int, Any]] = [json.loads(answer) if answer else (-1, None) for answer in _gather(text)]
+    joint = max(kind for kind, _ in answers)
+    if joint < 0:
+        return [result for _, result in answers]
     if error is not None and own == joint:
         raise error
-    raise kinds[joint](_others_failed([f"process {i}: {text}" for i, (_, text) in failures.items()])) from error
+    failures = [f"process {i}: {why}" for i, (kind, why) in enumerate(answers) if kind >= 0]
+    raise kinds[joint](_others_failed(failures)) from error
 
 
-def _others_failed(failures: Sequence[str]) -> str:
-    return "Other processes failed, so this one stops, too:\n" + "\n".join(x[:MAX_COLUMNS] for x in failures[:3])
+def succeed_together(attempt: Callable[[], T], kinds: Sequence[type[Exception]] = (RuntimeError,)) -> T:
+    """Returns this process's result of `attempt`, of any type; else as `exchange`."""
+    results: list[T] = []
+    exchange(lambda: results.append(attempt()), kinds)
+    return results[0]
 
 
-def gather_json(value: object) -> list[Any]:
-    """Returns the values, data for JSON, of all processes; each process must call it."""
-    return [value] if jax.process_count() == 1 else [json.loads(text) for text in gather_texts(json.dumps(value))]
-
-
-def gather_texts(text: str) -> list[str]:
-    """Returns the texts of all processes; each process must call it."""
+def _gather(text: str) -> list[str]:
+    """Returns the texts of all processes: by one collective if all are empty, else by two."""
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.array(len(data), np.int32))).reshape(-1)
+    if not sizes.any():
+        return [""] * len(sizes)
     buffer = np.zeros(int(sizes.max()), np.uint8)
     buffer[: len(data)] = data
     rows = np.asarray(multihost_utils.process_allgather(buffer)).reshape(len(sizes), -1)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _others_failed(failures: Sequence[str]) -> str:
+    return "Other processes failed, so this one stops, too:\n" + "\n".join(x[:MAX_COLUMNS] for x in failures[:3])
 
 
 def _group(mesh: Mesh) -> tuple[int, ...]:
@@ -189,7 +195,7 @@ class _Message:
     failure: str | None = None
 
 
-class _Exchange:
+class _Comparison:
     """One comparison of a group of processes."""
 
     def __init__(self, where: str, group: tuple[int, ...], wait_s: float) -> None:
@@ -204,23 +210,17 @@ class _Exchange:
         self.me = jax.process_index()
         self.key = f"jzero/{hashlib.sha256(str(group).encode()).hexdigest()[:16]}/{number}"
 
-    def fail(self, error: Exception) -> None:
-        """Tells the others that this process failed."""
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        mine = _Message(self.where, {}, text[:MAX_COLUMNS])
+    def run(self, parts: Parts, error: Exception | None = None) -> str:
+        """Returns the complaint, the same text in each process; nothing if all agree."""
+        failure = None if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_COLUMNS]
+        digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()}
+        mine = _Message(self.where, digests, failure)
         self._publish(f"entry/{self.me}", dataclasses.asdict(mine))
-        if self.me == self.group[0]:
-            self._publish("verdict", str(_describe_failed({self.me: mine})))
-            entries = self._fetch({i: f"entry/{i}" for i in self.group[1:]}, time.monotonic() + QUIET_S)
-            self._linger([i for i, message in entries.items() if not message["failure"]])
-
-    def compare(self, parts: Parts) -> str:
-        """Returns the complaint, the same text in every process; nothing if all agree."""
-        mine = _Message(self.where, {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()})
-        self._publish(f"entry/{self.me}", dataclasses.asdict(mine))
-        deadline = time.monotonic() + self.wait_s
+        deadline = time.monotonic() + (QUIET_S if failure else self.wait_s)
         if self.me == self.group[0]:
             return self._compare_all(mine, parts, deadline)
+        if failure:
+            return ""
         (first,) = keys = {self.group[0]: "verdict"}
         verdict = self._fetch(keys, deadline + QUIET_S).get(first)  # the first waits as long, and knows more
         if isinstance(verdict, list):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import operator
 import os
 import threading
@@ -14,12 +13,11 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
-import jax
 import numpy as np
 from etils import epath
 
 from jzero._types import State
-from jzero.arrays.processes import MEET_S, check_wait, gather_texts
+from jzero.arrays.processes import MEET_S, check_wait, exchange
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError, DamageError
 from jzero.checkpoint.extras import everywhere
@@ -310,10 +308,7 @@ class CheckpointManager:
 
     def _agreed_steps(self) -> list[int]:
         """Returns the steps that the first process sees, since file systems may lag. Each process must call it."""
-        steps = sorted(self._find_committed())
-        if jax.process_count() > 1:
-            steps = json.loads(gather_texts(json.dumps(steps))[0])
-        return list(steps)
+        return list(exchange(lambda: sorted(self._find_committed()))[0])
 
     def _latest(self, meet_all: Callable[[], None], *, look_again: bool = False) -> int | None:
         """Returns the newest step. Each process must call it.

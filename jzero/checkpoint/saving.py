@@ -17,7 +17,7 @@ from etils import epath
 from jzero._types import State, TrainStateLike
 from jzero._version import __version__
 from jzero.arrays.fingerprints import describe_plan
-from jzero.arrays.processes import MEET_S, agree, are_several, check_wait, gather_json
+from jzero.arrays.processes import MEET_S, agree, are_several, check_wait, exchange
 from jzero.checkpoint.checksum import checksums, over_processes
 from jzero.checkpoint.contents import FORMAT, absolute, digest, sign
 from jzero.checkpoint.damage import CheckpointError, causes_of, is_passing, is_there
@@ -215,7 +215,7 @@ def _make_items(
     plan = train_state.tx.plan
     items: dict[str, Any] = everywhere(lambda: _extra_items(data_iterator, extra))
     if ITERATOR in items:
-        items[ITERATOR] = {"positions": gather_json(items[ITERATOR])}
+        items[ITERATOR] = {"positions": exchange(lambda: items[ITERATOR])}
     plain, leaves, arrays = natural_state(train_state, plan)
     _check_storable(leaves)
     arrays = [_near_unless_streamed(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]

@@ -9,7 +9,7 @@ import uuid
 import jax
 from etils import epath
 
-from jzero.arrays.processes import gather_texts
+from jzero.arrays.processes import exchange
 from jzero.checkpoint.damage import CheckpointError, is_there
 from jzero.checkpoint.extras import everywhere
 
@@ -22,7 +22,8 @@ def check_shared(directory: epath.Path) -> None:
     if jax.process_count() == 1:
         return
     is_first = jax.process_index() == 0
-    file = directory / f"jzero.{gather_texts(uuid.uuid4().hex)[0]}"  # a name that no file system remembers as absent
+    name = exchange(lambda: uuid.uuid4().hex)[0]  # which no file system remembers as absent
+    file = directory / f"jzero.{name}"
 
     def write() -> None:
         if is_first:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, SupportsFloat
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 from jzero.checkpoint.contents import find_steps
 from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.lock import DirectoryLock
 from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.retention import Retention
@@ -170,17 +169,19 @@ class Writer:
 
     def _supersede(self, step: int, restored: int | None) -> list[int]:
         """Moves the steps after the restored one out of the way, the newest first; the first process returns them."""
-        later = [] if restored is None else [other for other in find_steps(self._directory) if other > restored]
-        moves = step <= max(later, default=-1) and jax.process_index() == 0
-        if moves:
+
+        def move() -> list[int]:
+            later = [] if restored is None else [other for other in find_steps(self._directory) if other > restored]
+            if step > max(later, default=-1) or jax.process_index() > 0:
+                return []
             away = self._directory / SUPERSEDED
             away.mkdir(exist_ok=True)
             for other in sorted(later, reverse=True):
                 names = (f"{other}" if i == 0 else f"{other}.{i}" for i in range(1000))
                 (self._directory / str(other)).rename(next(away / name for name in names if not (away / name).exists()))
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("jzero: steps superseded")
-        return sorted(later) if moves else []
+            return sorted(later)
+
+        return everywhere(move)
 
     def _give_up(self, step: int | None) -> None:
         """Forgets a failed save and removes its files, so that the next save starts cleanly."""
@@ -196,22 +197,22 @@ class Writer:
         self._lock.release()
 
     def _take_lock(self) -> None:
-        """Claims the directory for this program; the first process does, and tells the others."""
-        refused = ""
-        self._lock.take_over()
-        if jax.process_index() == 0:
+        """Claims the directory for this program; the first process does, for all."""
+
+        def claim() -> None:
+            if jax.process_index() > 0:
+                return
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 refused = self._lock.acquire()
             except OSError as error:
                 refused = f"{type(error).__name__}: {error}. See that this process may write there."
-        if jax.process_count() > 1:
-            outcome = multihost_utils.broadcast_one_to_all(np.array(bool(refused)))
-            refused = refused or ("the first process could not claim it; its own message says why." if outcome else "")
-        if refused:
-            self._lock.release()
-            raise CheckpointError(f"Checkpoints cannot be written to {self._directory}: {refused}")
+            if refused:
+                raise CheckpointError(f"Checkpoints cannot be written to {self._directory}: {refused}")
+
+        self._lock.take_over()
         try:
+            everywhere(claim)
             check_shared(self._directory)
         except CheckpointError:
             self._lock.release()

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from jzero.arrays.processes import exchange
 from jzero.config.settings import check, integer
-from jzero.data.exchange import exchange
 from jzero.data.interleave import Lanes
 from jzero.data.sequential import SequentialFile
 
@@ -114,7 +114,7 @@ class FileSource:
         """Returns the number of examples of each file; the processes share the counting of unknown ones."""
         unknown = [path for path in self.paths if path not in counts]
         mine = unknown[jax.process_index() :: jax.process_count()]
-        answers = exchange(lambda: [(path, self._count_one(path)) for path in mine])
+        answers = exchange(lambda: [(path, self._count_one(path)) for path in mine], (ValueError,))
         counted = {path: count for answer in answers for path, count in answer}
         return tuple(int(counts[path]) if path in counts else counted[path] for path in self.paths)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
+from jzero.arrays.processes import agree
 from jzero.config.settings import check, integer, optional
 from jzero.config.zero import ZeroConfig
-from jzero.data.exchange import check_agreement, exchange
 from jzero.data.iterator import LoaderIterator
 from jzero.data.order import MAX_SHUFFLED, Order
 from jzero.data.pipeline import OrderedExamples, Pipeline
@@ -88,9 +89,9 @@ def make_loader(
     References:
       Grain's `ElasticIterator`, PyTorch's `DistributedSampler`.
     """
-    pipelines: list[Pipeline] = []
+    mesh = make_mesh() if mesh is None else mesh
 
-    def attempt() -> Mapping[str, Any]:
+    def make() -> Pipeline:
         check("batch_size", batch_size, integer(1))
         check("num_epochs", num_epochs, optional(integer(1)))
         check("shuffle_window", shuffle_window, optional(integer(1)))
@@ -100,7 +101,7 @@ def make_loader(
         if shuffle_window is not None and not shuffle:
             raise ValueError(f"`shuffle_window={shuffle_window}` means nothing without `shuffle=True`.")
         config = ZeroConfig(axis=axis, node_axis=node_axis, replica_axis=replica_axis)
-        rows = local_rows(make_mesh() if mesh is None else mesh, batch_size, config)
+        rows = local_rows(mesh, batch_size, config)
         order = Order(num_examples=len(source), seed=seed, shuffle=shuffle, window=shuffle_window)
         schedule = Schedule(
             num_examples=len(source), batch_size=batch_size, num_epochs=num_epochs, drop_remainder=drop_remainder
@@ -108,11 +109,9 @@ def make_loader(
         _check_source(source, order, schedule)
         if getattr(source, "sequential", False):
             _check_sequential(order, num_workers)
-        pipelines.append(Pipeline(OrderedExamples(source, transform, order), schedule, rows, prefetch, num_workers))
-        return pipelines[0].description()
+        return Pipeline(OrderedExamples(source, transform, order), schedule, rows, prefetch, num_workers)
 
-    check_agreement(exchange(attempt))
-    return Loader(pipelines[0])
+    return Loader(agree("make_loader", mesh, make, lambda made: {"the data": made.description()}, wait_s=math.inf))
 
 
 def _check_source(source: Any, order: Order, schedule: Schedule) -> None:

@@ -115,9 +115,10 @@ class Pipeline:
             "shuffle_window": self.examples.order.window,
         }
 
-    def description(self) -> dict[str, Any]:
-        """Returns the facts that processes must agree on."""
-        return {**self.identity(), **dataclasses.asdict(self.schedule), "examples": str(self.examples.spec)}
+    def description(self) -> str:
+        """Returns the facts that processes must agree on, one per line."""
+        facts = {**self.identity(), **dataclasses.asdict(self.schedule), "examples": str(self.examples.spec)}
+        return "\n".join(f"{name}={fact!r}" for name, fact in facts.items())
 
     def batches_from(self, start: Position) -> grain.DatasetIterator[tuple[PyTree, Position]]:
         """Returns the batches after a position, made ahead, each with the position after it."""
