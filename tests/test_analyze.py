@@ -287,5 +287,3 @@ def test_what_a_checkpoint_gathers_again_is_noted():
     is_noted = any("times what `plan.gathered_bytes` counts" in note for note in report.notes)
     assert is_noted == (gathers > 1.1)
     assert report.estimated.gathered_bytes == pytest.approx(gathers * plain.params["w"].nbytes, rel=0.01)
-    with pytest.warns(DeprecationWarning, match=r"is now `report.estimated`"):
-        assert report.reckoned is report.estimated

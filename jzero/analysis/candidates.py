@@ -137,11 +137,9 @@ class Candidate:
             "remat": self.remat if isinstance(self.remat, bool | str | None) else str(self.remat),
             "states_bytes": self.memory.states.total,
             "estimated_peak": self.memory.peak,
-            "reckoned_peak": self.memory.peak,  # its former name
             "compiled_peak": self.compiled_peak,
             "refused": self.refused,
             "estimated_seconds": self.memory.seconds,
-            "reckoned_seconds": self.memory.seconds,  # its former name
             "compiled_seconds": self.compiled_seconds,
             "gathered_bytes": self.memory.gathered_bytes,
             "planned_bytes": self.memory.planned_bytes,

@@ -75,7 +75,6 @@ class Ledger:
             "states": self.states._asdict(),
             "step_bytes": self.step_bytes,
             "estimated_peak": self.estimated_peak,
-            "reckoned_peak": self.estimated_peak,  # its former name
             "compiled_peak": self.compiled_peak,
             "limit": self.limit,
             "fits": self.fits,

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import warnings
 from collections.abc import Iterable
 
 from jzero._text import Report, format_rows
@@ -130,12 +129,6 @@ class AnalysisReport(Report):
         estimated = None if self.estimated is None else self.estimated.peak
         return Ledger(self.plan.bytes_per_device, estimated, self.memory.peak, self.limit, self.memory.host)
 
-    @property
-    def reckoned(self) -> StepMemory | None:
-        """The former name of `estimated`."""
-        warnings.warn("`report.reckoned` is now `report.estimated`: use that.", DeprecationWarning, stacklevel=2)
-        return self.estimated
-
     def verify(self) -> None:
         """Raises if the compiled program departs from the plan.
 
@@ -155,7 +148,7 @@ class AnalysisReport(Report):
         fields["collectives"] = [dataclasses.asdict(row) for row in self.collectives]
         fields["nic_bytes"] = self.nic_bytes
         fields["timeline"] = self.timeline and self.timeline.totals()
-        fields["estimated"] = fields["reckoned"] = self.estimated and self.estimated.to_dict()  # its former name, too
+        fields["estimated"] = self.estimated and self.estimated.to_dict()
         fields["plan"] = self.plan and plan_summary(self.plan)
         return json.dumps(fields, indent=2, ensure_ascii=False)
 

@@ -26,8 +26,6 @@ from jzero.plan.traffic import why_not_stored
 
 T = TypeVar("T")
 
-OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
-
 
 def describe(path: KeyPath, x: object, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
     """Describes an input leaf: natural shape, dtype, and its spec over other mesh axes."""
