@@ -19,8 +19,6 @@ _CALLED = re.compile(
 )
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 TRIVIAL = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element", "opt-barrier")
 """Opcodes that forward an array unchanged."""
 
@@ -83,13 +81,15 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """Where in the user's program it comes from, such as `jit(f)/while/body/dot_general`."""
-        match = _OP_NAME.search(self.attributes)
-        return match.group(1) if match else ""
+        return self._attribute("op_name")
 
     @property
     def target(self) -> str:
         """The target of a custom call."""
-        match = _TARGET.search(self.attributes)
+        return self._attribute("custom_call_target")
+
+    def _attribute(self, name: str) -> str:
+        match = re.search(rf'{name}="([^"]*)"', self.attributes)
         return match.group(1) if match else ""
 
 

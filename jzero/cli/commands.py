@@ -33,7 +33,9 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-CpuDevices = Annotated[int | None, typer.Option("--devices", "--cpu-devices", min=1, help=DEVICES)]
+Checkpoint = Annotated[
+    str, typer.Argument(help="A checkpoint, or a `CheckpointManager` directory (its newest checkpoint).")
+]
 
 
 @app.callback()
@@ -113,9 +115,7 @@ def _named_value(text: str) -> tuple[str, Any]:
 
 @app.command()
 def export(
-    checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint, or a `CheckpointManager` directory (its newest checkpoint).")
-    ],
+    checkpoint: Checkpoint,
     output: Annotated[str, typer.Argument(help="A new `.safetensors` file or directory. It must not exist.")],
     *,
     dtype: Annotated[
@@ -152,9 +152,7 @@ def export(
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint, or a `CheckpointManager` directory (its newest checkpoint).")
-    ],
+    checkpoint: Checkpoint,
     *,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every leaf and verify its checksum; exit with 1 if any is damaged.")
@@ -178,7 +176,7 @@ def doctor(
         str | None, typer.Option(metavar="PATH", help="Also measure the disk of this folder, a candidate for offload.")
     ] = None,
     disk_bytes: Annotated[float, typer.Option(min=1, max=2**50, help="Space to use there for it.")] = 2**31,
-    cpu_devices: CpuDevices = None,
+    cpu_devices: Annotated[int | None, typer.Option("--devices", "--cpu-devices", min=1, help=DEVICES)] = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
