@@ -52,6 +52,28 @@ def test_names_of_the_library_exist():
     assert not [where for name, where in named.items() if not is_there(name)]
 
 
+def arguments_of(function):
+    """Returns the names of the arguments, as a head shows them."""
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        names += ["*"] * (parameter.kind is parameter.KEYWORD_ONLY and "*" not in names) + [parameter.name]
+    return ", ".join(name for name in names if name != "self")
+
+
+def test_heads_of_modules_show_their_entry_points():
+    """The lines of code after the first sentence: names and arguments, as they are now."""
+    shown, wrong, signature = 0, {}, r"^    ([\w.]+)\(([^()]*)\)(?: -> .+)?$"
+    for path in sorted((ROOT / "jzero").rglob("*.py")):
+        _, *code = path.read_text().split('"""')[1].split("\n\n")
+        for name, arguments in re.findall(signature, code[0] if code else "", re.MULTILINE):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found, shown = arguments_of(pkgutil.resolve_name(f"{module}:{name}")), shown + 1
+            if found != arguments:
+                wrong[f"{module}.{name}"] = found
+    assert not wrong
+    assert shown > 25
+
+
 def keywords_of_call(after):
     """Returns the keywords of a call, of which the text begins behind the opening parenthesis."""
     depth, keywords = 1, []

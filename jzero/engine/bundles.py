@@ -1,8 +1,10 @@
 """Several lazy values, split into their distinct leaves and a recipe.
 
-In: values that share parameters, such as `w` and `2 * w`. Out: their distinct leaves, `(w,)`, and a template that makes
-the values from the leaves. So a parameter that occurs in two values is gathered once, and all values can be passed to a
-function as a pytree. `Rows` holds lazy values that the turns of a loop return, one for each turn.
+    Bundle.of(values) -> Bundle
+
+Values that share parameters, such as `w` and `2 * w`, have the distinct leaves `(w,)`, and a template makes the values
+from them. So a parameter that occurs in two values is gathered once, and all values can be passed to a function as a
+pytree. `Rows` holds lazy values that the turns of a loop return, one for each turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Differentiates the loss: loss and gradients become one program, over whole parameters.
 
-In: the loss as a jaxpr. Out: the *joint* jaxpr: forward and backward pass, with the gradients among its outputs.
-Parameters are still whole. For `loss = (x @ w).sum()` it is
+    differentiate(traced, differentiable, *, sums, steps, loss_scale, axis_env) -> Joint
+
+The *joint* jaxpr is forward and backward pass, with the gradients among its outputs. Parameters are still whole. For
+`loss = (x @ w).sum()` it is
 
     { lambda ; w:f32[512,64] x:f32[4,512]. let
         b:f32[4,64] = dot_general[...] x w

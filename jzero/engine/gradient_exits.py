@@ -1,7 +1,9 @@
 """How gradients leave a program: reduced where they are made, or later.
 
-In: a whole gradient of one device's rows, [D, F]. Out: with a `Reduction`, this device's shard of the sum over all
-devices, [D/N, F]; with an `Unreduced`, the gradient as it is, to be reduced later.
+    GradientExit = Reduction | Unreduced
+
+A whole gradient of one device's rows, [D, F], leaves with a `Reduction` as this device's shard of the sum over all
+devices, [D/N, F]; with an `Unreduced` it leaves as it is, to be reduced later.
 """
 
 from __future__ import annotations

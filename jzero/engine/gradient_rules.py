@@ -1,8 +1,10 @@
 """Equations that run on shards of reduced gradients: they add, place or relabel.
 
-In: an equation whose result is a gradient with a `Reduction`. Out: how its inputs leave, and a function that makes the
-shard of the result. The equations are the transposes of those that `shard_rules` apply to parameters. For a
-slice `w[i]`, [L, D, F] -> [D, F], the gradient is
+    GRADIENT_RULES[name](makers, eqn, reduction) -> Passed | None
+
+A rule says how the inputs of an equation leave whose result leaves with a `Reduction`, and makes the shard of the
+result. The equations are the transposes of those that `shard_rules` apply to parameters. For a slice `w[i]`, [L, D, F]
+-> [D, F], the gradient is
 
     d:f32[L,D,F] = dynamic_update_slice zeros c i
 

@@ -1,8 +1,10 @@
 """Loss and gradients with the collectives of the stage: runs the passes, with `shard_map` around the walk.
 
-In: a traced loss, the plan, a state's arrays and the global batch, inside `jit`. Out: the loss of the whole batch, and
-its gradients in the layout of the plan, with their norm. Each device runs the walk over the joint jaxpr on its own
-rows; micro-batches are a loop around the walk.
+    loss_and_grads(traced, plan, inputs, micro, *, grads_to_host) -> LossResult
+
+It runs inside `jit`. Each device runs the walk over the joint jaxpr on its own rows of the global batch; micro-batches
+are a loop around the walk. The result is the loss of the whole batch, and its gradients in the layout of the plan, with
+their norm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Writes the gradients of kernels as products in the order of the kernel, instead of products and transposes.
 
-In: the joint program. Out: the same program, in which a product whose result is only transposed has its operands
-exchanged. For `y = x @ w`, jax's gradient of `w: [D, F]` is
+    without_transposes(jaxpr, cache) -> jaxpr
+
+A product whose result is only transposed gets its operands exchanged. For `y = x @ w`, jax's gradient of `w: [D, F]` is
 
     b:bf16[F,D] = dot_general[dimension_numbers=(([0], [0]), ([], []))] g x
     c:bf16[D,F] = transpose[permutation=(1, 0)] b

@@ -1,7 +1,9 @@
 """Reductions in loops whose hop between nodes runs one turn later, beside the products of that turn.
 
-In: the body of a backward loop that returns rows of gradients, reduced over two levels. Out: a body that returns the
-sums of one node, and for each such row its last hop. The loop carries the sums to the next turn, which runs that hop:
+    without_last_hops(jaxpr, first) -> tuple[Jaxpr, dict[int, LastHop]]
+
+The body of a backward loop that returns rows of gradients, reduced over two levels, returns the sums of one node
+instead. The loop carries them to the next turn, which runs the last hop of each row:
 
     r:f32[64,512/N] = zero_reduce[route=data+node ...] g
 

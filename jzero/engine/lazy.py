@@ -1,8 +1,10 @@
 """Sharded parameters: a shard and how to gather it. They stay lazy through casts, slices and other cheap operations.
 
-In: a stored shard, [D/N, F] on each of N devices. Out: the whole parameter, [D, F], gathered where an equation reads
-it. The result of an equation over parameters alone stays lazy if possible: either the equation slices or casts the
-shard itself (`shard_rules`), or it is repeated at each use (`Deferred`). So in
+    ShardedParam.gather() -> jax.Array
+
+The stored shard is [D/N, F] on each of N devices; an equation that reads it gathers the whole parameter, [D, F]. The
+result of an equation over parameters alone stays lazy if possible: either the equation slices or casts the shard itself
+(`shard_rules`), or it is repeated at each use (`Deferred`). So in
 
     { lambda ; w:f32[512,64] x:f32[8,512]. let
         a:bf16[512,64] = convert_element_type[new_dtype=bfloat16] w

@@ -1,7 +1,9 @@
 """Scans of the joint program: each turn (iteration) gathers its parameters.
 
-In: a `scan` equation whose inputs may be lazy stacks, [L, D/N, F]. Out: its results. Results made of parameters alone
-stay lazy. Forward and backward loops are treated alike:
+    scan(walk, eqn, inputs) -> Sequence[Value]
+
+Inputs may be lazy stacks, [L, D/N, F], and results made of parameters alone stay lazy. Forward and backward loops are
+treated alike:
 
     c = scan[jaxpr={ lambda ; a:f32[8,512] w:f32[512,512]. let ... }] x ws        # ws: [L, 512, 512]
 

@@ -1,7 +1,8 @@
 """Facts about the values of one program: which equations make and read them, and whether they are zero.
 
-In: an open jaxpr, and those of its inputs that are shards of gradients. Out: what `gradient_rules` ask before they let
-an equation run on shards.
+    Makers(jaxpr, reductions)
+
+`gradient_rules` ask it before they let an equation run on shards; `reductions` are of the inputs that are shards.
 """
 
 from __future__ import annotations

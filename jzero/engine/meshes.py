@@ -1,6 +1,8 @@
 """Meshes in equations, and sharding constraints inside the step.
 
-In: an equation. Out: whether it names mesh axes, or has a mesh in a type, so that it must be walked.
+    MeshFacts.in_equation(eqn) -> Meshes
+
+An equation that names mesh axes, or has a mesh in a type, must be walked.
 
 [Note: Meshes in types]
 The loss is traced and differentiated outside the step's `shard_map`. The result of a sharding constraint carries its

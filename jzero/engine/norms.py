@@ -1,7 +1,8 @@
 """The global norm of reduced gradients, and whether they are finite.
 
-In: reduced gradients, each a shard or whole, and the factor of each. Out: one norm, by one small sum over the devices
-that hold different shards.
+    grad_norm(reduced, factors, plan) -> tuple[jax.Array, jax.Array]
+
+Gradients are shards or whole, each with its factor. One small sum over the devices that hold different shards suffices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The order of gathers: delays them until other values exist.
 
-In: what the walk has gathered and computed so far, in program order. Out: values that wait. The joint program
-gathers a parameter twice, forward and backward, and a compiler would merge the two gathers and keep the result:
+    Order.order_use(leaves) -> list[Value]
+
+An `Order` knows what the walk has gathered and computed so far, and returns values that wait. The joint program gathers
+a parameter twice, forward and backward, and a compiler would merge the two gathers and keep the result:
 
     a = all_gather(w)   b = dot(x, a)   ...   c = all_gather(w)   d = dot(g, c)
 

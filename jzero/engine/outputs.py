@@ -1,6 +1,8 @@
 """The values that a loss returns: weighted sums, and auxiliary values marked with their reduction over devices.
 
-In: `aux` of one device's rows. Out: `aux` of the whole batch.
+    reduce_aux(aux, sums, num_micro_batches) -> PyTree
+
+It makes `aux` of the whole batch from those of each device's rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Chooses the parameters that a loop gathers one turn ahead; a turn is one iteration.
 
-In: the gathers of a turn, in their order, and the number of turns. Out: the stacks whose next row a turn gathers beside
-its computation, and the dtype of each gather.
+    choose_prefetched(gathers, length, limit) -> dict[int, DType]
+
+A turn gathers the next row of these stacks beside its computation, each in its dtype.
 
 [Note: Gathering one turn ahead]
 If each turn of a loop over layers gathers its own parameters, only the compiler can overlap gathers and computation,

@@ -1,6 +1,8 @@
 """Rewrites the loss before differentiation: adds checkpoints, and turns equal layers into calls of one function.
 
-In: the loss as a jaxpr. Out: a jaxpr of the same loss, with loops and blocks inside `checkpoint`. So
+    recompute(jaxpr, remat, axis_env) -> ClosedJaxpr
+
+Loops and blocks of the loss move inside of `checkpoint`. So
 
     a = scan[jaxpr={ ... dot_general ... tanh ... }] x ws
 

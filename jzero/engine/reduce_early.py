@@ -1,9 +1,10 @@
 """Moves each reduction to the equation that makes the gradient.
 
-In: a joint program over whole parameters, and how each of its gradients leaves. Out: the same program with a
-`zero_reduce` where a gradient is made, in loop bodies, calls and recomputed blocks too, and equations on shards from
-there to the output. A gradient that is reduced later, or with others, passes a `zero_unreduced`. Here `d` is reduced,
-not `c` or `e`:
+    reduce_early(jaxpr, out_exits, in_exits, cache) -> jaxpr
+
+The joint program gets a `zero_reduce` where a gradient is made, in loop bodies, calls and recomputed blocks too, and
+equations on shards from there to the output, where the gradient leaves as `out_exits` says. A gradient that is reduced
+later, or with others, passes a `zero_unreduced`. Here `d` is reduced, not `c` or `e`:
 
     c:f32[64,512] = dot_general[...] g x                          # made
     d:bf16[64,512] = convert_element_type[new_dtype=bfloat16] c   # narrower: reduced here, [64, 512/N] on each device

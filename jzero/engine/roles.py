@@ -7,8 +7,9 @@
     SHARDED                 shard  a lazy parameter  reduce-scattered where it is made  3
     SHARDED_REDUCED_AT_END  shard  a lazy parameter  reduce-scattered at the end        3 with `reduce="last"`
 
-In: a parameter's plan. Out: its value in the walk, and how its gradient leaves. "At the end" means after all
-micro-batches.
+    Role.of(leaf, *, reduce_last) -> Role
+
+A `Parameter` has its value in the walk, and how its gradient leaves. "At the end" means after all micro-batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Rules of the walk for equations that contain jaxprs, and for equations that lazy parameters pass unchanged.
 
-In: an equation and its inputs. Out: its outputs. For example, a recomputed block, which gathers once for its
-recomputation and its backward pass,
+    RULES[name](walk, eqn, inputs) -> Sequence[Value]
+
+For example, a recomputed block, which gathers once for its recomputation and its backward pass,
 
     c = checkpoint[jaxpr={ lambda ; a:f32[512,64] b:f32[8,512]. let ... }] w x
 

@@ -1,8 +1,9 @@
 """Operations that run on a parameter's shard, so that gathers move fewer or narrower elements.
 
-In: an equation and lazy inputs. Out: its result as a lazy parameter, or `None`. A slice of a stack of layers,
-`w[i]` with shards of [L, D/N, F], slices the shards: one layer is gathered, not the stack. An operation that touches
-the cut dimension cannot run on shards.
+    apply_on_shard(eqn, inputs) -> ShardedParam | None
+
+A slice of a stack of layers, `w[i]` with shards of [L, D/N, F], slices the shards: one layer is gathered, not the
+stack. An operation that touches the cut dimension cannot run on shards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Traces the loss as a jaxpr over whole parameters and one device's rows of the batch.
 
-In: `loss_fn(params, batch[, rng])` and the plan. Out: a jaxpr over the leaves of parameters, carried state, batch and
-key. Parameters have their natural shapes and the compute dtype. With 8 devices and a batch of 32 rows,
+    trace_loss(loss_fn, plan, inputs, *, accumulate_steps, remat, times) -> TracedLoss
+
+The jaxpr is over the leaves of parameters, carried state, batch and key. Parameters have their natural shapes and the
+compute dtype. With 8 devices and a batch of 32 rows,
 
     loss_fn = lambda params, batch: ((batch @ params["w"]) ** 2).mean()
 

@@ -1,6 +1,8 @@
 """Makes backward loops and recomputed blocks wait until gradients from before them are reduced.
 
-In: a program with its reductions. Out: the same program, with a `zero_wait` before loops and blocks:
+    wait_for_gradients(jaxpr, cache) -> jaxpr
+
+A program with its reductions gets a `zero_wait` before loops and blocks:
 
     r:f32[64,64] = zero_reduce[path=head ...] g
     c_ _ = zero_wait[n=1 how=select] c r            # the cotangent of the loop over layers

@@ -1,6 +1,8 @@
 """The walk: gathers parameters where an equation uses them.
 
-In: a program that has its reductions and waits, and lazy parameters. Out: its outputs. So
+    Walk.__call__(jaxpr, inputs) -> list[Value]
+
+The program has its reductions and waits, and its inputs are lazy parameters and arrays. So
 
     b:f32[8,64] = dot_general[...] x w          # w: [512, 64]
 

@@ -1,7 +1,9 @@
 """The state that the loss writes: fields of a train state, variables of an NNX model.
 
-In: a traced loss whose third result holds a `WrittenVariable` for each variable that it may have written: its values
-after and before the loss. Out: the loss with the new values of those that it did write, and a `Written` for each.
+    drop_unwritten(traced) -> TracedLoss
+
+The third result of a traced loss holds a `WrittenVariable` for each variable that it may have written: its values after
+and before the loss. Of those that it did write the new values remain, with a `Written` for each.
 
 A library that runs a part of a model as a function, as `nnx.remat` does, returns all variables of that part from the
 function, so each becomes a new value in the trace. The jaxpr shows that it is not new: the first result of

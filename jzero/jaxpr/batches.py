@@ -1,7 +1,9 @@
 """Computes one slice of a stack: finds that a program treats the slices of its inputs apart, and runs it on one.
 
-In: a jaxpr, and the dimension of each input that numbers the slices (`None`: no slices). Out: the program of a single
-slice, whose arrays have size 1 there, and the dimension of each output:
+    slice_program(jaxpr, dims, size) -> tuple[ClosedJaxpr, list[int | None]]
+
+A dimension of each input numbers the slices (`None`: no slices), and so for each output. In the program of a single
+slice they have size 1:
 
     x:[22, 2048, 5632] -> dot_general(x, x, batch 0) -> [22, 2048, 2048]    is    [1, 2048, 5632] -> [1, 2048, 2048]
 

@@ -1,6 +1,8 @@
 """Makes a flat program: calls are inlined, and a branch over the matrices of several parameters becomes one for each.
 
-In: a closed jaxpr. Out: one that computes the same, in which each equation depends on its own operands alone:
+    flattened(jaxpr, *, chooses) -> ClosedJaxpr
+
+It computes the same, but each result depends on its own operands alone:
 
     a, b = cond(p, (a, b))     becomes     a = cond(p, a);  b = cond(p, b)
 

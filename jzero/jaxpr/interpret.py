@@ -1,7 +1,9 @@
 """The one interpreter of jaxprs: values flow through a program, equation by equation.
 
-In: a program, a value for each of its constants and inputs, and a function that applies an equation to values. Out: the
-values of its outputs. Values may be arrays (`evaluate`), or facts about them (`propagate`):
+    evaluate(jaxpr, inputs, apply) -> list[T]
+    propagate(program, inputs, apply, of_literal) -> list[T]
+
+`apply` makes the values of an equation's results from those of its inputs: arrays (`evaluate`), or facts (`propagate`):
 
     { lambda ; a b. let c = sin a; d = add c b in (d,) },  sets of inputs:  {a}, {b}  ->  c: {a},  d: {a, b}
 

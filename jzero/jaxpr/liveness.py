@@ -1,7 +1,9 @@
 """Finds the equations of a jaxpr that some of its outputs need.
 
-In: a jaxpr and some of its outputs. Out: the equations that they depend on, in order, each with a flag per output that
-says whether anything reads it; and all variables that they depend on, inputs of the jaxpr included:
+    find_needed(jaxpr, outputs, *, side_effects, available) -> Needed
+
+It finds the equations that these outputs depend on, in order, each with a flag per result that says whether anything
+reads it; and all variables that they depend on, inputs of the jaxpr included:
 
     { lambda ; a b. let c = sin a; d = cos b in (c, d) },  outputs: c    ->    [c = sin a],  {a, c}
 """

@@ -1,7 +1,9 @@
 """Traits of jax's primitives, in one table from which every part of jzero derives the sets that it needs.
 
-In: the name of a primitive. Out: its `Trait`s. A name that is not in the table has none, so jzero assumes that the
-operation needs whole arrays, is expensive, and mixes elements. Query the table for the set of names with a trait:
+    primitives_with(traits) -> frozenset[str]
+
+A name that is not in the table has no traits, so jzero assumes that the operation needs whole arrays, is expensive, and
+mixes elements:
 
     >>> from jzero.jaxpr.primitives import Trait, primitives_with
     >>> "tanh" in primitives_with(Trait.ELEMENTWISE), "tanh" in primitives_with(Trait.MIXING)

@@ -1,7 +1,9 @@
 """Finds the matrix work of an optimizer's update: per parameter, the equations that need it whole.
 
-In: the flat jaxpr of an update, and for each input the parameter that it belongs to. Out: one `Region` per parameter
-whose update multiplies matrices, from values of a known layout (gradients, moments, state) to such values:
+    find_regions(jaxpr, owners, is_anchor) -> tuple[list[Region], dict[int, tuple[Owners, str]]]
+
+Each input of the flat jaxpr belongs to a parameter. A parameter whose update multiplies matrices has one `Region`, from
+values of a known layout (gradients, moments, state) to such values:
 
     g:f32[512,64] -> reshape, transpose, dot_general, mul, dot_general, ... -> u:f32[512,64]
 

@@ -1,8 +1,9 @@
 """How the values of a program depend on the rows of a batch that is split over devices.
 
-In: the jaxpr of a function of one device's rows, and which of its inputs are leaves of the batch. Out: for each output,
-whether devices may have different values, which dimensions have one element per row, and whether it is a mean or a
-sum over rows, or couples rows:
+    row_facts(jaxpr, *, batch, keys, axes) -> list[RowFacts]
+
+Facts say of each output of a function of one device's rows whether devices may have different values, which dimensions
+have one element per row, and whether it is a mean or a sum over rows, or couples rows:
 
     lambda w, x: x @ w                    differs, rows along dimension 0
     lambda w, x: (x @ w).mean()           differs, a mean over rows

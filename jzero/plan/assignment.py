@@ -1,6 +1,8 @@
 """Assigns the matrices of an update to devices, and reports what each device computes.
 
-In: how many units of each kind there are, and what one costs. Out: who computes which, as evenly as units allow:
+    assign(counts, costs, num_devices, *, in_rounds) -> Schedule
+
+Given how many units of each kind there are, and what one costs, devices get as even shares as units allow:
 
     12 units of 3 GFLOP, 5 of 1 GFLOP, 8 devices  ->  4 or 6 GFLOP on each of them, of 41 in all
 """

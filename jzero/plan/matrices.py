@@ -1,7 +1,9 @@
 """Divides the matrix work of an update into units, the work of one matrix each, and groups equal ones.
 
-In: the regions of the update's jaxpr (`jzero.jaxpr.regions`) and the plan. Out: one `Work` per parameter, with the
-program of a unit and, for each operand and result, how it gets to the device that computes the unit and back:
+    find_matrices(plan, jaxpr, owners) -> Matrices
+
+Each region of the update's jaxpr (`jzero.jaxpr.regions`) becomes a `Work`: the program of a unit and, for each operand
+and result, how it gets to the device that computes the unit and back:
 
     a stack [22, 2048, 5632] cut on its second dimension  ->  22 units [1, 2048, 5632]
 

@@ -1,7 +1,7 @@
 """An update, analysed once: what is elementwise in which parameter, what is a sum, and what needs whole arrays.
 
-    program_of(update, inputs) -> UpdateProgram         inside `jit`, of tracers
-    record_program(update, stored) -> UpdateProgram     outside, of shapes
+    program_of(update, inputs, jaxpr) -> UpdateProgram    inside `jit`, of tracers
+    record_program(update, stored) -> UpdateProgram       outside, of shapes
 
 Whoever runs it computes its `steps` in their order, and the kernel of each parameter where that parameter's state is:
 

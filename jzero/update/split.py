@@ -1,7 +1,7 @@
 """Splits the jaxpr of an update: what needs only single elements of a parameter, their sums, and all the rest.
 
-    split(jaxpr, fields) -> Split           the kind of each equation
-    kernel_of(split, outputs) -> Kernel     computes results on arrays of any one shape: a shard, a chunk, a record
+    split(jaxpr, fields) -> Split                      the kind of each equation
+    kernel_of(of, outputs, available) -> Kernel        computes results on arrays of any one shape: a shard, a record
 
 A *field* is an array of its parameter's shape: a gradient, parameter, master or moment.
 
