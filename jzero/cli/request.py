@@ -8,19 +8,38 @@ import inspect
 import math
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
 import jzero
 
-SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_hidden", "vocab_size")
 DEFAULT_SEQ = 4096
 DEVICES = "So many virtual devices in place of those of this machine."
 
 
-def _size(name: str, noun: str) -> Any:
-    return typer.Option(name, min=1, help=f"{noun}, in place of what `--params` takes.", show_default=False)
+class Size(NamedTuple):
+    """A size of a decoder: its option, its name in `config.json`, and what it counts."""
+
+    option: str
+    field: str
+    noun: str
+
+
+SIZES = {
+    "d_model": Size("--d-model", "hidden_size", "Width of the stream"),
+    "num_layers": Size("--layers", "num_hidden_layers", "Layers"),
+    "num_heads": Size("--heads", "num_attention_heads", "Heads of queries"),
+    "num_kv_heads": Size("--kv-heads", "num_key_value_heads", "Heads of keys and values"),
+    "d_hidden": Size("--d-hidden", "intermediate_size", "Width of feed-forward blocks"),
+    "vocab_size": Size("--vocab", "vocab_size", "Tokens of the vocabulary"),
+}
+"""The sizes that a request may give, by their name in `ModelConfig`."""
+
+
+def _size(name: str) -> Any:
+    size = SIZES[name]
+    return typer.Option(size.option, min=1, help=f"{size.noun}, in place of what `--params` takes.", show_default=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,12 +63,12 @@ class Request:
     params: Annotated[
         str | None, typer.Option("--params", help="A decoder of so many parameters, e.g. `7B`: a Llama of that size.")
     ] = None
-    num_layers: Annotated[int | None, _size("--layers", "Layers")] = None
-    d_model: Annotated[int | None, _size("--d-model", "Width of the stream")] = None
-    num_heads: Annotated[int | None, _size("--heads", "Heads of queries")] = None
-    num_kv_heads: Annotated[int | None, _size("--kv-heads", "Heads of keys and values")] = None
-    d_hidden: Annotated[int | None, _size("--d-hidden", "Width of feed-forward blocks")] = None
-    vocab_size: Annotated[int | None, _size("--vocab", "Tokens of the vocabulary")] = None
+    num_layers: Annotated[int | None, _size("num_layers")] = None
+    d_model: Annotated[int | None, _size("d_model")] = None
+    num_heads: Annotated[int | None, _size("num_heads")] = None
+    num_kv_heads: Annotated[int | None, _size("num_kv_heads")] = None
+    d_hidden: Annotated[int | None, _size("d_hidden")] = None
+    vocab_size: Annotated[int | None, _size("vocab_size")] = None
     batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences per step over all devices. Default: one per device.")
     ] = None

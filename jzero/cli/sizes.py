@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 
+from jzero.cli.request import SIZES
 from jzero.pretrained.config import ModelConfig, config_of
 from jzero.pretrained.presets import param_shapes
 
@@ -30,23 +31,6 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 HEAD, VOCABULARY, WIDEST = 128, 32_000, 512 * 128
 NEAR = 0.1
 """How far the parameters of given sizes may be from the number asked for."""
-OPTIONS = {
-    "d_model": "--d-model",
-    "num_layers": "--layers",
-    "num_heads": "--heads",
-    "num_kv_heads": "--kv-heads",
-    "d_hidden": "--d-hidden",
-    "vocab_size": "--vocab",
-}
-FIELDS = {
-    "d_model": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "d_hidden": "intermediate_size",
-    "vocab_size": "vocab_size",
-}
-"""The names in `config.json`."""
 
 
 def parse_count(text: str) -> int:
@@ -113,7 +97,7 @@ def _by_rule(target: int, sizes: Mapping[str, int]) -> ModelConfig:
 def _llama(base: Sizes, sizes: Mapping[str, int]) -> ModelConfig:
     """Returns a Llama of the sizes in `base` but for those in `sizes`, and of what follows from these."""
     *_, tied = base
-    own = dict(zip(OPTIONS, base, strict=False))
+    own = dict(zip(SIZES, base, strict=False))
     found = {**own, **sizes}
     if "num_kv_heads" not in sizes and own["num_kv_heads"] == own["num_heads"]:
         found["num_kv_heads"] = found["num_heads"]
@@ -121,7 +105,7 @@ def _llama(base: Sizes, sizes: Mapping[str, int]) -> ModelConfig:
         size, number = found[name], found[divisor]
         if rest := size % number:
             raise ValueError(
-                f"`{OPTIONS[name]} {size}` must be a multiple of `{OPTIONS[divisor]} {number}`, as "
+                f"`{SIZES[name].option} {size}` must be a multiple of `{SIZES[divisor].option} {number}`, as "
                 f"{size - rest or number} and {size - rest + number} are."
             )
     if (head_dim := found["d_model"] // found["num_heads"]) % 2:
@@ -129,13 +113,13 @@ def _llama(base: Sizes, sizes: Mapping[str, int]) -> ModelConfig:
             f"`--d-model {found['d_model']}` over `--heads {found['num_heads']}` gives heads of {head_dim}, which must "
             "be even, since rotary positions turn pairs: take half as many heads."
         )
-    fields: dict[str, object] = {FIELDS[name]: size for name, size in found.items()}
+    fields: dict[str, object] = {SIZES[name].field: size for name, size in found.items()}
     fields |= {"model_type": "llama", "tie_word_embeddings": tied, "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
     return config_of("`--params`", fields)[0]
 
 
 def _contradiction(text: str, target: int, got: int, sizes: Mapping[str, int]) -> ValueError:
-    options = " ".join(f"{OPTIONS[name]} {size}" for name, size in sizes.items())
+    options = " ".join(f"{SIZES[name].option} {size}" for name, size in sizes.items())
     if not options:
         return ValueError(
             f"`--params {text}` asks for {target:,} parameters, and the nearest that the rule makes is {got:,}: say "

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.cli.decoder import ADAPTERS, make_loss, make_state
-from jzero.cli.request import Request
-from jzero.cli.sizes import OPTIONS, model_sizes
+from jzero.cli.request import SIZES, Request
+from jzero.cli.sizes import model_sizes
 from jzero.cli.user_model import UserModel, load_model
 from jzero.pretrained.config import ModelConfig, read_sizes
 
@@ -71,7 +71,7 @@ def _of_user(request: Request, name: str) -> Source:
 
 
 def _refuse(names: Any, why: str, those: str) -> None:
-    options = ", ".join(f"`{OPTIONS.get(name, '--' + name.replace('_', '-'))}`" for name in names)
+    options = ", ".join(f"`{SIZES[x].option if x in SIZES else '--' + x.replace('_', '-')}`" for x in names)
     raise ValueError(f"This model does not take {options}: {why}. They are for {those}.")
 
 
