@@ -27,6 +27,13 @@ MUTANTS = [
         "[1]",
     ),
     Mutant(
+        "loaders_need_not_agree",
+        "data/loader.py",
+        '{"the data": made.description()}',
+        "{}",
+        "test_multiprocess.py::test_two_processes_share_files_and_one_goes_on",
+    ),
+    Mutant(
         "empty_batch_at_the_end",
         "data/position.py",
         "if self.drop_remainder else -(-num_examples // self.batch_size)",

@@ -12,6 +12,13 @@ MUTANTS = [
         "test_multiprocess.py::test_a_process_that_is_alone_is_told_so",
     ),
     Mutant(
+        "failures_of_others_are_not_heard",
+        "arrays/processes.py",
+        "    if joint < 0:",
+        "    if own < 0:",
+        "test_multiprocess.py::test_checkpoints_of_two_processes_and_of_one",
+    ),
+    Mutant(
         "earliest_of_equal_checkpoints_is_best",
         "checkpoint/retention.py",
         "key=lambda step: (scores[step], step)",
