@@ -1,4 +1,4 @@
-"""Sinks of tracking servers: what they keep is read back; without a network they warn once, and training goes on.
+"""Sinks of tracking servers: what they keep is read back; a server that is lost does not end a run.
 
 The files and databases are read without the sinks' own packages, where that is possible.
 """
@@ -35,7 +35,7 @@ def wandb(monkeypatch, tmp_path):
 def mlflow(monkeypatch):
     pytest.importorskip("sqlalchemy")
     pytest.importorskip("alembic")
-    monkeypatch.setattr(trackers, "FLUSH_SECONDS", 0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     return pytest.importorskip("mlflow")
 
 
@@ -106,8 +106,7 @@ def test_wandb_read_back(wandb, tmp_path):
 def test_wandb_without_a_network(wandb, tmp_path, monkeypatch):
     """Warns once, records the run offline, and says what uploads it."""
     monkeypatch.setenv("WANDB_BASE_URL", NOWHERE)
-    monkeypatch.setattr(trackers, "INIT_TIMEOUT", 3)
-    sink = jzero.WandB("project", dir=str(tmp_path / "a"))
+    sink = jzero.WandB("project", dir=str(tmp_path / "a"), settings=wandb.Settings(init_timeout=3))
     with pytest.warns(UserWarning, match="offline-run.*`wandb sync`") as caught:
         run(sink, [3.0, 2.0])
     assert len(caught) == 1
@@ -154,31 +153,32 @@ def test_mlflow_read_back(mlflow, tmp_path):
     assert ("FAILED",) in rows(path, f"select status from runs where run_uuid = '{third.run_id}'")
 
 
-def test_mlflow_without_a_network(mlflow, tmp_path, monkeypatch):
-    """Warns once; what was kept is sent once the server answers, else the end says how much is lost."""
-    monkeypatch.setattr(trackers, "RETRY_SECONDS", 0)
-    sink = jzero.MLflow("experiment", tracking_uri=NOWHERE)
-    with pytest.warns(UserWarning, match="MLflow") as caught:
-        run(sink, [3.0, 2.0])
-    assert sink.run_id is None
-    first, last = (str(x.message) for x in caught)
-    assert "cannot be reached" in first
-    assert "5 values were not sent to MLflow" in last
+def test_mlflow_takes_many_and_long_settings(mlflow, tmp_path):
+    """More than one request has room for, and text that it cuts; a resumed run is not told that they changed."""
+    config = {"many": list(range(150)), **{str(i): i for i in range(150)}, "long": "x" * 9000}
+    sink = jzero.MLflow("experiment", tracking_uri=f"sqlite:///{tmp_path}/runs.db")
+    run(sink, [1.0], config=config)
+    run(sink, [1.0], config=config, start_step=1)
+    assert rows(tmp_path / "runs.db", "select count(*) from params") == [(152,)]
+    assert rows(tmp_path / "runs.db", "select step from metrics where key = 'loss'") == [(1,), (2,)]
 
-    sink = jzero.MLflow("experiment", tracking_uri=NOWHERE)
-    with pytest.warns(UserWarning, match="cannot be reached"):
-        sink.start({"rank": 8})
+
+def test_mlflow_loses_its_server(mlflow, tmp_path):
+    """Training goes on; at the end the sink warns, so that what follows the loop, such as a save, still runs."""
+    sink = jzero.MLflow("experiment", tracking_uri=f"sqlite:///{tmp_path}/runs.db")
     sink(1, {"loss": 3.0})
-    sink._client = mlflow.tracking.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/runs.db")  # now it answers
+    mlflow.flush_async_logging()
+    mlflow.set_tracking_uri(NOWHERE)
     sink(2, {"loss": 2.0})
-    sink.close()
-    assert rows(tmp_path / "runs.db", "select step, value from metrics order by step") == [(1, 3.0), (2, 2.0)]
-    assert rows(tmp_path / "runs.db", "select key, value from params") == [("rank", "8")]
+    with pytest.warns(UserWarning, match="MLflow cannot be reached"):
+        sink.close()
+    assert rows(tmp_path / "runs.db", "select run_uuid, status from runs") == [(sink.run_id, "RUNNING")]
 
 
 def test_mlflow_says_what_is_wrong_at_the_start(mlflow, tmp_path):
-    """A folder of files, which MLflow gave up, and a run that is not there are errors before the first step."""
+    """No server, a folder of files, which MLflow gave up, and a run that is not there: errors before the first step."""
     for options in (
+        {"tracking_uri": NOWHERE},
         {"tracking_uri": str(tmp_path / "runs")},
         {"tracking_uri": f"sqlite:///{tmp_path}/x.db", "run_id": "no"},
     ):

@@ -22,6 +22,17 @@ CSV_COLUMNS = ("step", "time")
 FLUSH_SECONDS = 10
 
 
+def import_package(module: str, *, sink: str, extra: str, distribution: str = "") -> Any:
+    """Returns a module of the package that a sink writes through; raises an `ImportError` that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"`{sink}` needs {distribution or module.partition('.')[0]}: `pip install 'jzero[{extra}]'`, or use "
+            "`jzero.JsonLines`."
+        ) from error
+
+
 def check_names(values: Mapping[str, float], reserved: tuple[str, ...]) -> None:
     """Raises if a value has a name that a sink uses itself."""
     clashes = [name for name in values if name in reserved]
@@ -237,16 +248,11 @@ class TensorBoard:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        try:
-            # Without `SummaryWriter`: its thread ends at a full disk, and training would then wait for it forever.
-            self._files, self._events, self._summary = (
-                importlib.import_module(f"tensorboardX.{name}")
-                for name in ("event_file_writer", "proto.event_pb2", "summary")
-            )
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                "`TensorBoard` needs tensorboardX: `pip install 'jzero[monitor]'`, or use `jzero.JsonLines`."
-            ) from error
+        # Without `SummaryWriter`: its thread ends at a full disk, and training would then wait for it forever.
+        self._files, self._events, self._summary = (
+            import_package(f"tensorboardX.{name}", sink="TensorBoard", extra="monitor")
+            for name in ("event_file_writer", "proto.event_pb2", "summary")
+        )
         self.directory = pathlib.Path(directory)
         self._writer: Any = None
         self._next_flush = 0.0
