@@ -1,12 +1,14 @@
-"""Key paths and tables as text, and reports as notebooks show them."""
+"""Key paths and tables as text, and reports as notebooks and JSON have them."""
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import itertools
+import json
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 
@@ -77,10 +79,46 @@ def _wrapped_line(line: str, width: int, last: int, under: bool) -> list[str]:
 
 
 class Report:
-    """A result whose text is for people. Notebooks show its tables as tables, in their own colors."""
+    """A result: a dataclass whose text is for people. Notebooks show its tables as tables, in their own colors.
+
+    Attributes:
+      derived: The properties that its data has beside its fields.
+    """
+
+    derived: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all figures as plain data."""
+        return picked(self, *self.derived, *_fields(self))
+
+    def to_json(self) -> str:
+        """Returns all of it as JSON."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, default=str)
 
     def _repr_html_(self) -> str:
         return as_html(str(self))
+
+
+def picked(x: Any, *names: str) -> dict[str, Any]:
+    """Returns some attributes as plain data."""
+    return {name: as_data(getattr(x, name)) for name in names}
+
+
+def as_data(x: Any) -> Any:
+    """Returns reports, dataclasses and named tuples as dictionaries of their fields, and collections as lists."""
+    if hasattr(x, "to_dict"):
+        return x.to_dict()
+    if names := _fields(x):
+        return picked(x, *names)
+    if isinstance(x, Mapping):
+        return {name: as_data(value) for name, value in x.items()}
+    if isinstance(x, frozenset):
+        return sorted(x)
+    return [as_data(value) for value in x] if isinstance(x, list | tuple) else x
+
+
+def _fields(x: Any) -> Sequence[str]:
+    return [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else getattr(x, "_fields", ())
 
 
 def as_html(text: str) -> str:

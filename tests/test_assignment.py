@@ -67,8 +67,8 @@ def test_text_and_data_tell_the_busiest_device_and_what_is_whole():
         "    1 x (37, 3)  0.5 kFLOP each  out",
         "  whole on every device: q (64, 64): other mesh axes shard it",
     ]
-    assert work.as_dict()["kinds"][1] == {"shape": [37, 3], "num": 1, "flops": 500.0, "paths": ["out"]}
-    assert work.as_dict()["whole"] == [{"paths": ["q"], "shape": [64, 64], "reason": "other mesh axes shard it"}]
+    assert work.to_dict()["kinds"][1] == {"shape": [37, 3], "num": 1, "flops": 500.0, "paths": ["out"]}
+    assert work.to_dict()["whole"] == [{"paths": ["q"], "shape": [64, 64], "reason": "other mesh axes shard it"}]
     assert MatrixWork().lines("data", 8) == []
     assert MatrixWork(unknown="why").lines("data", 8) == ["matrix work over data (N=8): why"]
     assert MatrixWork((), work.whole).lines("data", 8)[0] == "matrix work over data (N=8): none is divided"

@@ -1,7 +1,8 @@
-"""Reports in notebooks: what they print, with tables as tables."""
+"""Reports in notebooks and as JSON: what they print, with tables as tables, and their fields."""
 
 import dataclasses
 import html.parser
+import json
 
 import jax.numpy as jnp
 import optax
@@ -127,3 +128,12 @@ def test_every_report_is_shown_by_notebooks():
     told = [x for x in classes if "__str__" in vars(x) and dataclasses.is_dataclass(x)]
     assert {"ZeroPlan", "AnalysisReport", "Fit"} <= {x.__name__ for x in told}
     assert [x.__name__ for x in told if not hasattr(x, "_repr_html_")] == []
+
+
+def test_every_report_is_data(reports):
+    for name, report in reports.items():
+        data = json.loads(report.to_json())
+        assert data == json.loads(json.dumps(report.to_dict(), default=str)), name
+        assert data, name
+    steps = json.loads(reports["EquivalenceReport"].to_json())["steps"]
+    assert steps == [dataclasses.asdict(x) for x in reports["EquivalenceReport"].steps]

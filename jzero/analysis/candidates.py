@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jzero._text import Report, format_number, format_rows
+from jzero._text import Report, format_number, format_rows, picked
 from jzero.analysis.ledger import Ledger
 from jzero.analysis.step_memory import StepMemory
 from jzero.config.keep import Keep
@@ -124,34 +123,22 @@ class Candidate:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as plain data."""
+        config, memory = self.config, self.memory
         return {
-            "stage": self.config.stage,
-            "persistence_threshold": self.config.persistence_threshold,
-            "reshard_after_forward": self.config.reshard_after_forward,
-            "node_axis": self.config.node_axis,
-            "secondary_params": self.config.secondary_params,
-            "secondary_grads": self.config.secondary_grads,
+            **picked(config, "stage", "persistence_threshold", "reshard_after_forward", "node_axis"),
+            **picked(config, "secondary_params", "secondary_grads"),
             "mesh": self.mesh_shape,
-            "optimizer_state": self.config.offload.optimizer,
-            "accumulate_steps": self.accumulate_steps,
+            "optimizer_state": config.offload.optimizer,
             "remat": self.remat if isinstance(self.remat, bool | str | None) else str(self.remat),
-            "states_bytes": self.memory.states.total,
-            "estimated_peak": self.memory.peak,
-            "compiled_peak": self.compiled_peak,
-            "refused": self.refused,
-            "estimated_seconds": self.memory.seconds,
-            "compiled_seconds": self.compiled_seconds,
-            "gathered_bytes": self.memory.gathered_bytes,
-            "planned_bytes": self.memory.planned_bytes,
-            "sent_bytes": self.memory.sent_bytes,
-            "nic_bytes": self.memory.nic_bytes,
-            "communication_seconds": self.memory.communication_seconds,
-            "flops": self.memory.flops,
-            "host_bytes": self.memory.host,
-            "disk_bytes": self.memory.disk,
-            "disk_seconds": self.disk_seconds,
-            "host_seconds": self.host_seconds,
-            "verdict": self.verdict,
+            **picked(self, "accumulate_steps", "compiled_peak", "refused", "compiled_seconds"),
+            "states_bytes": memory.states.total,
+            "estimated_peak": memory.peak,
+            "estimated_seconds": memory.seconds,
+            **picked(memory, "gathered_bytes", "planned_bytes", "sent_bytes", "nic_bytes", "communication_seconds"),
+            "flops": memory.flops,
+            "host_bytes": memory.host,
+            "disk_bytes": memory.disk,
+            **picked(self, "disk_seconds", "host_seconds", "verdict"),
         }
 
 
@@ -207,18 +194,6 @@ class Fit(Report):
     def remat(self) -> Remat | None:
         """For `make_train_step`."""
         return self._choice.remat
-
-    def to_json(self) -> str:
-        """Returns all of it as JSON."""
-        data = {
-            "machine": self.machine,
-            "workload": self.workload,
-            "limit": self.limit,
-            "chosen": self.chosen and self.chosen.to_dict(),
-            "tried": [candidate.to_dict() for candidate in self.tried],
-            "notes": self.notes,
-        }
-        return json.dumps(data, indent=2)
 
     @property
     def ledger(self) -> Ledger:

@@ -7,8 +7,9 @@ import json
 import os
 import pathlib
 from collections.abc import Iterable
+from typing import Any
 
-from jzero._text import Report, format_rows
+from jzero._text import Report, format_rows, picked
 from jzero.analysis.collectives import CompiledCollective, bytes_on_port
 from jzero.analysis.figure import draw
 from jzero.analysis.ledger import Ledger
@@ -141,16 +142,13 @@ class AnalysisReport(Report):
         if self.violations:
             raise PlanViolation(self.violations)
 
-    def to_json(self) -> str:
-        """Returns everything but the timeline's spans as JSON; for the plan, its stage, devices and sizes."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        fields["memory"] = dataclasses.asdict(self.memory)
-        fields["collectives"] = [dataclasses.asdict(row) for row in self.collectives]
-        fields["nic_bytes"] = self.nic_bytes
-        fields["timeline"] = self.timeline and self.timeline.totals()
-        fields["estimated"] = self.estimated and self.estimated.to_dict()
-        fields["plan"] = self.plan and plan_summary(self.plan)
-        return json.dumps(fields, indent=2, ensure_ascii=False)
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything but the timeline's spans as plain data; for the plan, its stage, devices and sizes."""
+        plain = {f.name for f in dataclasses.fields(self)} - {"timeline", "plan"}
+        data = picked(self, *plain, "nic_bytes")
+        data["timeline"] = self.timeline and self.timeline.totals()
+        data["plan"] = self.plan and plan_summary(self.plan)
+        return data
 
     def save_figure(self, path: str) -> None:
         """Draws memory by class and, if there is one, the timeline.

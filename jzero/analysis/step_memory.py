@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -85,6 +84,8 @@ class StepMemory(Report):
       True
     """
 
+    derived = ("arguments", "peak", "activation_bytes")
+
     params: int
     grads: int
     opt_state: int
@@ -126,15 +127,6 @@ class StepMemory(Report):
     def activation_bytes(self) -> int:
         """The bytes that the forward pass saves for the backward pass."""
         return sum(row.num_bytes for row in self.activations)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all figures as plain data."""
-        totals = {"arguments": self.arguments, "peak": self.peak, "activation_bytes": self.activation_bytes}
-        return {**dataclasses.asdict(self), **totals}
-
-    def to_json(self) -> str:
-        """Returns all figures as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
         terms = {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
-from jzero._text import Report, format_rows
+from jzero._text import Report, format_rows, picked
 from jzero.checkpoint.contents import StoredLeaf, find_steps, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError
 from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
@@ -93,23 +92,13 @@ class CheckpointInfo(Report):
             lines += [f"  {path}: {what}" for path, what in self.damaged.items()]
         return "\n".join(lines)
 
-    def to_json(self) -> str:
-        """Returns the checkpoint as JSON."""
-        leaves = [{"path": x.path, "dtype": str(x.dtype), "shape": x.shape, "bytes": x.num_bytes} for x in self.leaves]
-        return json.dumps(
-            {
-                "directory": self.directory,
-                "steps": self.steps,
-                "written_by": {name: x for name, x in self.notes.items() if name != "checksums"},
-                "extra": sorted(self.extra),
-                "has_data_iterator": self.has_data_iterator,
-                "num_bytes": self.num_bytes,
-                "leaves": leaves,
-                "damaged": self.damaged,
-            },
-            indent=2,
-            ensure_ascii=False,
-        )
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the checkpoint as plain data."""
+        return picked(self, "directory", "steps", "has_data_iterator", "num_bytes", "damaged") | {
+            "written_by": {name: x for name, x in self.notes.items() if name != "checksums"},
+            "extra": sorted(self.extra),
+            "leaves": [{**picked(x, "path", "dtype", "shape"), "bytes": x.num_bytes} for x in self.leaves],
+        }
 
 
 def inspect_checkpoint(path: epath.PathLike, *, verify: bool = False) -> CheckpointInfo:

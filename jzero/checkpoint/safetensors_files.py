@@ -101,10 +101,6 @@ class ExportReport(Report):
     def __str__(self) -> str:
         return "\n".join([*self.files, f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)}"])
 
-    def to_json(self) -> str:
-        """Returns the report as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
-
 
 def as_dtype(dtype: DTypeLike) -> DType:
     """Returns a floating-point dtype of the format; raises a `ValueError` for any other."""

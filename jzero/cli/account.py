@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from typing import Any, Protocol
+from typing import Any
 
+from jzero._text import Report, picked
 from jzero.analysis.ledger import Ledger
 from jzero.cli.request import Request
 from jzero.cli.source import Source
@@ -32,12 +32,8 @@ PER_LAYER = ("inverse_frequencies", "windows")
 """Fields that are long, and change no size."""
 
 
-class _Result(Protocol):
-    def to_json(self) -> str: ...
-
-
 @dataclasses.dataclass(frozen=True)
-class Account:
+class Account(Report):
     """The answer of a memory command.
 
     Attributes:
@@ -58,7 +54,7 @@ class Account:
     config: ZeroConfig
     deepspeed_bytes: int | None
     sizes: dict[str, Any] | None
-    result: _Result | None
+    result: Report | None
 
     def __str__(self) -> str:
         lines = [*self.title, str(self.ledger)]
@@ -73,22 +69,15 @@ class Account:
         ours = self.ledger.states_bytes * self.num_devices / self.num_params
         return f"{terms}, not {ours:.3g}/N, and the largest layer whole"
 
-    def to_json(self) -> str:
-        """Returns all of it as JSON, with the fields of the result at the same level."""
-        data = {
-            "num_params": self.num_params,
-            "num_devices": self.num_devices,
-            "stage": self.config.stage,
-            "sizes": self.sizes,
-            **self.ledger.to_dict(),
-            "deepspeed_bytes": self.deepspeed_bytes,
-        }
-        extra = {} if self.result is None else json.loads(self.result.to_json())
-        return json.dumps({**extra, **data}, indent=2, ensure_ascii=False)
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as plain data, with the fields of the result and the ledger at the same level."""
+        own = picked(self, "num_params", "num_devices", "sizes", "deepspeed_bytes")
+        of_result = {} if self.result is None else self.result.to_dict()
+        return {**of_result, **own, "stage": self.config.stage, **self.ledger.to_dict()}
 
 
 def account(
-    request: Request, source: Source, ledger: Ledger, *, config: ZeroConfig, result: _Result | None = None
+    request: Request, source: Source, ledger: Ledger, *, config: ZeroConfig, result: Report | None = None
 ) -> Account:
     """Returns the answer.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-import json
 import logging
 import platform
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jzero
-from jzero._text import format_rows
+from jzero._text import Report, format_rows
 from jzero.analysis.topologies import missing_compiler
 from jzero.cli.disk_report import DiskReport, examine_disk
 from jzero.config.offload import Offload
@@ -72,7 +71,7 @@ class DeviceGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class DoctorReport:
+class DoctorReport(Report):
     """The report of `examine`. `print` it for a table.
 
     Attributes:
@@ -82,6 +81,8 @@ class DoctorReport:
       checks: The result of each check.
       disk: The measured disk, if any.
     """
+
+    derived = ("ok",)
 
     versions: dict[str, str | None]
     devices: tuple[DeviceGroup, ...]
@@ -93,10 +94,6 @@ class DoctorReport:
     def ok(self) -> bool:
         """Whether no check failed."""
         return all(check.status != "failed" for check in self.checks)
-
-    def to_json(self) -> str:
-        """Returns the report as JSON, including `ok`."""
-        return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
         lines = ["versions", *_rows([(name, version or "not installed") for name, version in self.versions.items()])]

@@ -13,9 +13,8 @@ documentation counts the 16-bit gradients of stage 2 unsharded, 4 + 16/N; its co
 from __future__ import annotations
 
 import dataclasses
-import json
 import numbers
-from typing import Literal, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import numpy as np
 
@@ -48,6 +47,10 @@ class MemoryRow:
     cpu_offload: bool
     cpu_offload_params: bool | None = None
     zero_init: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all figures as plain data, the options also as DeepSpeed names them."""
+        return {**dataclasses.asdict(self), "options": self.options}
 
     @property
     def options(self) -> str:
@@ -87,11 +90,6 @@ class MemoryEstimate(Report):
     num_nodes: int
     additional_buffer_factor: float
     formulas: Formulas
-
-    def to_json(self) -> str:
-        """Returns the estimate as JSON, the options of each row also as DeepSpeed names them."""
-        rows = [{**dataclasses.asdict(row), "options": row.options} for row in self.rows]
-        return json.dumps({**dataclasses.asdict(self), "rows": rows}, indent=2)
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"

@@ -12,7 +12,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from jzero._text import Report, format_rows
+from jzero._text import Report, format_rows, picked
 from jzero.deepspeed.auto_values import trainer_name
 from jzero.deepspeed.key import NOT_SET, KeyVerdict, Verdict
 
@@ -109,15 +109,15 @@ class DeepSpeedReport(Report):
             )
         return {"accumulate_steps": self.accumulate_steps, "clip_norm": self.clip_norm}
 
-    def to_json(self) -> str:
-        """Returns all of it but `optimizer` and `schedule` as JSON."""
-        names = ("num_devices", "train_batch_size", "micro_batch_size", "accumulate_steps", "clip_norm")
-        data = {name: getattr(self, name) for name in names}
-        data["has_optimizer"], data["has_schedule"] = self.optimizer is not None, self.schedule is not None
-        data["open"] = [row.key for row in self.open]
-        data["undecided"] = [row.key for row in self.undecided]
-        data["rows"] = [dataclasses.asdict(row) for row in self.rows]
-        return json.dumps(data, indent=2, ensure_ascii=False, default=str)
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it but `optimizer` and `schedule` as plain data."""
+        names = ("num_devices", "train_batch_size", "micro_batch_size", "accumulate_steps", "clip_norm", "rows")
+        return picked(self, *names) | {
+            "has_optimizer": self.optimizer is not None,
+            "has_schedule": self.schedule is not None,
+            "open": [row.key for row in self.open],
+            "undecided": [row.key for row in self.undecided],
+        }
 
     def __str__(self) -> str:
         counts = collections.Counter(row.verdict for row in self.rows)

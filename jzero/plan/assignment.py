@@ -14,6 +14,8 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jzero._text import picked
+
 WORTH_SLOTS = 0.9
 """Units of equal kind go in rounds, without branches, unless the busiest device then has less than this share."""
 
@@ -141,14 +143,13 @@ class MatrixWork:
             lines.append(f"{kind.num:5d} x {kind.shape}  {kind.flops / size:.3g} {unit} each  {_some(kind.paths)}")
         return lines + [f"  whole on every device: {x}" for x in self.whole]
 
-    def as_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """Returns it as data for JSON."""
         return {
             "unknown": self.unknown,
             "busiest_flops": self.busiest,
             "total_flops": self.total,
-            "kinds": [{**x._asdict(), "shape": list(x.shape), "paths": list(x.paths)} for x in self.kinds],
-            "whole": [{**x._asdict(), "shape": list(x.shape), "paths": list(x.paths)} for x in self.whole],
+            **picked(self, "kinds", "whole"),
         }
 
 

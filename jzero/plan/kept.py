@@ -23,7 +23,3 @@ class Kept(NamedTuple):
     blocks: int
     of_blocks: int
     block_bytes: int
-
-    def to_dict(self) -> dict[str, object]:
-        """Returns it as plain data."""
-        return {**self._asdict(), "params": sorted(self.params)}

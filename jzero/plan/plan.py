@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -390,6 +389,6 @@ class ZeroPlan(Report):
         """
         return format_plan(self, max_rows=max_rows)
 
-    def to_json(self) -> str:
-        """Returns the plan as JSON: bytes by term, one row per parameter, the leaves that stay whole."""
-        return json.dumps(plan_as_dict(self), indent=2, ensure_ascii=False)
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as plain data: bytes by term, one row per parameter, the leaves that stay whole."""
+        return plan_as_dict(self)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
+from jzero._text import as_data, picked
 from jzero._types import DType
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import batch_axes, shard_axes
@@ -186,9 +187,19 @@ def _columns(rows: Sequence[Row]) -> str:
     return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
 
 
-def plan_as_dict(plan: ZeroPlan) -> dict[str, object]:
-    """Returns `plan` as data for JSON, see `ZeroPlan.to_json`."""
-    config, ours, replicated = plan.config, plan.bytes_per_device, plan.replicated_bytes
+def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
+    """Returns `plan` as data for JSON, see `ZeroPlan.to_dict`."""
+    config = plan.config
+    terms = {
+        "bytes_per_device": plan.bytes_per_device,
+        "host_bytes_per_device": plan.host_bytes_per_device,
+        "bytes_replicated": plan.replicated_bytes,
+    }
+    rows = [
+        {**_as_dict(leaf.param, plan, leaf.compute_dtype, leaf.trained), "offloaded": i in plan.offloaded}
+        for i, leaf in enumerate(plan.leaves)
+    ]
+    rows += [_as_dict(x, plan, x.compute_dtype, trained=False) for x in plan.other_leaves if x.is_param]
     return {
         "stage": config.stage,
         "axis": "+".join(shard_axes(config)),
@@ -196,34 +207,15 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, object]:
         "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
         "persistence_threshold": config.persistence_threshold,
         "padding_threshold": config.most_unpadded,
-        "bytes_per_device": {**ours._asdict(), "total": ours.total},
-        "host_bytes_per_device": {
-            **plan.host_bytes_per_device._asdict(),
-            "total": plan.host_bytes_per_device.total,
-        },
-        "disk_bytes_per_device": plan.disk_bytes_per_device,
-        "bytes_replicated": {**replicated._asdict(), "total": replicated.total},
-        "gathered_bytes": plan.gathered_bytes,
-        "sent_bytes": plan.sent_bytes()._asdict(),
-        "kept": plan.kept and plan.kept.to_dict(),
+        **{name: {**as_data(x), "total": x.total} for name, x in terms.items()},
+        "sent_bytes": as_data(plan.sent_bytes()),
         "secondary_bytes": plan.traffic.secondary_bytes,
-        "unquantized": [x._asdict() for x in plan.unquantized],
-        "parameters": [
-            *(
-                {
-                    **_as_dict(leaf.param, plan, leaf.compute_dtype, leaf.trained),
-                    "offloaded": i in plan.offloaded,
-                }
-                for i, leaf in enumerate(plan.leaves)
-            ),
-            *(_as_dict(x, plan, x.compute_dtype, trained=False) for x in plan.other_leaves if x.is_param),
-        ],
-        "matrices": plan.matrices.as_dict(),
-        "replicated": [{**w._asdict(), "shape": list(w.shape)} for w in plan.replicated],
+        "parameters": rows,
+        **picked(plan, "disk_bytes_per_device", "gathered_bytes", "kept", "unquantized", "matrices", "replicated"),
     }
 
 
-def plan_summary(plan: ZeroPlan) -> dict[str, object]:
+def plan_summary(plan: ZeroPlan) -> dict[str, Any]:
     """Returns what identifies a plan among others of the same model, as data for JSON."""
     return {
         "stage": plan.config.stage,
@@ -234,15 +226,13 @@ def plan_summary(plan: ZeroPlan) -> dict[str, object]:
     }
 
 
-def _as_dict(leaf: StateLeaf, plan: ZeroPlan, compute_dtype: DType | None, trained: bool) -> dict[str, object]:
+def _as_dict(leaf: StateLeaf, plan: ZeroPlan, compute_dtype: DType | None, trained: bool) -> dict[str, Any]:
     return {
-        "path": leaf.path,
-        "shape": list(leaf.shape),
+        **picked(leaf, "path", "shape", "stored_shape"),
+        "spec": as_data(tuple(leaf.spec)),
         "dtype": str(leaf.dtype),
         "compute_dtype": str(compute_dtype),
-        "trained": trained,
-        "spec": [list(names) if isinstance(names, tuple) else names for names in leaf.spec],
-        "stored_shape": list(leaf.stored_shape),
         "stored_dtype": str(leaf.stored_dtype),
+        "trained": trained,
         "padding": 0 if leaf.cut is None else leaf.cut.padding,
     }
