@@ -33,8 +33,15 @@ def format_number(x: float, digits: int) -> str:
     return f"{x:.0f}" if "e+" in text else text
 
 
-def format_rows(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
-    """Returns one line per row; the first `left` columns, and perhaps the last, are flush left, the others right."""
+def format_rows(
+    rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False, max_rows: int | None = None
+) -> list[str]:
+    """Returns one line per row; the first `left` columns, and perhaps the last, are flush left, the others right.
+
+    Of more than `max_rows` below the first, which has titles, the rest is only counted.
+    """
+    hidden = 0 if max_rows is None else max(0, len(rows) - 1 - max_rows)
+    rows = rows[: len(rows) - hidden]
     flush_left = {*range(left), *([len(rows[0]) - 1] if last_left else [])}
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -43,7 +50,7 @@ def format_rows(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = F
             for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
-    ]
+    ] + [f"... {hidden} more"] * (hidden > 0)
 
 
 def wrapped(text: str, width: int) -> str:
@@ -93,7 +100,7 @@ class Report:
 
     def to_json(self) -> str:
         """Returns all of it as JSON."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, default=str)
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def _repr_html_(self) -> str:
         return as_html(str(self))
@@ -105,16 +112,19 @@ def picked(x: Any, *names: str) -> dict[str, Any]:
 
 
 def as_data(x: Any) -> Any:
-    """Returns reports, dataclasses and named tuples as dictionaries of their fields, and collections as lists."""
+    """Returns what JSON can hold: numbers, text, lists and dictionaries, among them the fields of dataclasses."""
+    if x is None or isinstance(x, bool | int | float | str):
+        return x
     if hasattr(x, "to_dict"):
         return x.to_dict()
     if names := _fields(x):
         return picked(x, *names)
     if isinstance(x, Mapping):
-        return {name: as_data(value) for name, value in x.items()}
-    if isinstance(x, frozenset):
-        return sorted(x)
-    return [as_data(value) for value in x] if isinstance(x, list | tuple) else x
+        return {str(name): as_data(value) for name, value in x.items()}
+    if isinstance(x, list | tuple | set | frozenset):
+        return [as_data(value) for value in (x if isinstance(x, list | tuple) else sorted(x, key=str))]
+    kind = getattr(getattr(x, "dtype", None), "kind", "")
+    return x.item() if kind in tuple("biuf") and x.shape == () else str(x)
 
 
 def _fields(x: Any) -> Sequence[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jzero._text import format_rows
+from jzero._text import Report, format_rows, picked
 from jzero.plan.state_bytes import BytesPerDevice
 from jzero.plan.table import format_bytes
 
@@ -15,7 +15,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class Ledger:
+class Ledger(Report):
     """The bytes of a training step on one device. `print` it for the account.
 
     Attributes:
@@ -71,14 +71,8 @@ class Ledger:
     def to_dict(self) -> dict[str, Any]:
         """Returns all figures as plain data."""
         return {
-            "states_bytes": self.states_bytes,
-            "states": self.states._asdict(),
-            "step_bytes": self.step_bytes,
-            "estimated_peak": self.estimated_peak,
-            "compiled_peak": self.compiled_peak,
-            "limit": self.limit,
-            "fits": self.fits,
-            "left": self.left,
+            **picked(self, "states_bytes", "states", "step_bytes", "estimated_peak", "compiled_peak", "limit"),
+            **picked(self, "fits", "left"),
             "on_host": self.host,
             "on_disk": self.disk,
         }

@@ -77,12 +77,9 @@ class CheckpointInfo(Report):
             lines.append("written by: another program (no checksums)")
         lines.append(f"extra: {', '.join(self.extra) or 'none'}")
         lines.append(f"position of a data iterator: {'yes' if self.has_data_iterator else 'no'}")
-        shown = self.leaves[:max_rows]
         rows = [("leaf", "dtype", "shape", "bytes")]
-        rows += [(x.path, str(x.dtype), str(list(x.shape)), format_bytes(x.num_bytes)) for x in shown]
-        lines += ["", *format_rows(rows, left=3)]
-        if len(shown) < len(self.leaves):
-            lines.append(f"... {len(self.leaves) - len(shown)} more")
+        rows += [(x.path, str(x.dtype), str(list(x.shape)), format_bytes(x.num_bytes)) for x in self.leaves]
+        lines += ["", *format_rows(rows, left=3, max_rows=max_rows)]
         lines.append(f"{len(self.leaves)} leaves, {format_bytes(self.num_bytes)}")
         if self.damaged is not None:
             compared = sum(leaf.checksum is not None for leaf in self.leaves)

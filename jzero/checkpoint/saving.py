@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jzero._text import as_data
 from jzero._types import State, TrainStateLike
 from jzero._version import __version__
 from jzero.arrays.fingerprints import describe_plan
@@ -48,7 +49,7 @@ from jzero.state.record_states import check_newest, records_of
 from jzero.state.train_state import check_alive, with_leaves
 
 if TYPE_CHECKING:
-    from jzero.config.zero import ZeroConfig
+    pass
 
 _THREAD = Uninterrupted()
 
@@ -310,22 +311,9 @@ def _notes(train_state: TrainStateLike, plan: ZeroPlan, ties: Mapping[str, tuple
         "format": FORMAT,
         "jzero": __version__,
         "jax": jax.__version__,
-        "config": config_as_dict(plan.config),
+        "config": as_data(plan.config),
         "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
         "num_processes": jax.process_count(),
         "precision": precision,
         "ties": {other: name for name, others in ties.items() for other in others},
     }
-
-
-def config_as_dict(config: ZeroConfig) -> dict[str, object]:
-    """Returns a configuration as data for JSON."""
-
-    def plain(x: object) -> object:
-        if dataclasses.is_dataclass(x):
-            return {f.name: plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
-        if isinstance(x, Mapping):
-            return {str(key): plain(item) for key, item in x.items()}
-        return x if x is None or isinstance(x, bool | int | float | str) else str(x)
-
-    return {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}

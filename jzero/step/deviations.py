@@ -155,7 +155,8 @@ class EquivalenceReport(Report):
         leaves: list[Row] = [("leaf", "absolute", "relative", "drift")]
         worst_first = sorted(self.leaves, key=lambda leaf: leaf.relative, reverse=True)
         leaves += [(x.path, f"{x.absolute:.2g}", f"{x.relative:.2g}", f"{x.drift:.2g}") for x in worst_first]
-        return "\n\n".join(["\n".join(head), _table(steps), _table(leaves)])
+        tables = ["\n".join(format_rows(rows, left=1, max_rows=MAX_ROWS)) for rows in (steps, leaves)]
+        return "\n\n".join(["\n".join(head), *tables])
 
 
 def leaf_deviation(path: str, ours: np.ndarray, reference: np.ndarray, before: np.ndarray) -> LeafDeviation:
@@ -188,9 +189,3 @@ def _part(difference: float, size: float) -> float:
 def _step_cells(x: StepPair) -> tuple[str, ...]:
     pairs = ((x.loss, x.reference_loss), (x.grad_norm, x.reference_grad_norm))
     return tuple(cell for a, b in pairs for cell in (f"{a:.7g}", f"{b:.7g}", f"{_relative_deviation(a, b):.2g}"))
-
-
-def _table(rows: Sequence[Row]) -> str:
-    hidden = len(rows) - 1 - MAX_ROWS
-    lines = format_rows(rows[: MAX_ROWS + 1], left=1)
-    return "\n".join(lines + ([f"... {hidden} more"] if hidden > 0 else []))
