@@ -7,7 +7,7 @@ import html
 import itertools
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -51,6 +51,12 @@ def format_rows(
         ).rstrip()
         for row in rows
     ] + [f"... {hidden} more"] * (hidden > 0)
+
+
+def table_rows(columns: Mapping[str, Sequence[str]], *, optional: Collection[str]) -> list[Sequence[str]]:
+    """Returns the rows of a table, titles first, from its columns by title, without optional ones that are empty."""
+    shown = [title for title, cells in columns.items() if title not in optional or any(cells)]
+    return [shown, *zip(*(columns[title] for title in shown), strict=True)]
 
 
 def wrapped(text: str, width: int) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jzero._text import Report, format_number, format_rows, picked
+from jzero._text import Report, format_number, format_rows, picked, table_rows
 from jzero.analysis.ledger import Ledger
 from jzero.analysis.step_memory import StepMemory
 from jzero.config.keep import Keep
@@ -238,9 +238,7 @@ class Fit(Report):
             "disk": lambda x: f"{format_number(x.disk_seconds, 3)} s" if x.memory.disk else "",
         }
         cells = {title: [show(x) for x in self.tried] for title, show in columns.items()}
-        shown = [title for title, column in cells.items() if any(column) or title not in OPTIONAL]
-        rows = zip(*(cells[title] for title in shown), strict=True)
-        table = format_rows([tuple(shown), *rows], left=5)
+        table = format_rows(table_rows(cells, optional=OPTIONAL), left=5)
         return "\n".join([self._headline(), self.workload, "", *table, *([""] if self.notes else []), *self.notes])
 
 

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from jzero._text import Report, format_rows, picked
+from jzero._text import Report, as_data, format_rows, picked, table_rows
 from jzero.analysis.collectives import CompiledCollective, bytes_on_port
 from jzero.analysis.figure import draw
 from jzero.analysis.ledger import Ledger
@@ -159,8 +159,7 @@ class AnalysisReport(Report):
         Raises:
           ImportError: matplotlib is not installed.
         """
-        memory = {f.name: getattr(self.memory, f.name) for f in dataclasses.fields(Memory)}
-        draw(path, "\n".join(self._heading()), memory, self.timeline)
+        draw(path, "\n".join(self._heading()), as_data(self.memory), self.timeline)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the modelled timeline as a trace, for https://ui.perfetto.dev or `chrome://tracing`.
@@ -189,8 +188,8 @@ class AnalysisReport(Report):
         return [f"Compiled for {self.machine}: {self.num_devices} devices{plan}"]
 
     def _memory_lines(self) -> list[str]:
-        sizes = {f.name: getattr(self.memory, f.name) for f in dataclasses.fields(Memory)}
-        lines = ["", "memory per device", *(f"  {name:12}{format_bytes(size):>12}" for name, size in sizes.items())]
+        sizes = as_data(self.memory).items()
+        lines = ["", "memory per device", *(f"  {name:12}{format_bytes(size):>12}" for name, size in sizes)]
         if self.estimated is None:
             return lines
         off = f"{self.estimated.peak / self.memory.peak - 1:+.1%} off"
@@ -199,27 +198,21 @@ class AnalysisReport(Report):
         return [*lines, "", *activation_lines(self.estimated.activations)]
 
     def _collective_lines(self) -> list[str]:
-        header = ("collective", "axis", "dtype", "level", "use", "in loop", "per step", "elements", "sent", "per port")
-        cells = [
-            (
-                r.kind,
-                r.axis,
-                r.dtype,
-                r.level,
-                r.use,
-                "yes" if r.in_loop else "",
-                str(r.count),
-                f"{r.elements:,}",
-                format_bytes(r.sent_bytes),
-                format_bytes(r.nic_bytes) if r.nic_bytes else "",
-            )
-            for r in self.collectives
-        ]
-        omitted = {"level", "per port"} if not self.nic_bytes else set[str]()
-        omitted |= {"use"} if not any(r.use for r in self.collectives) else set()
-        shown = [i for i, title in enumerate(header) if title not in omitted]
-        table = [tuple(row[i] for i in shown) for row in [header, *cells]]
-        lines = ["", *format_rows(table, left=shown.index(6))] if cells else ["", "no collectives"]
+        found = self.collectives
+        columns = {
+            "collective": [r.kind for r in found],
+            "axis": [r.axis for r in found],
+            "dtype": [r.dtype for r in found],
+            "level": [r.level if self.nic_bytes else "" for r in found],
+            "use": [r.use for r in found],
+            "in loop": ["yes" if r.in_loop else "" for r in found],
+            "per step": [str(r.count) for r in found],
+            "elements": [f"{r.elements:,}" for r in found],
+            "sent": [format_bytes(r.sent_bytes) for r in found],
+            "per port": [format_bytes(r.nic_bytes) if r.nic_bytes else "" for r in found],
+        }
+        rows = table_rows(columns, optional=("level", "use", "per port"))
+        lines = ["", *(format_rows(rows, left=rows[0].index("per step")) if found else ["no collectives"])]
         total = f"{self.communication_elements:,} elements per step"
         size = sum(leaf.param.size for leaf in self.plan.leaves) if self.plan else 0
         lines.append(total + (f" = {self.communication_elements / size:.2f} × {size:,} parameters" if size else ""))
