@@ -16,10 +16,11 @@ import pytest
 
 import jzero
 from jzero.checkpoint import disk_places
-from jzero.checkpoint.disk_places import chunks_of, in_natural, in_stored
+from jzero.checkpoint.disk_places import in_natural, in_stored
+from jzero.layout.box import Box
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.records import rectangles
+from jzero.layout.records import record_boxes
 from tests import disk_checkpoint_run
 from tests.checkpoint_states import ONE_DEVICE, assert_same_bits, mesh
 from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
@@ -60,15 +61,15 @@ def test_records_and_chunks_hold_the_elements_of_the_array(shape, dim, flat, mos
     widths[-1 if flat else dim] = (0, cut.stored_size - cut.natural_size)
     stored = np.pad(stored, widths)
     found = np.zeros(shape, int)
-    for place in rectangles(stored.shape, 1, most):
+    for place in record_boxes(stored.shape, 1, most):
         record = stored[place.slices]
         for piece in in_natural(place, leaf):
             assert not found[piece.natural.slices].any(), "each element once"
             found[piece.natural.slices] = record[piece.inside].reshape(piece.natural.shape)
     np.testing.assert_array_equal(found, natural)
     tail = dim if flat else 0
-    chunk = (*(1 for _ in shape[:tail]), *rectangles(shape[tail:], 1, most)[0].shape)
-    for place in chunks_of(shape, chunk):
+    chunk = (*(1 for _ in shape[:tail]), *record_boxes(shape[tail:], 1, most)[0].shape)
+    for place in Box.whole(shape).split(chunk):
         np.testing.assert_array_equal(stored[in_stored(place, leaf).slices].reshape(place.shape), natural[place.slices])
 
 
@@ -80,7 +81,7 @@ def test_chunks_of_several_processes_end_where_parts_end(on_disk, several, monke
         if i not in plan.record_fields or not disk_places.is_streamed(leaf.grad):
             continue
         chunk, part = disk_places.chunk_shape(plan, i), leaf.grad.part_shape
-        assert math.prod(chunk) <= plan.rectangles_of(i)[0].size
+        assert math.prod(chunk) <= plan.record_boxes(i)[0].size
         if several == 2:
             cut = [d for d in range(len(part)) if part[d] < leaf.grad.stored_shape[d]]
             assert all(part[d] % chunk[d] == 0 for d in cut)

@@ -27,7 +27,7 @@ def test_stats_and_rates_count_what_moves_until_the_space_is_released(tmp_path):
     num_devices = plan.mesh.size  # of one process; no axis replicates
     first = jzero.disk_stats(state)
     assert first.num_bytes == num_devices * plan.disk_bytes_per_device == 2 * first.written_bytes
-    assert first.num_records == num_devices * sum(len(plan.rectangles_of(i)) for i in plan.record_fields)
+    assert first.num_records == num_devices * sum(len(plan.record_boxes(i)) for i in plan.record_fields)
     assert (first.folder, first.read_bytes, first.read_bytes_per_s) == (str(tmp_path), 0, 0.0)
 
     # A monitor writes the rates.
@@ -116,7 +116,7 @@ def test_laying_out_is_told_only_if_it_takes_long(tmp_path, monkeypatch, caplog)
 def test_a_plan_tells_what_is_on_disk(tmp_path):
     plan = jzero.plan_of(state_on_disk(tmp_path, precision="bf16"))
     # The larger matrices' masters and two moments, each field filled up to whole pages, and all of it twice.
-    fields = [3 * len(plan.rectangles_of(i)) for i in plan.record_fields]
+    fields = [3 * len(plan.record_boxes(i)) for i in plan.record_fields]
     assert plan.disk_bytes_per_device == 2 * 4096 * sum(fields)
     taken = f"{plan.disk_bytes_per_device / 2**10:.2f} KiB"
     assert re.search(rf"^on disk, two copies +0 B +0 B +{taken} +{taken}$", str(plan), re.MULTILINE)

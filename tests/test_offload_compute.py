@@ -202,7 +202,7 @@ def test_the_plan_counts_records_and_what_waits(precision):
     assert bool(state.opt_state.disk.waiting)
     assert not any(x.size > 16 for x in jax.tree.leaves(state.opt_state)), "masters and moments are in no array"
     size = sum(np.prod(leaf.grad.stored_shape) for leaf in plan.leaves) // 8
-    pages = 4096 * sum(len(plan.record_fields[i]) * len(plan.rectangles_of(i)) for i in plan.record_fields)
+    pages = 4096 * sum(len(plan.record_fields[i]) * len(plan.record_boxes(i)) for i in plan.record_fields)
     assert plan.host_bytes_per_device.grads == 2 * size
     assert 12 * size <= plan.host_bytes_per_device.opt_state <= 12 * size + pages
     assert records_of(state).pipeline.store.num_bytes == 8 * plan.host_bytes_per_device.opt_state

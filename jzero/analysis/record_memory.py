@@ -49,7 +49,7 @@ def _moving_bytes(plan: ZeroPlan) -> int:
         # Fields pass both ways; the gradient, and a parameter without a master, come in; the new parameter goes out.
         read = itemsize(leaf.grad.dtype) + (0 if leaf.master else itemsize(leaf.param.dtype))
         per_element = 2 * sum(itemsize(x.dtype) for x in fields) + read + _result_bytes(plan, i)
-        sizes.append(per_element * max(record.size for record in plan.rectangles_of(i)))
+        sizes.append(per_element * max(record.size for record in plan.record_boxes(i)))
     return (2 * offload.disk_threads + 1) * max(sizes, default=0)
 
 

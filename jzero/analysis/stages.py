@@ -21,8 +21,8 @@ from jzero.analysis.hlo import Program, parse_hlo
 from jzero.analysis.memory import Memory, memory_of
 from jzero.analysis.relocation import plan_of_argument
 from jzero.jaxpr.sizes import array_bytes
+from jzero.layout.box import Box
 from jzero.layout.mesh import HOST_MEMORY, platform_of
-from jzero.layout.records import Rectangle
 from jzero.plan.plan import ZeroPlan
 from jzero.state.record_states import detached
 from jzero.step.inputs import optional_rng
@@ -139,7 +139,7 @@ class _Largest(NamedTuple):
 
     kernel: RecordKernel
     operands: Operands
-    place: Rectangle
+    place: Box
 
 
 class _PassResults(NamedTuple):
@@ -203,7 +203,7 @@ class _Stages:
         largest: dict[Any, _Largest] = {}
         for kernel, of_kernel in zip(program.passes[level], operands, strict=True):
             compute = self.update.programs.of(program, kernel)
-            place = max(self.plan.rectangles_of(kernel.param), key=lambda x: x.size)
+            place = max(self.plan.record_boxes(kernel.param), key=lambda x: x.size)
             if compute not in largest or largest[compute].place.size < place.size:
                 largest[compute] = _Largest(kernel, of_kernel, place)
         times = 2 * self.plan.config.offload.disk_threads + 1

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._types import DType
-from jzero.layout.cut import Cut
+from jzero.layout.box import Box
 from jzero.layout.placement import copy_array, is_on_cpu, on_device
 
 FACTOR = 0x9E3779B1
@@ -31,21 +31,22 @@ CHUNK = 1 << 16
 """Words that the host mixes at once, in a core's cache."""
 
 
-def checksums(arrays: Sequence[jax.Array], cuts: Sequence[Cut | None]) -> list[int]:
+def checksums(arrays: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> list[int]:
     """Returns the checksum of each array. With several processes, each must call it, and gets the same.
 
     Args:
       arrays: Arrays placed by `NamedSharding`s, as stored.
-      cuts: How each is cut and padded; `None` if it has its natural shape.
+      shapes: The shape of each without its padding; of PRNG keys, that of the keys.
     """
     sums = np.zeros(len(arrays), np.uint32)
     partial = dict[int, jax.Array]()
-    for i, (x, cut) in enumerate(zip(map(_key_data, arrays), cuts, strict=True)):
+    for i, (x, shape) in enumerate(zip(map(_key_data, arrays), shapes, strict=True)):
+        natural = (*shape, *x.shape[len(shape) :])
         if is_on_cpu(x):
-            sums[i] = _host_sum(x, cut)
+            sums[i] = _host_sum(x, natural)
             continue
         there = on_device(x)
-        partial[i] = _partial_sums(there, cut, there.sharding)
+        partial[i] = _partial_sums(there, natural, there.sharding)
         if there is not x:  # at most one copy at a time
             jax.block_until_ready(partial[i])
     for i, y in partial.items():
@@ -65,20 +66,18 @@ def _key_data(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _host_sum(x: jax.Array, cut: Cut | None) -> int:
+def _host_sum(x: jax.Array, natural: tuple[int, ...]) -> int:
     """Returns the share of this process's parts of an array on CPU devices."""
-    natural = x.shape if cut is None else cut.unpadded_shape
     shards = copy_array(x).addressable_shards  # those of `x` itself would stay, and no step could reuse its memory
-    parts = ((np.asarray(s.data), [i.start or 0 for i in s.index]) for s in shards if s.replica_id == 0)
+    parts = ((np.asarray(s.data), Box.of(s.index, x.shape).start) for s in shards if s.replica_id == 0)
     return sum(host_sum_of_part(part, start, natural) for part, start in parts) % 2**32
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax.Array:
+def _partial_sums(x: jax.Array, natural: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     """Returns one sum per device, of its part; of devices with the same part, all but one return zero."""
     mesh, names = sharding.mesh, tuple(sharding.mesh.axis_names)
     spec = (*sharding.spec, *([None] * (x.ndim - len(sharding.spec))))
-    natural = x.shape if cut is None else cut.unpadded_shape
     used = set(jax.tree.leaves(tuple(spec)))
 
     def local(part: jax.Array) -> jax.Array:
@@ -95,10 +94,10 @@ def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax
 
 
 def sum_of_part(part: jax.Array, start: Sequence[int | jax.Array] | jax.Array, natural: Sequence[int]) -> jax.Array:
-    """Returns the share of a rectangle of a stored array in its checksum, a uint32. Inside `jit`.
+    """Returns the share of a box of a stored array in its checksum, a uint32. Inside `jit`.
 
     Args:
-      part: The rectangle.
+      part: The box.
       start: The index of its first element, per dimension.
       natural: The sizes of the stored array without padding.
     """
@@ -158,18 +157,12 @@ def host_checksum(x: np.ndarray, *, first: int = 0) -> int:
 
 def host_sum_of_part(part: np.ndarray, start: Sequence[int], natural: Sequence[int]) -> int:
     """As `sum_of_part`, of an array on the host."""
-    ends = [max(0, min(size, n - at)) for size, n, at in zip(part.shape, natural, start, strict=True)]
-    inside = part[tuple(map(slice, ends))]
-    if not inside.size:
+    box = Box(tuple(start), part.shape)
+    inside = box & Box.whole(natural)
+    if inside is None:
         return 0
-    # What has one index in the dimensions before the last cut one lies in one piece, in the natural array too: a line.
-    cut = [d for d, (size, n) in enumerate(zip(inside.shape, natural, strict=True)) if size != n]
-    dim = cut[-1] if cut else 0
-    first = np.zeros(1, np.int64)
-    for d in range(min(dim + 1, part.ndim)):
-        index = start[d] + np.arange(inside.shape[d] if d < dim else 1)
-        first = (first[:, None] + index * math.prod(natural[d + 1 :])).reshape(-1)
-    return _sum_of_lines(inside.reshape(len(first), -1), first)
+    first = inside.lines(natural)
+    return _sum_of_lines(part[inside.within(box).slices].reshape(len(first), -1), first)
 
 
 def _sum_of_lines(x: np.ndarray, first: np.ndarray) -> int:

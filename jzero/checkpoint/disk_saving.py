@@ -21,10 +21,10 @@ import numpy as np
 
 from jzero._types import DType
 from jzero.checkpoint.checksum import sum_of_part
-from jzero.checkpoint.disk_places import chunk_shape, chunks_of, in_stored, is_streamed, overlap
+from jzero.checkpoint.disk_places import chunk_shape, in_stored, is_streamed
 from jzero.disk.files import page_aligned
+from jzero.layout.box import Box
 from jzero.layout.casts import apply_edits
-from jzero.layout.records import Rectangle
 from jzero.plan.plan import ZeroPlan
 from jzero.records.records import Records, first_holders
 
@@ -127,18 +127,18 @@ class Snapshot:
         """Returns the shape of a parameter's chunks."""
         return chunk_shape(self.records.plan, i)
 
-    def chunks(self, i: int) -> Iterator[tuple[Rectangle, list[np.ndarray]]]:
+    def chunks(self, i: int) -> Iterator[tuple[Box, list[np.ndarray]]]:
         """Yields the chunks of a parameter that this process writes: places in the natural array, and all fields."""
         leaf = self.records.plan.leaves[i].grad
         records = _Records(self, i)
-        for chunk in chunks_of(leaf.shape, self.chunk_shape(i)):
+        for chunk in Box.whole(leaf.shape).split(self.chunk_shape(i)):
             place = in_stored(chunk, leaf)
-            if records.at(Rectangle(place.start, tuple(1 for _ in place.start))):
+            if records.at(Box(place.start, tuple(1 for _ in place.start))):
                 yield chunk, [x.reshape(chunk.shape) for x in records.read(place)]
 
 
 class _Records:
-    """Reads rectangles of one parameter's state from disk, and caches the latest records."""
+    """Reads boxes of one parameter's state from disk, and caches the latest records."""
 
     def __init__(self, snapshot: Snapshot, i: int) -> None:
         records = snapshot.records
@@ -150,20 +150,22 @@ class _Records:
         sizes = [records.pipeline.store.sizes[n] for n in self._numbers]
         self._free = [page_aligned(max(sizes, default=0)) for _ in range(KEPT_RECORDS)]
 
-    def at(self, place: Rectangle) -> list[int]:
-        """Returns the numbers of the records that a rectangle overlaps."""
+    def at(self, place: Box) -> list[int]:
+        """Returns the numbers of the records that a box overlaps."""
         start, stop = np.array(place.start), np.array(place.start) + np.array(place.shape)
         hit = (self._starts < stop) & (self._stops > start)
         return [self._numbers[k] for k in np.flatnonzero(hit.all(axis=1))]
 
-    def read(self, place: Rectangle) -> list[np.ndarray]:
-        """Returns a rectangle of each field, in new memory."""
+    def read(self, place: Box) -> list[np.ndarray]:
+        """Returns a box of each field, in new memory."""
         records = self._snapshot.records
         fields = [np.empty(place.shape, leaf.dtype) for leaf in records.plan.record_fields[self._i]]
         for number in self.at(place):
-            there, here = overlap(place, records.index[number].stored)
+            stored = records.index[number].stored
+            common = place & stored
+            assert common is not None
             for x, view in zip(fields, records.views(number, self._bytes(number)), strict=True):
-                x[there] = view[here]
+                x[common.within(place).slices] = view[common.within(stored).slices]
         return fields
 
     def _bytes(self, number: int) -> np.ndarray:
@@ -218,7 +220,7 @@ def _examine(
 
     Args:
       fields: The fields.
-      param: The same rectangle of the 16-bit parameter; `None` if its master is not on disk.
+      param: The same box of the 16-bit parameter; `None` if its master is not on disk.
       start: Its place in the stored array, int32 [ndim].
       natural: The sizes of the stored array without padding.
       master: The number of the field that is the master, or `None`.

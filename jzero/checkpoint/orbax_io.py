@@ -24,7 +24,7 @@ import tensorstore as ts
 
 from jzero._types import DType
 from jzero.checkpoint.disk_saving import DiskArray, Snapshot
-from jzero.layout.cut import Cut
+from jzero.layout.box import Box, Index
 
 T = TypeVar("T")
 ParamInfo: TypeAlias = ocp.type_handlers.ParamInfo
@@ -46,36 +46,29 @@ class CutArray:
 
     Attributes:
       array: The array as stored.
-      cut: How it is padded, not flattened; `None` if it has its natural shape.
+      shape: Its shape on disk, without padding.
     """
 
     array: jax.Array
-    cut: Cut | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape on disk."""
-        return tuple(self.array.shape) if self.cut is None else self.cut.shape
+    shape: tuple[int, ...]
 
     @property
     def dtype(self) -> DType:
         """Its dtype on disk."""
         return dtype_on_disk(self.array.dtype)
 
-    def parts(self) -> list[tuple[tuple[slice, ...], np.ndarray]]:
+    def parts(self) -> list[tuple[Index, np.ndarray]]:
         """Returns the parts for this process to write, on the host, each with its place in the natural array."""
         shards = [shard for shard in self.array.addressable_shards if shard.replica_id == 0]
         for shard in shards:
             shard.data.copy_to_host_async()
-        if self.cut is None:
-            return [(shard.index, np.asarray(shard.data).astype(self.dtype)) for shard in shards]
-        parts = []
-        for shard in shards:
-            place = self.cut.inside(shard.index)
-            if place is not None:
-                inside = tuple(slice(0, len(range(*s.indices(n)))) for s, n in zip(place, self.shape, strict=True))
-                parts.append((place, np.asarray(shard.data)[inside].astype(self.dtype, copy=False)))
-        return parts
+        boxes = ((shard, Box.of(shard.index, self.array.shape)) for shard in shards)
+        inside = ((shard, box, box & Box.whole(self.shape)) for shard, box in boxes)
+        return [
+            (place.slices, np.asarray(shard.data)[place.within(box).slices].astype(self.dtype, copy=False))
+            for shard, box, place in inside
+            if place is not None
+        ]
 
 
 def dtype_on_disk(dtype: DType) -> DType:
@@ -115,7 +108,7 @@ class _CutArrayHandler(ocp.type_handlers.ArrayHandler):
 
 
 async def _write(
-    x: CutArray, parts: Sequence[tuple[tuple[slice, ...], np.ndarray]], info: ParamInfo, arg: ocp.SaveArgs | None
+    x: CutArray, parts: Sequence[tuple[Index, np.ndarray]], info: ParamInfo, arg: ocp.SaveArgs | None
 ) -> None:
     # No two processes share a chunk.
     opened = await _create(x, x.array.sharding.shard_shape(x.array.shape), info, arg)

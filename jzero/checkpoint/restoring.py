@@ -385,7 +385,7 @@ def _verify(
         for i, leaf in matched.items()
         if leaf.checksum is not None and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
     ]
-    sums = checksums([read[i] for i in checked], [target_leaves[i].cut for i in checked])
+    sums = checksums([read[i] for i in checked], [target_leaves[i].leaf.shape for i in checked])
     wrong = [matched[i].path for i, value in zip(checked, sums, strict=True) if value != matched[i].checksum]
     if wrong:
         raise wrong_checksums(contents.state_directory, wrong)

@@ -245,8 +245,8 @@ def _make_items(
 
 def _checksums(arrays: Sequence[Stored], leaves: Sequence[TargetLeaf]) -> list[int]:
     """Returns the checksum of each array in memory, and 0 for what is on disk."""
-    in_memory = [(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True) if not isinstance(x, InRecords)]
-    sums = iter(checksums([x for x, _ in in_memory], [cut for _, cut in in_memory]))
+    in_memory = [(x, leaf.leaf.shape) for x, leaf in zip(arrays, leaves, strict=True) if not isinstance(x, InRecords)]
+    sums = iter(checksums([x for x, _ in in_memory], [shape for _, shape in in_memory]))
     return [0 if isinstance(x, InRecords) else next(sums) for x in arrays]
 
 
@@ -269,7 +269,7 @@ def _to_write(x: Stored, leaf: TargetLeaf, snapshot: Snapshot | None) -> jax.Arr
         assert snapshot is not None
         return DiskArray(snapshot, *snapshot.records.place_of(x.path))
     is_plain = leaf.cut is None and can_store(leaf.leaf.dtype)
-    return x if is_plain else CutArray(x, leaf.cut)
+    return x if is_plain else CutArray(x, leaf.leaf.shape)
 
 
 def _check_storable(leaves: Sequence[TargetLeaf]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jzero._types import DType
+from jzero.layout.box import Box, Index, padded
 from jzero.layout.casts import apply_edits, round_to
 from jzero.layout.cut import Cut
 from jzero.layout.mesh import HOST_MEMORY
@@ -109,9 +110,9 @@ def place_array(
     shape = host.shape if cut is None else cut.stored_shape
     flat = host if cut is None else host.reshape(cut.unpadded_shape)
 
-    def part(index: Any) -> np.ndarray:
+    def part(index: Index | None) -> np.ndarray:
         # A copy, since the runtime may keep a reference to its input.
-        return np.array(host[index]) if cut is None else cut.part(flat.__getitem__, host.dtype, index)
+        return padded(lambda box: np.array(box.take(flat)), Box.of(index or (), shape), flat.shape, host.dtype)
 
     placed = jax.make_array_from_callback(shape, sharding, part)
     return copy_array(placed) if is_on_cpu(placed) else placed  # it may use a part's memory, which cannot be donated

@@ -15,6 +15,7 @@ from jzero._types import DType, PyTree
 from jzero.config.precision import is_key
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import itemsize
+from jzero.layout.box import Box
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import (
     AnyMesh,
@@ -26,7 +27,7 @@ from jzero.layout.mesh import (
     with_explicit_axes,
 )
 from jzero.layout.padded import Padded
-from jzero.layout.records import Rectangle, rectangles
+from jzero.layout.records import record_boxes
 from jzero.layout.route import Route, route_of
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.plan.kept import Kept
@@ -287,14 +288,14 @@ class ZeroPlan(Report):
                 fields[leaf.owner] = (*fields.get(leaf.owner, ()), leaf)
         return dict(sorted(fields.items()))
 
-    def rectangles_of(self, i: int) -> list[Rectangle]:
-        """Returns the rectangles of each device's part of a parameter that are records on disk."""
+    def record_boxes(self, i: int) -> list[Box]:
+        """Returns the boxes of each device's part of a parameter that are records on disk."""
         per_element = sum(itemsize(leaf.dtype) for leaf in self.record_fields[i])
         shape, most = self.leaves[i].grad.part_shape, self.config.offload.chunk_bytes
         if i not in self.params_on_disk:
-            return rectangles(shape, per_element, most)
-        of_row = rectangles(shape[1:], per_element, most)  # programs read single rows
-        return [Rectangle((row, *x.start), (1, *x.shape)) for row in range(shape[0]) for x in of_row]
+            return record_boxes(shape, per_element, most)
+        of_row = record_boxes(shape[1:], per_element, most)  # programs read single rows
+        return [Box((row, *x.start), (1, *x.shape)) for row in range(shape[0]) for x in of_row]
 
     def num_chosen(self, leaf: StateLeaf) -> int:
         """Returns how many columns each device chooses of its part of a leaf, see `Offload.zenflow`."""

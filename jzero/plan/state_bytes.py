@@ -64,7 +64,7 @@ def record_bytes(plan: ZeroPlan) -> int:
     sizes = (
         field_offsets([leaf.dtype for leaf in fields], record.size)[-1]
         for i, fields in plan.record_fields.items()
-        for record in plan.rectangles_of(i)
+        for record in plan.record_boxes(i)
     )
     return sum(sizes)
 

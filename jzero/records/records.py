@@ -21,9 +21,10 @@ from jax.typing import ArrayLike
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import Pipeline
 from jzero.disk.rows import Row, RowReader
+from jzero.layout.box import Box
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.placement import Memory
-from jzero.layout.records import Rectangle, field_offsets
+from jzero.layout.records import field_offsets
 from jzero.layout.stored import InRecords
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
@@ -48,13 +49,12 @@ class Record(NamedTuple):
     param: int
     device: jax.Device
     first: tuple[int, ...]
-    place: Rectangle
+    place: Box
 
     @property
-    def stored(self) -> Rectangle:
+    def stored(self) -> Box:
         """Its place in the stored array."""
-        start = tuple(a + b for a, b in zip(self.first, self.place.start, strict=True))
-        return Rectangle(start, self.place.shape)
+        return self.place.beyond(self.first)
 
 
 def first_holders(plan: ZeroPlan, leaf: StateLeaf, *, everywhere: bool = False) -> dict[jax.Device, jax.Device]:
@@ -81,7 +81,7 @@ def layout(plan: ZeroPlan) -> list[Record]:
         index = leaf.device_sharding.devices_indices_map(leaf.stored_shape)
         devices = list(dict.fromkeys(first_holders(plan, leaf).values()))
         starts = {d: tuple(s.start or 0 for s in index[d]) for d in devices}
-        records += [Record(i, d, starts[d], place) for place in plan.rectangles_of(i) for d in devices]
+        records += [Record(i, d, starts[d], place) for place in plan.record_boxes(i) for d in devices]
     return records
 
 

@@ -238,7 +238,7 @@ def _compute(  # noqa: PLR0913  # operands of a program, by kind
       kernel: What to compute.
       leaf: The layout of the parameter's gradient.
       fields: The fields that it reads, [*shape].
-      slices: The same rectangle of arrays, [*shape].
+      slices: The same box of arrays, [*shape].
       numbers: 0-d arrays.
       start: Its place in the stored array, int32 [ndim].
       shape: The shape of the record.
@@ -254,13 +254,13 @@ def _compute(  # noqa: PLR0913  # operands of a program, by kind
 
 @functools.partial(jax.jit, static_argnames="shape")
 def _cut(x: jax.Array, start: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a rectangle of a device's part, in the device's memory."""
+    """Returns a box of a device's part, in the device's memory."""
     return on_device(lax.dynamic_slice(x, start, shape))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _paste(part: jax.Array, x: jax.Array, start: jax.Array) -> jax.Array:
-    """Returns a device's part with a rectangle replaced."""
+    """Returns a device's part with a box replaced."""
     return lax.dynamic_update_slice(part, x, start)
 
 
