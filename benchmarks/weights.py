@@ -68,7 +68,7 @@ def write_model(folder: pathlib.Path, gigabytes: float) -> None:
     from safetensors.numpy import save_file
 
     from jzero.hf import read_config
-    from jzero.pretrained.presets import tensor_shapes
+    from jzero.weights.families import tensor_shapes
 
     folder.mkdir()
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "vocab_size": 32000}
@@ -156,7 +156,7 @@ def run(directory: str, part: str, kind: str = "plain", process: str = "0", port
 
 def count_pages() -> list[int]:
     """Counts the bytes of pages that slices of files cover, from now on."""
-    from jzero.checkpoint.safetensors_files import TensorFile
+    from jzero.weights.safetensors_files import TensorFile
 
     counts: list[int] = []
     view = TensorFile.view

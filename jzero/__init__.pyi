@@ -8,15 +8,11 @@ from jzero.analysis.step_memory import StepMemory as StepMemory
 from jzero.analysis.step_memory import estimate_step_memory as estimate_step_memory
 from jzero.analysis.violations import PlanViolation as PlanViolation
 from jzero.checkpoint.damage import CheckpointError as CheckpointError
-from jzero.checkpoint.exporting import export_checkpoint as export_checkpoint
-from jzero.checkpoint.exporting import export_params as export_params
 from jzero.checkpoint.inspecting import CheckpointInfo as CheckpointInfo
 from jzero.checkpoint.inspecting import inspect_checkpoint as inspect_checkpoint
-from jzero.checkpoint.loading import load_params as load_params
 from jzero.checkpoint.manager import CheckpointManager as CheckpointManager
 from jzero.checkpoint.matching import RestoreReport as RestoreReport
 from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
-from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
 from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
 from jzero.config.keep import Keep as Keep
 from jzero.config.leaf_rule import LeafRule as LeafRule
@@ -58,8 +54,6 @@ from jzero.monitor.trackers import MLflow as MLflow
 from jzero.monitor.trackers import WandB as WandB
 from jzero.plan.opt_state import ZeroOptState as ZeroOptState
 from jzero.plan.plan import ZeroPlan as ZeroPlan
-from jzero.pretrained.mapping import From as From
-from jzero.pretrained.mapping import Mapping as Mapping
 from jzero.state.adapter import plan_of as plan_of
 from jzero.state.disk_space import DiskStats as DiskStats
 from jzero.state.disk_space import disk_stats as disk_stats
@@ -87,5 +81,11 @@ from jzero.step.eval_step import make_eval_step as make_eval_step
 from jzero.step.overflow import LossScaleError as LossScaleError
 from jzero.step.train_step import make_train_step as make_train_step
 from jzero.step.train_step import value_and_grad as value_and_grad
+from jzero.weights.exporting import export_checkpoint as export_checkpoint
+from jzero.weights.exporting import export_params as export_params
+from jzero.weights.loading import load_params as load_params
+from jzero.weights.mapping import From as From
+from jzero.weights.mapping import Mapping as Mapping
+from jzero.weights.safetensors_files import ExportReport as ExportReport
 
 __version__: str

@@ -1,7 +1,7 @@
 """Hugging Face's folders and PEFT's adapters, as users import them. Imports none of Hugging Face's libraries."""
 
-from jzero.checkpoint.peft import export_peft
-from jzero.pretrained.config import ModelConfig, read_config
-from jzero.pretrained.presets import peft_mapping
+from jzero.weights.config import ModelConfig, read_config
+from jzero.weights.families import peft_mapping
+from jzero.weights.peft import export_peft
 
 __all__ = ["ModelConfig", "export_peft", "peft_mapping", "read_config"]

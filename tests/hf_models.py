@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jzero.hf import read_config
-from jzero.pretrained.presets import tensor_shapes
+from jzero.weights.families import tensor_shapes
 
 SIZES = {
     "vocab_size": 61,

@@ -29,9 +29,10 @@ from jax.experimental import multihost_utils
 import jzero
 from jzero.arrays import presence
 from jzero.arrays import processes as _processes
-from jzero.checkpoint import safetensors_files, sharing
+from jzero.checkpoint import sharing
 from jzero.disk.files import DiskError
 from jzero.state.record_states import records_of
+from jzero.weights import safetensors_files
 from tests import data_worker, models
 from tests.multiprocess_disagreements import BATCH, disagree, small_loss, small_state
 from tests.multiprocess_states import (

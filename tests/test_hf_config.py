@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jzero.hf
-from jzero.pretrained.config import COMMON, FAMILIES
+from jzero.weights.config import COMMON, FAMILIES
 from tests.hf_models import SIZES, STRETCHED
 
 LLAMA = {"model_type": "llama", **SIZES}

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.checkpoint.safetensors_files import TensorFile
+from jzero.weights.safetensors_files import TensorFile
 from tests import hf_models
 from tests.tiers import slow
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from jzero.checkpoint import safetensors_files
+from jzero.weights import safetensors_files
 from tests.checkpoint_states import natural, nnx_state, sharded
 from tests.export_states import ODD, leaves, numbers, odd_state
 from tests.tiers import singles
@@ -39,14 +39,14 @@ def test_files_of_another_program_are_loaded_into_shards(stage, precision, dtype
 
 def test_each_device_reads_its_part_only(tmp_path, monkeypatch):
     sizes = []
-    read = safetensors_files.TensorFile.read
+    view = safetensors_files.TensorFile.view
 
     def spy(self, index):
-        part = read(self, index)
+        part = view(self, index)
         sizes.append(part.size)
         return part
 
-    monkeypatch.setattr(safetensors_files.TensorFile, "read", spy)
+    monkeypatch.setattr(safetensors_files.TensorFile, "view", spy)
     params = {"w": np.ones((1000, 64), np.float32), "odd": np.ones((1003, 61), np.float32)}
     state = sharded(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), 3)
     jzero.export_params(state, tmp_path / "x.safetensors")

@@ -1,7 +1,6 @@
-"""Checkpoints: saves, restores, exports. Only these modules import orbax and safetensors.
+"""Checkpoints of training states: saved, restored, checked. Only these modules import orbax.
 
 Read `leaves` (a state on disk), `saving` and `restoring`, `manager` with `writer`, `retention`, `lock` and
-`preemption`. Then `uninterrupted` (Ctrl-C), `sharing` (several processes), `contents`, `matching`, `checksum` and
-`damage` (reading and checking), `extras`, `orbax_io` (Orbax's handlers), `loading` with `mapped` and
-`pieces`, `exporting` with `draft`, `outline` and `layers`, `peft`, `safetensors_files`, and `inspecting`.
+`preemption`. Then `uninterrupted` (Ctrl-C), `sharing` (several processes), `contents`, `matching`, `checksum`, `parts`
+and `damage` (reading and checking), `extras`, `orbax_io` (Orbax's handlers), and `inspecting`.
 """

@@ -145,16 +145,6 @@ def _num_bits(dtype: DType) -> int:
     return int(jax.dtypes.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits)
 
 
-def host_checksum(x: np.ndarray, *, first: int = 0) -> int:
-    """Returns the share of consecutive elements of a natural array, on the host, in its checksum.
-
-    Args:
-      x: The elements, all of them by default.
-      first: The index of the first in the flat array.
-    """
-    return _sum_of_lines(x.reshape(1, -1), np.array([first]))
-
-
 def host_sum_of_part(part: np.ndarray, start: Sequence[int], natural: Sequence[int]) -> int:
     """As `sum_of_part`, of an array on the host."""
     box = Box(tuple(start), part.shape)

@@ -14,9 +14,10 @@ from jzero._text import Report, format_rows, picked
 from jzero.checkpoint.contents import StoredLeaf, find_steps, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError
 from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
-from jzero.checkpoint.parts import checked_leaves
+from jzero.checkpoint.parts import checked_boxes
 from jzero.checkpoint.restoring import read_extra
 from jzero.config.settings import FLAG, check
+from jzero.layout.box import Box
 from jzero.plan.table import format_bytes
 
 
@@ -125,7 +126,7 @@ def inspect_checkpoint(path: epath.PathLike, *, verify: bool = False) -> Checkpo
         for i, leaf in enumerate(contents.leaves.values(), 1):
             logging.getLogger("jzero").info("Reading leaf %s of %s.", i, len(contents.leaves))
             try:
-                for parts in checked_leaves(contents, [leaf]):
+                for parts in checked_boxes(contents, [(leaf, Box.whole(leaf.shape))]):
                     collections.deque(parts, maxlen=0)
             except CheckpointError as error:
                 damaged[leaf.path] = " ".join(str(error).removesuffix(REMEDY).split())

@@ -7,6 +7,7 @@ for none. Requested parts count against a limit of bytes until they are used.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,31 +15,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jzero.checkpoint.checksum import host_checksum
+from jzero.checkpoint.checksum import host_sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import wrong_checksums
+from jzero.layout.box import Box
 
 PART_BYTES = 1 << 22
-"""Least bytes of a part that `checked_leaves` reads, if the leaf has as many."""
+"""Least bytes of a part that `checked_boxes` reads, if the leaf has as many."""
 LEAVES_BYTES = 3 << 23
-"""Most bytes that `checked_leaves` holds, if no part is larger."""
+"""Most bytes that `checked_boxes` holds, if no part is larger."""
 
 
 class Part(NamedTuple):
-    """A rectangle of an array.
+    """A box of an array.
 
     Attributes:
       array: The array, open.
-      place: Where in it; a slice with bounds per dimension.
+      box: Where in it.
     """
 
     array: Any
-    place: tuple[slice, ...]
+    box: Box
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its numbers."""
-        return math.prod(s.stop - s.start for s in self.place) * int(self.array.dtype.numpy_dtype.itemsize)
+        return self.box.size * int(self.array.dtype.numpy_dtype.itemsize)
 
 
 def read_parts(contents: Contents, parts: Iterable[Part], limit: int) -> Iterator[np.ndarray]:
@@ -67,45 +69,57 @@ def read_parts(contents: Contents, parts: Iterable[Part], limit: int) -> Iterato
             held -= under_way.popleft()[1]
         if part is not None:
             with contents.errors():
-                under_way.append((part.array[part.place].read(), part.num_bytes))
+                under_way.append((part.array[part.box.slices].read(), part.num_bytes))
             held += part.num_bytes
 
 
-def checked_leaves(contents: Contents, leaves: Sequence[StoredLeaf]) -> Iterator[Iterator[np.ndarray]]:
-    """Yields each leaf as an iterator of its parts, in memory order. Exhaust one before the next.
+def checked_boxes(contents: Contents, boxes: Sequence[tuple[StoredLeaf, Box]]) -> Iterator[Iterator[np.ndarray]]:
+    """Yields boxes of leaves, each as an iterator of its parts, in memory order. Exhaust one before the next.
 
     Args:
       contents: The checkpoint.
-      leaves: Which.
+      boxes: The boxes, in order.
 
     Raises:
       CheckpointError: A leaf cannot be read; or, after its last part, its checksum differs.
     """
-    opened = contents.open({leaf.keys: () for leaf in leaves})
-    parts = [_consecutive(opened[leaf.keys]) for leaf in leaves]
+    opened = contents.open({leaf.keys: () if box.shape == leaf.shape else box.shape for leaf, box in boxes})
+    parts = [_consecutive(opened[leaf.keys], box) for leaf, box in boxes]
     values = read_parts(contents, itertools.chain.from_iterable(parts), LEAVES_BYTES)
-    for leaf, own in zip(leaves, parts, strict=True):
-        yield _checked(contents, leaf, itertools.islice(values, len(own)))
+    sums = {leaf.keys: _Sum(math.prod(leaf.shape)) for leaf, _ in boxes}
+    for (leaf, _), own in zip(boxes, parts, strict=True):
+        yield _checked(contents, leaf, zip(own, values, strict=False), sums[leaf.keys])
 
 
-def _consecutive(array: Any) -> list[Part]:
-    """Returns parts that divide an array along its first dimension, where chunks do, so that none is read twice."""
-    shape = array.shape
-    if not shape:
-        return [Part(array, ())]
-    row_bytes = math.prod(shape[1:]) * int(array.dtype.numpy_dtype.itemsize)
-    chunk = array.chunk_layout.read_chunk.shape[0]
+@dataclasses.dataclass
+class _Sum:
+    """What was read of a leaf: how much is left, the checksum so far, and where the parts begin."""
+
+    left: int
+    total: int = 0
+    seen: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
+
+
+def _consecutive(array: Any, box: Box) -> list[Part]:
+    """Returns parts that divide a box along its first dimension, where chunks do, so that none is read twice."""
+    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+    if dim is None:
+        return [Part(array, box)]
+    row_bytes = math.prod(box.shape[dim + 1 :]) * int(array.dtype.numpy_dtype.itemsize)
+    chunk = array.chunk_layout.read_chunk.shape[dim]
     rows = -(-PART_BYTES // (chunk * row_bytes)) * chunk
-    rest = [slice(0, size) for size in shape[1:]]
-    return [Part(array, (slice(i, min(i + rows, shape[0])), *rest)) for i in range(0, shape[0], rows)]
+    return [Part(array, x) for x in box.split((*box.shape[:dim], rows, *box.shape[dim + 1 :]))]
 
 
-def _checked(contents: Contents, leaf: StoredLeaf, values: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    size = total = 0
-    for x in values:
-        if leaf.checksum is not None:
-            total += host_checksum(x, first=size)
-        size += x.size
+def _checked(
+    contents: Contents, leaf: StoredLeaf, parts: Iterator[tuple[Part, np.ndarray]], sum_: _Sum
+) -> Iterator[np.ndarray]:
+    """Yields parts of a leaf; once each element was there, compares its checksum."""
+    for (_, box), x in parts:
+        if leaf.checksum is not None and box.start not in sum_.seen:
+            sum_.seen.add(box.start)
+            sum_.left -= box.size
+            sum_.total += host_sum_of_part(x, box.start, leaf.shape)
         yield x
-    if leaf.checksum is not None and total % 2**32 != leaf.checksum:
+    if leaf.checksum is not None and not sum_.left and sum_.total % 2**32 != leaf.checksum:
         raise wrong_checksums(contents.state_directory, [leaf.path])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from jzero._types import DType
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import TargetLeaf
 from jzero.checkpoint.parts import Part, read_parts
-from jzero.layout.cut import Index
+from jzero.layout.box import Box, padded
 from jzero.layout.placement import copy_array
 
 AHEAD_BYTES = 1 << 28
@@ -20,28 +20,34 @@ AHEAD_BYTES = 1 << 28
 
 
 def read_shards(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
-    """Returns arrays of a checkpoint in the forms of the state's leaves, zero beyond the natural array; no random keys.
+    """Returns arrays of a checkpoint in the forms of the state's leaves; no random keys.
 
     Raises:
       CheckpointError: An array cannot be read.
       ValueError: It holds integers that jax, in its current configuration, would truncate.
     """
     opened = contents.open({stored.keys: () for _, stored in leaves.values()})
-    parts = (
-        Part(opened[stored.keys], inside) for target_leaf, stored in leaves.values() for inside in _parts(target_leaf)
-    )
+    boxes = ((stored, x, Box.whole(stored.shape)) for leaf, stored in leaves.values() for x in _boxes_here(leaf))
+    parts = (Part(opened[stored.keys], inside) for stored, box, whole in boxes if (inside := box & whole))
     values = read_parts(contents, parts, AHEAD_BYTES)
-    return {i: _from_parts(target_leaf, stored, values) for i, (target_leaf, stored) in leaves.items()}
+
+    def read(target_leaf: TargetLeaf, dtype: DType) -> jax.Array:
+        return place(target_leaf, dtype, lambda _: _narrowed(next(values), dtype, target_leaf))
+
+    return {i: read(leaf, jax.dtypes.canonicalize_dtype(stored.dtype)) for i, (leaf, stored) in leaves.items()}
 
 
-def placed(shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Index], np.ndarray]) -> jax.Array:
-    """Returns an array in buffers of its own, which can be donated, made of what `part` returns for each index.
+def place(target_leaf: TargetLeaf, dtype: DType, read: Callable[[Box], np.ndarray]) -> jax.Array:
+    """Returns an array in the form of a leaf, in buffers of its own, which can be donated; zero in the padding.
 
-    Calls `part` once per index, in the order of `_indices`, and keeps none of the results.
+    Args:
+      target_leaf: The leaf.
+      dtype: Of the array.
+      read: Returns a box of the natural array. Called once per box, in the order of `_boxes_here`; nothing is kept.
     """
-    arrays = []
-    for index, devices in _indices(shape, sharding):
-        host = part(index)
+    shape, sharding, arrays = target_leaf.shape, target_leaf.sharding, []
+    for box, devices in _boxes_here(target_leaf).items():
+        host = padded(read, box, target_leaf.leaf.shape, dtype)
         for device in devices:
             x = jax.device_put(host, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
             # On CPUs it may use the memory of `host`, which cannot be donated. The copy is cheap while the numbers are
@@ -50,38 +56,13 @@ def placed(shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Inde
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple[Index, list[jax.Device]]]:
-    """Returns each different part of an array on this process's devices, with bounds, and the devices that hold it."""
-    devices_at: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+def _boxes_here(target_leaf: TargetLeaf) -> dict[Box, list[jax.Device]]:
+    """Returns each different part of an array on this process's devices, and the devices that hold it."""
+    shape, sharding = target_leaf.shape, target_leaf.sharding
+    devices_at: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
-        devices_at.setdefault(bounds, []).append(device)
-    return [(tuple(slice(*x) for x in bounds), devices) for bounds, devices in devices_at.items()]
-
-
-def _inside(index: Index, target_leaf: TargetLeaf) -> Index | None:
-    """Returns the part without its padding; `None` if it is all padding."""
-    inside = index if target_leaf.cut is None else target_leaf.cut.inside(index)
-    return inside if inside is not None and all(s.start < s.stop for s in inside) else None
-
-
-def _parts(target_leaf: TargetLeaf) -> Iterator[Index]:
-    indices = (_inside(index, target_leaf) for index, _ in _indices(target_leaf.shape, target_leaf.sharding))
-    return (x for x in indices if x is not None)
-
-
-def _from_parts(target_leaf: TargetLeaf, stored: StoredLeaf, values: Iterator[np.ndarray]) -> jax.Array:
-    dtype = jax.dtypes.canonicalize_dtype(stored.dtype)
-
-    def part(index: Index) -> np.ndarray:
-        shape = tuple(s.stop - s.start for s in index)
-        if _inside(index, target_leaf) is None:
-            return np.zeros(shape, dtype)
-        values_here = _narrowed(next(values), dtype, target_leaf)
-        padding = [(0, n - m) for n, m in zip(shape, values_here.shape, strict=True)]
-        return values_here if values_here.shape == shape else np.pad(values_here, padding)
-
-    return placed(target_leaf.shape, target_leaf.sharding, part)
+        devices_at.setdefault(Box.of(index or (), shape), []).append(device)
+    return devices_at
 
 
 def _narrowed(x: np.ndarray, dtype: DType, target_leaf: TargetLeaf) -> np.ndarray:

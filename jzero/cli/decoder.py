@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jzero.pretrained.config import ModelConfig
-from jzero.pretrained.presets import param_shapes
 from jzero.state.train_state import TrainState
+from jzero.weights.config import ModelConfig
+from jzero.weights.families import param_shapes
 
 PyTree = Any
 ADAPTERS = r".*/lora_[ab]"

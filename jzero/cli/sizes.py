@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 
 from jzero.cli.request import SIZES
-from jzero.pretrained.config import ModelConfig, config_of
-from jzero.pretrained.presets import param_shapes
+from jzero.weights.config import ModelConfig, config_of
+from jzero.weights.families import param_shapes
 
 Sizes = tuple[int, int, int, int, int, int, bool]
 

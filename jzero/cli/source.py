@@ -17,7 +17,7 @@ from jzero.cli.decoder import ADAPTERS, make_loss, make_state
 from jzero.cli.request import SIZES, Request
 from jzero.cli.sizes import model_sizes
 from jzero.cli.user_model import UserModel, load_model
-from jzero.pretrained.config import ModelConfig, read_sizes
+from jzero.weights.config import ModelConfig, read_sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,10 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -19,7 +18,6 @@ from jzero.layout.blocks import Blocks, pack, packed_size, unpack
 from jzero.layout.parts import Axes, apply_to_parts
 
 T = TypeVar("T")
-Index: TypeAlias = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,18 +276,3 @@ class Cut:
             return x.reshape(*x.shape[: self.dim], -1)
 
         return apply_to_parts(rounded, shard, numbers.axes_beside(), self.axes_beside())
-
-    def inside(self, index: Index) -> Index | None:
-        """Returns a part of the stored array without its padding; `None` if it is all padding."""
-        start, stop, _ = index[self.stored_dim].indices(self.stored_size)
-        stop, rest = min(stop, self.natural_size), index[self.stored_dim + 1 :]
-        return (*index[: self.stored_dim], slice(start, stop), *rest) if start < stop else None
-
-    def part(self, read: Callable[[Index], np.ndarray], dtype: DType, index: Index) -> np.ndarray:
-        """Returns a part of the stored array on the host; `read` returns the values at an index without padding."""
-        part = np.zeros([len(range(*s.indices(n))) for s, n in zip(index, self.stored_shape, strict=True)], dtype)
-        inside = self.inside(index)
-        if inside is not None:
-            values = read(inside)
-            part[tuple(slice(0, n) for n in values.shape)] = values
-        return part

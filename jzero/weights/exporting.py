@@ -1,28 +1,33 @@
-"""Parameters as safetensors, written from a state or a checkpoint leaf by leaf."""
+"""Parameters as safetensors, written from a state or a checkpoint. What is written is known before a byte is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 from etils import epath
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jzero._types import State
 from jzero.checkpoint.contents import absolute, read_contents
-from jzero.checkpoint.draft import Decode, Form, draft_export, fitted
 from jzero.checkpoint.extras import everywhere
-from jzero.checkpoint.layers import CheckpointLayers, StateLayers
-from jzero.checkpoint.leaves import natural_state
-from jzero.checkpoint.loading import is_chosen, path_of
-from jzero.checkpoint.parts import checked_leaves
+from jzero.checkpoint.leaves import TargetLeaf, natural_state
+from jzero.checkpoint.parts import checked_boxes
 from jzero.checkpoint.restoring import PARAMS
-from jzero.checkpoint.safetensors_files import ExportReport
+from jzero.layout.box import Box
+from jzero.layout.placement import on_device
+from jzero.layout.stored import Stored
 from jzero.plan.state_fields import frozen_fields
-from jzero.pretrained.mapping import Mapping as NameMapping
 from jzero.state.adapter import adapt_sharded
 from jzero.state.train_state import check_alive
+from jzero.weights.draft import Boxes, Decode, Form, draft_export
+from jzero.weights.loading import path_of
+from jzero.weights.mapping import Mapping as NameMapping
+from jzero.weights.safetensors_files import ExportReport
 
 MAX_FILE_BYTES = 5_000_000_000
 
@@ -88,8 +93,7 @@ def export_params(
     described = {leaves[i].keys: (leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in params}
     ties = {other: name for name, others in adapted.ties().items() for other in others}
     draft = everywhere(lambda: draft_export(described, Form(dtype, paths, mapping, like, decode), ties))
-    layers = StateLayers({path_of(leaves[i].keys): (arrays[i], leaves[i]) for i in params})
-    tensors = draft.tensors(layers)
+    tensors = draft.tensors(_from_state({path_of(leaves[i].keys): (arrays[i], leaves[i]) for i in params}, draft.boxes))
     first = jax.process_index() == 0
 
     def write() -> ExportReport:
@@ -146,15 +150,44 @@ def export_checkpoint(
     """
     contents = read_contents(checkpoint)
     fields = contents.notes.get("param_fields", [PARAMS])
-    params = [leaf for leaf in contents.leaves.values() if leaf.keys[0] in fields]
-    described = {leaf.keys: (leaf.shape, leaf.dtype) for leaf in params}
-    chosen = [leaf for leaf in params if is_chosen(leaf.keys, paths)]
+    leaves = {path_of(leaf.keys): leaf for leaf in contents.leaves.values() if leaf.keys[0] in fields}
+    described = {leaf.keys: (leaf.shape, leaf.dtype) for leaf in leaves.values()}
     draft = draft_export(described, Form(dtype, paths, mapping, like, decode), contents.notes.get("ties", {}))
-    tensors: Iterable[Iterable[np.ndarray]]
-    if mapping is None:
-        read = zip(checked_leaves(contents, chosen), draft.specs, strict=True)
-        tensors = ((fitted(x, spec) for x in parts) for parts, spec in read)
-    else:
-        layers = CheckpointLayers(contents, {path_of(leaf.keys): leaf for leaf in chosen}, draft.num_stacked)
-        tensors = draft.tensors(layers)
-    return draft.write(absolute(path), tensors, max_file_bytes)
+    boxes = [(leaves[name], box) for tensor in draft.boxes for name, box in tensor]
+    return draft.write(absolute(path), draft.tensors(checked_boxes(contents, boxes)), max_file_bytes)
+
+
+def _from_state(arrays: Mapping[str, tuple[Stored, TargetLeaf]], boxes: Boxes) -> Iterator[Iterator[np.ndarray]]:
+    """Yields boxes of a state's parameters, each in one part. With several processes, each must ask for the same.
+
+    What is stored elsewhere is in device memory while the boxes of one tensor are taken.
+
+    Args:
+      arrays: Stored arrays by path, with how they are stored.
+      boxes: The boxes.
+    """
+    near: dict[str, jax.Array] = {}
+    for own in boxes:
+        near = {path: near[path] if path in near else on_device(arrays[path][0]) for path, _ in own}
+        for path, box in own:
+            yield iter([_to_host(near[path], arrays[path][1].sharding, box)])
+
+
+def _to_host(x: jax.Array, sharding: NamedSharding, box: Box) -> np.ndarray:
+    """Returns a box of an array, which is gathered if it has parts in other processes; caches nothing."""
+    num = next((d for d, n in enumerate(box.shape) if n != 1), len(box.shape))
+    spec = PartitionSpec(*sharding.spec[num:]) if x.is_fully_addressable else PartitionSpec()
+    layer = _layer(x, box.start[:num], NamedSharding(sharding.mesh, spec))
+    shards = {str(shard.index): shard for shard in layer.addressable_shards}  # one of each, if they are replicated
+    host = np.empty(layer.shape, layer.dtype)
+    for shard in shards.values():
+        host[shard.index] = np.asarray(shard.data)
+    return host[box.slices[num:]].reshape(box.shape)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _layer(x: jax.Array, at: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """Returns a layer as an array of its own, since jax keeps the NumPy array that an array was converted to."""
+    for i in at:
+        x = lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+    return lax.with_sharding_constraint(x, sharding)

@@ -1,21 +1,34 @@
-"""The tensors of the families that jzero knows, and the parameters of a scanned decoder that they make.
+"""The families that jzero knows: parameters of a scanned decoder, their tensors, and what lies beside the weights.
 
 The decoder is the one of `examples/llm/decoder.py`; a model of one's own has the same paths, or a mapping of its own.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from jzero.pretrained.config import FAMILIES, POST_NORMS, ModelConfig, read_fields
-from jzero.pretrained.mapping import From, Mapping
-
-Shape = tuple[int, ...]
+from jzero.weights.config import FAMILIES, POST_NORMS, ModelConfig, read_fields, read_sizes
+from jzero.weights.entries import Shape, rule_of, shapes_made
+from jzero.weights.mapping import From, Mapping
 
 TRANSPOSED = (1, 0)
 ADAPTERS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 """The names of adapters here, and in PEFT's files."""
 LAYER = "model.layers.*."
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What goes with a model whatever its weights are."""
 
 
 def _decoder(norms: dict[str, str]) -> Mapping:
@@ -126,10 +139,26 @@ def param_shapes(config: ModelConfig, *, rank: int = 0) -> dict[str, Shape]:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Returns the tensors of a published model, by name, with their shapes in the file."""
-    tensors: dict[str, Shape] = {}
-    for path, shape in param_shapes(config).items():
-        (source,) = PRESETS[config.model_type].of(path)
-        own = shape[source.num_stacked :]
-        own = own[::-1] if source.permute == TRANSPOSED else own
-        tensors |= {source.name.replace("*", str(i)): own for i in range(config.num_layers)}
-    return tensors
+    mapping = PRESETS[config.model_type]
+    return shapes_made((shape, rule_of(mapping.of(path), shape)) for path, shape in param_shapes(config).items())
+
+
+def known_shapes(folder: Any) -> dict[str, Shape] | None:
+    """Returns the shapes of a published model's tensors by its `config.json`; `None` for an unknown family."""
+    _, fields = read_fields(folder)
+    return tensor_shapes(read_sizes(folder)) if fields.get("model_type") in FAMILIES else None
+
+
+def companions(folder: Any, dtype: str | None) -> dict[str, bytes]:
+    """Returns the files to put beside weights, by name: `config.json`, tokenizer, chat template.
+
+    Args:
+      folder: The folder of the model.
+      dtype: The dtype of the weights, for `config.json`; `None` if they have several.
+    """
+    file, fields = read_fields(folder)
+    if dtype is not None:
+        fields["dtype" if "dtype" in fields else "torch_dtype"] = dtype
+    files = {file.name: (json.dumps(fields, indent=2) + "\n").encode()}
+    beside = file.parent
+    return files | {name: (beside / name).read_bytes() for name in COMPANIONS if (beside / name).exists()}

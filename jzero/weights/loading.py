@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -16,20 +19,20 @@ from jzero._types import State
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import Keys, TargetLeaf
-from jzero.checkpoint.mapped import MappedTensor, Problems, map_tensors
 from jzero.checkpoint.matching import renamed_paths
 from jzero.checkpoint.restoring import PARAMS, Choice, Target, check_fit, warn_unless_complete
-from jzero.checkpoint.safetensors_files import TensorFile, find_tensors
-from jzero.checkpoint.shards import placed
-from jzero.layout.cut import Cut, Index
+from jzero.checkpoint.shards import place
+from jzero.layout.box import Box
+from jzero.layout.cut import Cut
 from jzero.layout.misfits import describe_misfit
-from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
-from jzero.pretrained.mapping import Mapping as NameMapping
-from jzero.pretrained.presets import resolve_mapping
 from jzero.state.adapter import adapt_sharded
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import check_alive
+from jzero.weights.entries import AS_IT_IS, Entry, Problems, Rule, copy_into, match, names_in, rule_of
+from jzero.weights.families import resolve_mapping
+from jzero.weights.mapping import Mapping as NameMapping
+from jzero.weights.safetensors_files import TensorFile, find_tensors
 
 
 def load_params(
@@ -82,24 +85,22 @@ def load_params(
     check_alive(adapted.state)
     target = Target(adapted)
     choice = Choice(params_only=True, strict=strict, donate=donate)
-    names = _names(target, choice)
+    leaves = [leaf for leaf in target.leaves if choice.selector(adapted.state)(leaf)]
     if paths is not None:
-        choice = dataclasses.replace(choice, paths=_over_whole_paths(paths, names))
-    tensors = everywhere(lambda: _find(path, names, adapted.ties(), rename, mapping))
-    everywhere(lambda: tensors.check(path, [x.keys for x in names.values() if is_chosen(x.keys, paths)], strict))
-    matched, report = everywhere(
-        lambda: target.match(tensors.contents(path), dataclasses.replace(choice, strict=False))
-    )
+        choice = dataclasses.replace(choice, paths=_over_whole_paths(paths, leaves))
+    found = everywhere(lambda: _find(path, leaves, adapted.ties(), rename, mapping))
+    everywhere(lambda: found.check(path, paths, strict))
+    matched, report = everywhere(lambda: target.match(found.contents(path), dataclasses.replace(choice, strict=False)))
     target.check_kept(matched)
     target = Target(adapt_sharded(apply_pending(state, donate=donate)))  # a later step would change what was loaded
     if jax.process_count() > 1:
         for i, leaf in matched.items():
-            target.leaves[i] = _in_long_runs(tensors.sources[leaf.keys][0], target.leaves[i], target.plan)
+            target.leaves[i] = _in_long_runs(found.sources[leaf.keys][0].slowest, target.leaves[i])
     if donate:
         target.free(matched)
 
     def read(i: int) -> jax.Array:
-        x = everywhere(lambda: _place(tensors.sources[matched[i].keys], target.leaves[i]))
+        x = everywhere(lambda: _place(found.sources[matched[i].keys], target.leaves[i]))
         check_fit({i: x}, target.leaves)
         return x
 
@@ -139,24 +140,49 @@ def is_chosen(keys: Keys, paths: str | None) -> bool:
     return paths is None or re.fullmatch(paths, path_of(keys)) is not None
 
 
-def _names(target: Target, choice: Choice) -> dict[str, TargetLeaf]:
-    """Returns each parameter by its name."""
-    chosen = choice.selector(target.adapted.state)
-    return {name_of(leaf.keys): leaf for leaf in target.leaves if chosen(leaf)}
-
-
-def _over_whole_paths(paths: str, names: Mapping[str, TargetLeaf]) -> str:
+def _over_whole_paths(paths: str, leaves: Sequence[TargetLeaf]) -> str:
     """Turns an expression over key paths into one over paths of leaves, which begin with a field of the state."""
     try:
         re.compile(paths)
     except re.error as error:
         raise ValueError(f"`paths` {paths!r} is not a regular expression: {error}.") from error
-    if not any(is_chosen(leaf.keys, paths) for leaf in names.values()):
-        some = ", ".join(repr(path_of(leaf.keys)) for leaf in list(names.values())[:5])
+    if not any(is_chosen(leaf.keys, paths) for leaf in leaves):
+        some = ", ".join(repr(path_of(leaf.keys)) for leaf in leaves[:5])
         raise ValueError(
             f"`paths` {paths!r} matches no parameter: it must match a whole key path. The first are {some}."
         )
     return f"[^/]*/(?:{paths})"
+
+
+class Source:
+    """What makes a parameter: its entries, and the tensors of files that they are about.
+
+    Attributes:
+      shape: Its shape.
+      slowest: See `Entry.slowest`.
+      first: The first of the tensors.
+      dtype: The dtype that holds the numbers of all.
+    """
+
+    def __init__(self, shape: tuple[int, ...], entries: Sequence[Entry], tensors: Mapping[str, TensorFile]) -> None:
+        self.shape, self.slowest = shape, entries[0].slowest
+        self._num_stacked = entries[0].num_stacked
+        self._entries: dict[tuple[int, ...], list[Entry]] = {}  # by index of the stack, of which there may be thousands
+        for entry in entries:
+            self._entries.setdefault(entry.part.start[: self._num_stacked], []).append(entry)
+        self._tensors = {x.tensor: tensors[x.tensor] for x in entries}
+        self.first = self._tensors[entries[0].tensor]
+        dtypes = {x.dtype for x in self._tensors.values()}
+        self.dtype = np.dtype(functools.reduce(jnp.promote_types, sorted(dtypes, key=str)))
+
+    def read(self, box: Box) -> np.ndarray:
+        """Returns a box of the parameter."""
+        out = np.empty(box.shape, self.dtype)
+        stack = (range(a, a + n) for a, n in zip(box.start, box.shape[: self._num_stacked], strict=False))
+        for entry in itertools.chain.from_iterable(self._entries[at] for at in itertools.product(*stack)):
+            if here := box & entry.part:
+                copy_into(here.within(box).take(out), entry.read(self._tensors[entry.tensor].view, here))
+        return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,29 +190,25 @@ class _Found:
     """The tensors of a file that belong to a state.
 
     Attributes:
-      sources: The tensors of each parameter, by its keys; several of a tied one must be equal.
-      problems: What does not fit, by names as `mapping` or `rename` have them.
+      sources: What makes each parameter, by its keys; several sources of a tied one must be equal.
+      problems: What does not fit, by name.
+      keys_of: The keys of parameters by name, as `mapping` or `rename` have it.
       is_mapped: Whether names are those of a mapping.
     """
 
-    sources: dict[Keys, list[TensorFile | MappedTensor]]
+    sources: dict[Keys, list[Source]]
     problems: Problems
+    keys_of: Mapping[str, Keys]
     is_mapped: bool
 
-    def check(self, path: epath.PathLike, chosen: Collection[Keys], strict: bool) -> None:
-        """Raises if the file lacks a tensor, or has unexpected ones.
-
-        Args:
-          path: The file.
-          chosen: The keys of the parameters to load.
-          strict: Whether missing parameters and unexpected tensors are errors.
-        """
-        asked = {path_of(keys) if self.is_mapped else name_of(keys) for keys in chosen}
+    def check(self, path: epath.PathLike, paths: str | None, strict: bool) -> None:
+        """Raises if the file lacks a tensor of the parameters to load, or has unexpected ones."""
+        asked = {name for name, keys in self.keys_of.items() if is_chosen(keys, paths)}
         bad = Problems({name: text for name, text in self.problems.shapes.items() if name in asked})
         if strict:
             bad.missing = {name: text for name, text in self.problems.missing.items() if name in asked}
             bad.unexpected = self.problems.unexpected
-        if bad.shapes or bad.missing or bad.unexpected:
+        if bad:
             raise ValueError(
                 f"The tensors of {path} are not those of the state, in names as "
                 + ("`mapping` takes" if self.is_mapped else "`rename` makes")
@@ -206,7 +228,7 @@ class _Found:
 
 def _find(
     path: epath.PathLike,
-    names: Mapping[str, TargetLeaf],
+    leaves: Sequence[TargetLeaf],
     ties: Mapping[str, Sequence[str]],
     rename: Mapping[str, str] | None,
     mapping: NameMapping | str | None,
@@ -219,26 +241,57 @@ def _find(
     source = epath.Path(path).expanduser()
     resolved = resolve_mapping(mapping, source.parent if source.is_file() else source)
     tensors, notes = find_tensors(path)
-    if resolved is not None:
-        keys = {path_of(leaf.keys): leaf.keys for leaf in names.values()}
-        shapes = {path_of(leaf.keys): leaf.leaf.shape for leaf in names.values()}
+    named = {name_of(x.keys) if resolved is None else path_of(x.keys): x for x in leaves}
+    shapes = {name: x.leaf.shape for name, x in named.items()}
+    if resolved is None:
+        rules, unexpected = _rules_by_name(shapes, renamed_paths(tensors, rename or {}), _same_names(ties, notes))
+    else:
         slashed = {name.replace(".", "/"): [x.replace(".", "/") for x in others] for name, others in ties.items()}
-        mapped, problems = map_tensors(resolved, shapes, slashed, tensors)
-        return _Found({keys[name]: [*tensors] for name, tensors in mapped.items()}, problems, True)
-    named = {new: tensors[old] for new, old in renamed_paths(tensors, rename or {}).items()}
-    same = _same_names(ties, notes)
-    sources: dict[Keys, list[TensorFile | MappedTensor]] = {}
-    problems = Problems()
-    for name, tensor in named.items():
-        main_name = name if name in names else same.get(name, name)
-        if main_name not in names:
-            problems.unexpected[name] = f"{tensor.dtype}{list(tensor.shape)}"
-            continue
-        sources.setdefault(names[main_name].keys, []).append(tensor)
-        if tensor.shape != (shape := names[main_name].leaf.shape):
-            problems.shapes[main_name] = f"{list(shape)} in the state, {list(tensor.shape)} in the file"
-    problems.missing = {name: "" for name, leaf in names.items() if leaf.keys not in sources}
-    return _Found(sources, problems, False)
+        rules, unexpected = _rules_by_mapping(resolved, shapes, slashed, tensors)
+
+    def lacks(names: Sequence[str]) -> str:
+        if not names:
+            return "" if resolved is None else "no key of the mapping matches it"
+        return f"there is no {names[0]}" + (f", nor {len(names) - 1} more" if len(names) > 1 else "")
+
+    found, problems = match(shapes, rules, {name: tensor.shape for name, tensor in tensors.items()}, lacks)
+    problems.unexpected = {new: f"{tensors[x].dtype}{list(tensors[x].shape)}" for new, x in unexpected.items()}
+    keys_of = {name: x.keys for name, x in named.items()}
+    sources = {keys_of[name]: [Source(shapes[name], x, tensors) for x in made] for name, made in found.items()}
+    return _Found(sources, problems, keys_of, resolved is not None)
+
+
+def _rules_by_name(
+    names: Iterable[str], named: Mapping[str, str], same: Mapping[str, str]
+) -> tuple[dict[str, list[Rule]], dict[str, str]]:
+    """Returns the rules of parameters that are tensors of their names, and tensors of none: new names and old."""
+    rules: dict[str, list[Rule]] = {name: [] for name in names}
+    main = {new: new if new in rules else same.get(new, new) for new in named}
+    for new, old in named.items():
+        if main[new] in rules:
+            rules[main[new]].append({(): [(old, AS_IT_IS)]})
+    return rules, {new: old for new, old in named.items() if main[new] not in rules}
+
+
+def _rules_by_mapping(
+    mapping: NameMapping,
+    shapes: Mapping[str, tuple[int, ...]],
+    ties: Mapping[str, Sequence[str]],
+    tensors: Mapping[str, TensorFile],
+) -> tuple[dict[str, list[Rule]], dict[str, str]]:
+    """Returns the rules of parameters by a mapping, and the tensors that none names."""
+    rules: dict[str, list[Rule]] = {}
+    for name, shape in shapes.items():
+        sources = [mapping.of(x) for x in (name, *ties.get(name, ()))]
+        rules[name] = [rule_of(x, shape) for x in sources if x]
+    used = {x for own in rules.values() for rule in own for x in names_in(rule)}
+    there = {x: name for x, name in mapping.same.items() if x in tensors and name in tensors and x not in used}
+    again = {name: x for x, name in there.items()}
+    for own in rules.values():
+        repeated = [rule for rule in own if again.keys() >= {*names_in(rule)}]
+        own += [{at: [(again[name], x) for name, x in layer] for at, layer in rule.items()} for rule in repeated]
+    used |= {*again.values()}
+    return rules, {name: name for name in tensors if name not in used and not mapping.ignores(name)}
 
 
 def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> dict[str, str]:
@@ -248,14 +301,13 @@ def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> 
     return {**there, **{other: here.get(name, name) for name, other in there.items()}, **here}
 
 
-def _in_long_runs(tensor: TensorFile | MappedTensor, target_leaf: TargetLeaf, plan: ZeroPlan) -> TargetLeaf:
+def _in_long_runs(dim: int | None, target_leaf: TargetLeaf) -> TargetLeaf:
     """Returns how to cut a leaf while it is read, so that each process reads its own part of the file's pages.
 
     If the parts of a process were columns of the tensor, it would touch every page, and so would all others. So each
-    takes rows; devices exchange them for what they keep when the state is filled (`stored_from`).
+    takes rows (`dim`, see `Entry.slowest`); devices exchange them for what they keep when the state is filled.
     """
     leaf = target_leaf.leaf
-    dim = tensor.slowest if isinstance(tensor, MappedTensor) else None
     if dim is None or leaf.cut is None or (target_leaf.cut or leaf.cut).dim == dim:
         return target_leaf
     if dim < len(leaf.base) and leaf.base[dim] is not None:
@@ -264,28 +316,24 @@ def _in_long_runs(tensor: TensorFile | MappedTensor, target_leaf: TargetLeaf, pl
     return TargetLeaf(target_leaf.keys, leaf, form)
 
 
-def _place(tensors: Sequence[TensorFile | MappedTensor], target_leaf: TargetLeaf) -> jax.Array:
-    """Reads a tensor into this process's shards. Tied tensors must be equal."""
-    tensor = tensors[0]
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(tensor.dtype))
+def _place(sources: Sequence[Source], target_leaf: TargetLeaf) -> jax.Array:
+    """Reads a parameter into this process's shards. Sources of a tied one must be equal."""
+    (source, *others), first = sources, sources[0].first
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(source.dtype))
 
-    def part(index: Index) -> np.ndarray:
-        values = _read_part(tensor, target_leaf.cut, index)
-        for other in tensors[1:]:
-            if other.shape != tensor.shape or _read_part(other, target_leaf.cut, index).tobytes() != values.tobytes():
+    def read(box: Box) -> np.ndarray:
+        values = source.read(box)
+        for other in others:
+            if other.read(box).tobytes() != values.tobytes():
                 raise ValueError(
-                    f"{tensor.name!r} and {other.name!r} are one parameter of the state, {target_leaf.path}, but not "
-                    f"the same in {tensor.path}: take one of them out of the file, or untie the parameter."
+                    f"{first.name!r} and {other.first.name!r} are one parameter of the state, {target_leaf.path}, but "
+                    f"not the same in {first.path}: take one of them out of the file, or untie the parameter."
                 )
         if why := describe_misfit(values, dtype):
             raise ValueError(
-                f"{tensor.name!r} in {tensor.path}, read into {target_leaf.path}, holds {why}: enable wider numbers, "
+                f"{first.name!r} in {first.path}, read into {target_leaf.path}, holds {why}: enable wider numbers, "
                 "`jax.config.update('jax_enable_x64', True)`."
             )
         return values.astype(dtype, copy=False)
 
-    return placed(target_leaf.shape, target_leaf.sharding, part)
-
-
-def _read_part(tensor: TensorFile | MappedTensor, cut: Cut | None, index: Index) -> np.ndarray:
-    return tensor.read(index) if cut is None else cut.part(tensor.read, tensor.dtype, index)
+    return place(target_leaf, dtype, read)

@@ -10,14 +10,14 @@ from etils import epath
 from jzero._types import State
 from jzero.checkpoint.contents import absolute
 from jzero.checkpoint.damage import CheckpointError
-from jzero.checkpoint.draft import shapes_there
-from jzero.checkpoint.exporting import export_params
 from jzero.checkpoint.extras import everywhere
-from jzero.checkpoint.safetensors_files import ExportReport
-from jzero.pretrained.config import ADAPTER_CONFIG
-from jzero.pretrained.mapping import Mapping
-from jzero.pretrained.presets import ADAPTERS, peft_mapping, resolve_mapping
 from jzero.state.adapter import plan_of
+from jzero.weights.config import ADAPTER_CONFIG
+from jzero.weights.draft import shapes_there
+from jzero.weights.exporting import export_params
+from jzero.weights.families import ADAPTERS, peft_mapping, resolve_mapping
+from jzero.weights.mapping import Mapping
+from jzero.weights.safetensors_files import ExportReport
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ONE_FILE = 2**63

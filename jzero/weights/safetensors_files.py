@@ -27,6 +27,7 @@ from jzero._text import Report
 from jzero._types import DType
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.lock import only_writer
+from jzero.layout.box import Index
 from jzero.plan.table import format_bytes
 
 DTYPES: dict[str, Any] = {
@@ -242,11 +243,7 @@ class TensorFile:
         self.shape = tuple(entry["shape"])
         self._data = data[slice(*entry["data_offsets"])]
 
-    def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns a copy of one slice."""
-        return np.array(self.view(index))
-
-    def view(self, index: tuple[slice, ...]) -> np.ndarray:
+    def view(self, index: Index) -> np.ndarray:
         """Returns one slice in the memory of the file, as far as its dtype allows."""
         data = self._data
         if self.dtype == FOUR_BITS:
@@ -299,7 +296,8 @@ def _open(path: epath.Path) -> tuple[dict[str, Any], np.ndarray]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     num_bytes = path.stat().length - 8 - size
-    return header, np.memmap(str(path), np.uint8, "r", 8 + size) if num_bytes else np.zeros(0, np.uint8)
+    # Slices of a `memmap` would be ones, too, which takes longer.
+    return header, np.asarray(np.memmap(str(path), np.uint8, "r", 8 + size) if num_bytes else np.zeros(0, np.uint8))
 
 
 def _files(path: epath.Path) -> dict[epath.Path, list[str] | None]:
