@@ -4,6 +4,14 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "boxes_that_overlap_make_an_array",
+        "layout/box.py",
+        "return inside and apart and",
+        "return inside and",
+        "test_box.py::test_boxes_that_do_not_make_an_array",
+        "twice",
+    ),
+    Mutant(
         "flattened_leaves_updated_in_natural_shape",
         "update/program.py",
         "return far_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}",
