@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import pathlib
 
@@ -268,3 +269,10 @@ def test_updates_are_added_by_others_only_on_the_mesh_that_is_set(want):
         step(state, make_batch())
     with jax.set_mesh(jzero.plan_of(state).mesh):
         near(jzero.gather_params(step(state, make_batch())), want["new"])
+
+
+def test_every_public_function_of_a_state_sets_its_mesh():
+    functions = {name: fn for name in jzero.__all__ if inspect.isfunction(fn := getattr(jzero, name))}
+    takes_state = [name for name, fn in functions.items() if {"state", "like"} & set(inspect.signature(fn).parameters)]
+    assert len(takes_state) > 20
+    assert not [name for name in takes_state if not jzero._HOME[name].startswith(jzero._ROOMS_OF_STATES)]
