@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jzero.config.precision import wide_dtype
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.placement import Memory
 from jzero.layout.records import field_offsets
-
-if TYPE_CHECKING:
-    from jzero.plan.plan import ZeroPlan
+from jzero.plan.state_layout import StateLayout
 
 
 class BytesPerDevice(NamedTuple):
@@ -29,7 +27,7 @@ class BytesPerDevice(NamedTuple):
         return self.params + self.grads + self.opt_state
 
 
-def device_bytes(plan: ZeroPlan) -> BytesPerDevice:
+def device_bytes(plan: StateLayout) -> BytesPerDevice:
     """Returns `ZeroPlan.bytes_per_device`."""
     grads = [leaf.grad for leaf in plan.leaves if leaf.trained]
     if plan.config.stage < 2:
@@ -41,7 +39,7 @@ def device_bytes(plan: ZeroPlan) -> BytesPerDevice:
     )
 
 
-def host_bytes(plan: ZeroPlan) -> BytesPerDevice:
+def host_bytes(plan: StateLayout) -> BytesPerDevice:
     """Returns `ZeroPlan.host_bytes_per_device`."""
     offload, late = plan.config.offload, [plan.leaves[i].grad for i in plan.record_fields]
     sums = [dataclasses.replace(x, dtype=wide_dtype(x.dtype)) for x in late]
@@ -53,13 +51,13 @@ def host_bytes(plan: ZeroPlan) -> BytesPerDevice:
     )
 
 
-def replicated_bytes(plan: ZeroPlan) -> BytesPerDevice:
+def replicated_bytes(plan: StateLayout) -> BytesPerDevice:
     """Returns `ZeroPlan.replicated_bytes`."""
     terms = (plan.all_params, [leaf.grad for leaf in plan.leaves if leaf.trained], plan.opt_leaves)
     return BytesPerDevice(*(sum(array_bytes(leaf.size, leaf.dtype) for leaf in leaves) for leaves in terms))
 
 
-def record_bytes(plan: ZeroPlan) -> int:
+def record_bytes(plan: StateLayout) -> int:
     """Returns the bytes of one device's records."""
     sizes = (
         field_offsets([leaf.dtype for leaf in fields], record.size)[-1]
@@ -69,7 +67,7 @@ def record_bytes(plan: ZeroPlan) -> int:
     return sum(sizes)
 
 
-def _chosen_bytes(plan: ZeroPlan) -> int:
+def _chosen_bytes(plan: StateLayout) -> int:
     """Returns the bytes of masters and optimizer state of the columns that one device has chosen."""
     total = 0
     for i, fields in plan.record_fields.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -12,9 +12,7 @@ from jzero._text import as_data, picked
 from jzero._types import DType
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import batch_axes, shard_axes
-
-if TYPE_CHECKING:
-    from jzero.plan.plan import WholeLeaf, ZeroPlan
+from jzero.plan.planned_bytes import PlannedBytes, WholeLeaf
 
 T = TypeVar("T")
 Row = Sequence[str]
@@ -34,8 +32,8 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.2f} TiB"
 
 
-def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
-    """Returns `plan` as text, see `ZeroPlan.table`."""
+def format_plan(plan: PlannedBytes, *, max_rows: int | None) -> str:
+    """Returns `plan` as text, see `PlannedBytes.table`."""
     config = plan.config
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
     head = (
@@ -66,7 +64,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     return "\n\n".join(sections)
 
 
-def _memory_rows(plan: ZeroPlan) -> list[Row]:
+def _memory_rows(plan: PlannedBytes) -> list[Row]:
     """Returns bytes by term: on devices, on the host, on disk, and if nothing were partitioned."""
     ours, host, replicated = plan.bytes_per_device, plan.host_bytes_per_device, plan.replicated_bytes
     taken = plan.disk_bytes_per_device
@@ -78,7 +76,7 @@ def _memory_rows(plan: ZeroPlan) -> list[Row]:
     return [header, *((name, *map(format_bytes, sizes)) for name, sizes in rows.items())]
 
 
-def _kept_lines(plan: ZeroPlan) -> list[str]:
+def _kept_lines(plan: PlannedBytes) -> list[str]:
     """Returns what stays on a device between the passes."""
     kept = plan.kept
     if kept is None:
@@ -89,7 +87,7 @@ def _kept_lines(plan: ZeroPlan) -> list[str]:
     return [f"kept between passes: {', '.join(said) or 'nothing'}"]
 
 
-def _stage_3_line(plan: ZeroPlan) -> list[str]:
+def _stage_3_line(plan: PlannedBytes) -> list[str]:
     """Suggests stage 3 with kept parameters, at stages 1 and 2, if that takes less memory."""
     config, saved = plan.config, 0
     for leaf in plan.leaves:
@@ -108,7 +106,7 @@ def _stage_3_line(plan: ZeroPlan) -> list[str]:
     ]
 
 
-def _level_lines(plan: ZeroPlan) -> list[str]:
+def _level_lines(plan: PlannedBytes) -> list[str]:
     """Returns what each device sends within and between nodes, and what the options for nodes cost."""
     _, *over_nodes = shard_axes(plan.config)
     if not over_nodes:
@@ -124,14 +122,14 @@ def _level_lines(plan: ZeroPlan) -> list[str]:
     return lines
 
 
-def _idle_axes(plan: ZeroPlan) -> list[str]:
+def _idle_axes(plan: PlannedBytes) -> list[str]:
     """Returns the mesh axes over which neither batch nor state is split."""
     leaves = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]
     used = {*batch_axes(plan.config), *jax.tree.leaves([tuple(x.base) for x in leaves])}
     return [f"{name!r} ({size})" for name, size in plan.mesh.shape.items() if size > 1 and name not in used]
 
 
-def _param_row(leaf: LeafPlan | StateLeaf, plan: ZeroPlan) -> Row:
+def _param_row(leaf: LeafPlan | StateLeaf, plan: PlannedBytes) -> Row:
     if isinstance(leaf, StateLeaf):  # outside of the optimizer
         return (leaf.path, str(leaf.shape), _placement(leaf, plan), "none: not trained", "", "", "")
     scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
@@ -146,13 +144,13 @@ def _whole_row(leaf: WholeLeaf) -> Row:
     return (leaf.term, leaf.path, str(leaf.shape), format_bytes(leaf.num_bytes), leaf.reason)
 
 
-def _memory(leaf: StateLeaf, plan: ZeroPlan) -> str:
+def _memory(leaf: StateLeaf, plan: PlannedBytes) -> str:
     """Returns a leaf's memory as the table names it."""
     of_records = "host" if plan.config.offload.path is None else "disk"
     return of_records if leaf.in_records else leaf.memory
 
 
-def _placement(leaf: StateLeaf, plan: ZeroPlan) -> str:
+def _placement(leaf: StateLeaf, plan: PlannedBytes) -> str:
     where = {"device": "", "host": ", on the host", "disk": ", on disk"}[_memory(leaf, plan)]
     if leaf.cut is None:
         return (
@@ -187,8 +185,8 @@ def _columns(rows: Sequence[Row]) -> str:
     return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
 
 
-def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
-    """Returns `plan` as data for JSON, see `ZeroPlan.to_dict`."""
+def plan_as_dict(plan: PlannedBytes) -> dict[str, Any]:
+    """Returns `plan` as data for JSON, see `PlannedBytes.to_dict`."""
     config = plan.config
     terms = {
         "bytes_per_device": plan.bytes_per_device,
@@ -215,7 +213,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
     }
 
 
-def plan_summary(plan: ZeroPlan) -> dict[str, Any]:
+def plan_summary(plan: PlannedBytes) -> dict[str, Any]:
     """Returns what identifies a plan among others of the same model, as data for JSON."""
     return {
         "stage": plan.config.stage,
@@ -226,7 +224,7 @@ def plan_summary(plan: ZeroPlan) -> dict[str, Any]:
     }
 
 
-def _as_dict(leaf: StateLeaf, plan: ZeroPlan, compute_dtype: DType | None, trained: bool) -> dict[str, Any]:
+def _as_dict(leaf: StateLeaf, plan: PlannedBytes, compute_dtype: DType | None, trained: bool) -> dict[str, Any]:
     return {
         **picked(leaf, "path", "shape", "stored_shape"),
         "spec": as_data(tuple(leaf.spec)),

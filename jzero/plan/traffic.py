@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
@@ -18,9 +18,7 @@ from jzero.layout.cut import Cut
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import shard_axes
 from jzero.layout.route import Collective, Leg, Route, route_of
-
-if TYPE_CHECKING:
-    from jzero.plan.plan import ZeroPlan
+from jzero.plan.state_layout import StateLayout
 
 Kind = TypeVar("Kind", bound=str)
 
@@ -105,7 +103,7 @@ class Traffic:
       plan: The plan.
     """
 
-    plan: ZeroPlan
+    plan: StateLayout
 
     def gather_plan(self, leaf: StateLeaf) -> GatherPlan:
         """Returns how a parameter reaches the loss of a train step, given its layout as stored."""

@@ -43,7 +43,7 @@ MUTANTS = [
     # Padded leaves, and what an optimizer asks for.
     Mutant(
         "optimizer_leaves_are_stored_arrays",
-        "plan/plan.py",
+        "plan/state_layout.py",
         "return self.opt_treedef.unflatten([leaf.box(x) for",
         "return self.opt_treedef.unflatten([x for",
         "test_padded.py::test_functions_of_parameters_gradients_and_optimizer_state_see_one_shape",
