@@ -1,0 +1,1 @@
+"""The former name of `jzero.weights`, for one release."""
