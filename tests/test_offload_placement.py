@@ -222,7 +222,7 @@ def test_devices_without_host_memory(monkeypatch):
 def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
     """As compile-only GPUs: a plan is fine, but nothing may be placed where the devices would have to hold it."""
     monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: [])
-    for room in ("layout.leaves", "plan.plan"):  # the function itself keeps what it knows of a mesh
+    for room in ("layout.leaves", "plan.state_layout"):  # the function itself keeps what it knows of a mesh
         monkeypatch.setattr(f"jzero.{room}.names_host_memory", lambda mesh: False)
     monkeypatch.setattr("jzero.plan.planner._PLANS", weakref.WeakKeyDictionary())  # an equal one knows other memories
     state = jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2))
