@@ -38,15 +38,24 @@ def params(kind, width=WIDTH, hidden=HIDDEN, scale=0.1):
     return found | {"odd": normal(width, 37), "out": normal(37, NUM_OUT)}
 
 
+def few_params(kind):
+    """Returns few kinds of matrices, as each takes time to compile: of a layer `a` and the scales; and `odd`."""
+    drop = lambda layer: {name: x for name, x in layer.items() if name != "b"}
+    found = params(kind, 16, 32, 0.3)
+    layers = {"layers": [*map(drop, found["layers"])]} if kind == "unrolled" else {"stack": drop(found["stack"])}
+    return layers | {name: found[name] for name in ("odd",) if name in found}
+
+
 def loss(params, batch):
     x, y = batch
-    h = jnp.tanh(x.astype(params["in"].dtype) @ params["in"])
-    block = lambda h, layer: h + jnp.tanh(h @ layer["a"]) @ layer["b"] * layer["s"][None]
+    h = jnp.tanh(x.astype(params["in"].dtype) @ params["in"]) if "in" in params else x[:, : params["odd"].shape[0]]
+    block = lambda h, layer: h + jnp.tanh(h @ layer["a"]) @ layer.get("b", layer["a"].T) * layer["s"][None]
     if "stack" in params:
         h, _ = jax.lax.scan(lambda h, layer: (block(h, layer), None), h, params["stack"])
     for layer in params.get("layers", []):
         h = block(h, layer)
-    out = (jnp.tanh(h @ params["odd"]) @ params["out"]).astype(jnp.float32)
+    out = jnp.tanh(h @ params["odd"])
+    out = (out @ params["out"]).astype(jnp.float32) if "out" in params else out[:, :NUM_OUT]
     return jnp.mean((out - y) ** 2)
 
 
@@ -255,14 +264,15 @@ def update_alone(params, tx, steps, dtype=None):
 
 
 def update(params, tx, steps, dtype=None, mesh=None, **config):
-    """Returns the sharded state after the same updates with jzero's transformation."""
+    """Returns the sharded state after the same updates with jzero's transformation, and the text of the program."""
     config = jzero.ZeroConfig(**{"persistence_threshold": 0, **config})
     state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=tx), config=config, mesh=mesh)
-    update = jax.jit(functools.partial(_updated, state.tx))
+    args = lambda seed: (grads(params, seed, dtype), state.opt_state, state.params)
+    compiled = jax.jit(functools.partial(_updated, state.tx)).lower(*args(0)).compile()
     for seed in range(steps):
-        new, opt_state = update(grads(params, seed, dtype), state.opt_state, state.params)
+        new, opt_state = compiled(*args(seed))
         state = state.replace(params=new, opt_state=opt_state)
-    return state
+    return state, compiled.as_text()
 
 
 def deviation(state, reference):
