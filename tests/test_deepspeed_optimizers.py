@@ -56,30 +56,33 @@ def test_schedule_is_deepspeeds(row):
     """Among the first 400 steps. A few roundings of 6e-8 each; a schedule off by one step misses by 1e-3 and more."""
     adam = {"type": "AdamW", "params": {"lr": GOLDEN["optimizer_lr"]}}
     schedule = report_of(adam, block(row)).schedule
-    np.testing.assert_allclose(jax.vmap(schedule)(jnp.asarray(STEPS)), row["lr"], rtol=5e-7)
-    one_by_one = [float(schedule(int(step))) for step in STEPS[:3]]
-    np.testing.assert_allclose(one_by_one, row["lr"][:3], rtol=5e-7)
+    np.testing.assert_allclose(jax.jit(jax.vmap(schedule))(STEPS), row["lr"], rtol=5e-7)
+    if row is GOLDEN["schedules"][0]:
+        one_by_one = [float(schedule(int(step))) for step in STEPS[:3]]
+        np.testing.assert_allclose(one_by_one, row["lr"][:3], rtol=5e-7)
 
 
-@pytest.mark.parametrize("row", [row for row in GOLDEN["schedules"] if row["type"] != "LRRangeTest"][::3])
+@pytest.mark.parametrize("row", [GOLDEN["schedules"][i] for i in (4, 8, 12)])
 def test_schedule_in_float64(row):
     adam = {"type": "AdamW", "params": {"lr": GOLDEN["optimizer_lr"]}}
     with jax.enable_x64(True):
         schedule = report_of(adam, block(row)).schedule
-        np.testing.assert_allclose(jax.vmap(schedule)(jnp.asarray(STEPS)), row["lr"], rtol=1e-14)
+        np.testing.assert_allclose(jax.jit(jax.vmap(schedule))(STEPS), row["lr"], rtol=1e-14, atol=1e-19)
 
 
 @pytest.mark.parametrize("row", [row for row in GOLDEN["schedules"] if "betas" in row])
 def test_momentum_cycles_as_deepspeeds(row):
     tx = report_of({"type": "AdamW", "params": {"lr": 1.0}}, block(row)).optimizer
     params = jnp.ones(2)
-    state, found = tx.init(params), []
-    for _ in range(100):
-        _, state = jax.jit(tx.update)(params, state, params)
-        found.append((float(state.hyperparams["learning_rate"]), float(state.hyperparams["b1"])))
+
+    def step(state, _):
+        _, state = tx.update(params, state, params)
+        return state, (state.hyperparams["learning_rate"], state.hyperparams["b1"])
+
+    found = np.stack(jax.jit(lambda: jax.lax.scan(step, tx.init(params), length=100)[1])(), axis=1)
     checked = [i for i, step in enumerate(STEPS) if step < 100]
     expected = [(row["lr"][i], row["betas"][i][0]) for i in checked]
-    np.testing.assert_allclose([found[STEPS[i]] for i in checked], expected, rtol=5e-7)
+    np.testing.assert_allclose(found[STEPS[checked]], expected, rtol=5e-7)
     assert {betas[1] for betas in row["betas"]} == {0.99}
 
 
@@ -143,14 +146,17 @@ def test_one_rate_in_a_list():
 
 
 def weights_after(tx, grads, start):
-    params = jnp.asarray(start)
-    state, history = tx.init(params), []
-    update = jax.jit(tx.update)
-    for grad in np.asarray(grads):
-        updates, state = update(jnp.asarray(grad, params.dtype), state, params)
+    """Returns the weights after each update, in one program."""
+
+    def step(carried, grad):
+        params, state = carried
+        updates, state = tx.update(grad, state, params)
         params = optax.apply_updates(params, updates)
-        history.append(np.asarray(params))
-    return history
+        return (params, state), params
+
+    train = lambda params, grads: jax.lax.scan(step, (params, tx.init(params)), grads)[1]
+    start = jnp.asarray(start)
+    return np.asarray(jax.jit(train)(start, jnp.asarray(grads, start.dtype)))
 
 
 @pytest.mark.parametrize("row", GOLDEN["optimizers"], ids=ids(GOLDEN["optimizers"]))
@@ -215,7 +221,7 @@ def test_lion_is_the_kernels():
 def test_adagrad_takes_small_gradients_at_their_size():
     """optax has eps inside of the root, DeepSpeed outside: near eps alone, 1e-10, that shows (here by 1 in 100)."""
     report = report_of({"type": "Adagrad", "params": {"lr": 1.0}})
-    (after,) = weights_after(report.optimizer, [[1e-8]], [0.0])
+    (after,) = weights_after(report.optimizer, [[1e-8]], np.zeros(1))
     np.testing.assert_allclose(after, -1e-8 / (1e-8 + 1e-10), rtol=0.011)
 
 
@@ -310,16 +316,23 @@ def losses(config, params, loss_fn, batches):
 
 @pytest.mark.smoke
 def test_a_file_trains_as_deepspeed_did():
-    """Three steps of a recorded run: four ranks, two micro-batches. Tolerances are those of `test_deepspeed.py`."""
-    run = json.loads((DATA / "deepspeed_runs.json").read_text())["ds_main_z3_fp32_g2"]
+    """Three steps of a recorded run: four ranks, two micro-batches. Tolerances are those of `test_deepspeed.py`.
+
+    In float64, so that the same run is held to the one that PyTorch made in float64, too.
+    """
+    runs = json.loads((DATA / "deepspeed_runs.json").read_text())
+    run = runs["ds_main_z3_fp32_g2"]
     assert (run["world"], run["gas"], run["clip"]) == (4, 2, 1.0)
-    found, _ = losses(TRAINED, model.initial_params(), model.loss_fn, model.tokens()[:3])
-    np.testing.assert_allclose(found[:, 0], run["losses"][:3], rtol=2e-6)
-    np.testing.assert_allclose(found[:, 1], run["grad_norms"][:3], rtol=1e-5)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), model.initial_params())
+        found, _ = losses(TRAINED, params, model.loss_fn, model.tokens()[:3])
+    for name, within in (("ds_main_z3_fp32_g2", (2e-6, 1e-5)), ("ref_main_fp64", (1e-14, 1e-13))):
+        np.testing.assert_allclose(found[:, 0], runs[name]["losses"][:3], rtol=within[0])
+        np.testing.assert_allclose(found[:, 1], runs[name]["grad_norms"][:3], rtol=within[1])
 
 
 SMALL = {"w1": (16, 32), "b1": (1, 32), "w2": (32, 3)}
-SMALL_STEPS = 16
+SMALL_STEPS = 12
 SMALL_CONFIG = {
     "train_batch_size": 16,
     "train_micro_batch_size_per_gpu": 1,

@@ -62,7 +62,7 @@ def test_every_optimizer_in_fp32(model, optimizer, stage, num_devices):
     assert params < max(3 * control[1], 2e-6)
 
 
-# A GPT in float64 follows a recorded run in `test_deepspeed.py`.
+# A GPT in float64 follows a recorded run in `test_deepspeed_optimizers.py`.
 CELLS = [("two layers", *cell) for cell in ((0, 5), (1, 8), (2, 2), (3, 1))]
 EVERY = itertools.product(("two layers", "mlp", "gpt"), (0, 1, 2, 3), (1, 2, 3, 5, 8))
 
