@@ -132,6 +132,7 @@ class Wide(nn.Module):
 
 MLP_SIZES = (37, 127, 61, 11)
 TWO_LAYERS = (37, 127, 11)
+ONE_LAYER = (37, 11)
 
 
 def mlp_params(dtype: Any = jnp.float32, sizes: tuple[int, ...] = MLP_SIZES) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jzero
 from tests import models, optimizers
 from tests.checkpoint_states import arrays
 
-ONE_LAYER = (37, 11)
+ONE_LAYER = models.ONE_LAYER
 HOST = jzero.Offload(optimizer="host")
 SMALL = jzero.Offload(optimizer="host", chunk_bytes=2048)
 
@@ -69,14 +69,15 @@ def assert_close(found, expected, ulps):
 STEPS_AND_ULPS = {"fp32": (3, 2), "bf16": (3, 2), "fp16": (2, 16)}
 
 
-def deviation_from_optax(optimizer, offload):
+def deviation_from_optax(optimizer, offload, model="two layers"):
     """Trains 20 steps in float64 at stage 3; returns the largest deviation from optax on one device, and the state."""
-    params, loss_fn, batches = optimizers.problem("two layers", "float64")
-    state = TrainState.create(apply_fn=None, params=params, tx=optimizers.OPTIMIZERS[optimizer]())
+    params, loss_fn, batches = optimizers.problem(model, "float64")
+    tx = (optimizers.OPTIMIZERS | optimizers.TOGETHER)[optimizer]()
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, offload=offload))
     step, losses = jzero.make_train_step(loss_fn), []
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     run = optimizers.Run(np.array(losses), jax.tree.map(np.asarray, jzero.gather_params(state)))
-    return max(optimizers.deviation(run, optimizers.run_plain("two layers", optimizer, "float64"))), state
+    return max(optimizers.deviation(run, optimizers.run_plain(model, optimizer, "float64"))), state

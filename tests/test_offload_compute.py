@@ -28,7 +28,6 @@ from tests.offload_states import (
     config,
     deviation_from_optax,
     kinds,
-    mlp_state,
     small_state,
     step_of,
     train,
@@ -49,7 +48,7 @@ OPTIMIZERS = default_for(QUICK, [name for name in optimizers.OPTIMIZERS if name 
 def test_optimizers_equal_optax_on_one_device(optimizer):
     """In float64 nothing but a wrong formula can exceed 1e-9 after 20 steps."""
     with jax.enable_x64(True):
-        deviation, state = deviation_from_optax(optimizer, CPU)
+        deviation, state = deviation_from_optax(optimizer, CPU, "one layer")
         assert deviation < 1e-9
         assert "pinned_host" in kinds(state.opt_state)
 
@@ -69,8 +68,9 @@ def test_the_numbers_are_those_without_offload(stage, precision, offload):
     # Without offload XLA of jax 0.12 rounds sums of fp16 gradients otherwise than with any (by up to 107 units).
     options = {"clip_norm": 0.05, "accumulate_steps": 1 if precision == "fp16" else 2}
     steps, ulps = STEPS_AND_ULPS[precision]
-    expected, losses = train(small_state(stage, precision, jzero.Offload()), steps, **options)
-    state, found = train(small_state(stage, precision, offload), steps, **options)
+    near, away = (small_state(stage, precision, x, sizes=ONE_LAYER) for x in (jzero.Offload(), offload))
+    expected, losses = train(near, steps, **options)
+    state, found = train(away, steps, **options)
     np.testing.assert_allclose(found, losses, rtol=1e-6)
     assert_close(whole(state), whole(expected), ulps)
     opt_state = (state.opt_state.masters, state.opt_state.inner) if precision != "fp32" else state.opt_state
@@ -102,21 +102,6 @@ def test_nothing_but_gradients_and_parameters_travels():
     # Gradients and, so that edits are noticed, parameters, in bf16; the scale of gradients is a number.
     assert shards == sum(np.prod(leaf.grad.stored_shape) for leaf in plan.leaves) // 8 * 2
     assert down == 2 * shards
-
-
-def test_stochastic_rounding():
-    """bf16 masters and moments: the average over 8192 elements is that of exact arithmetic."""
-    precision = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
-    state = jzero.TrainState.create(params={"w": jnp.ones((64, 128))}, tx=optax.sgd(1e-3, momentum=0.0))
-    state = jzero.shard_train_state(state, config=config(3, precision, CPU))
-    step = jzero.make_train_step(lambda params, batch: (params["w"] * batch[0, 0]).sum() / 8)
-    for _ in range(8):  # each step takes 1e-3 / 8 off a number whose neighbours below are 2^-8 away
-        state, _ = step(state, jnp.ones((8, 1)))
-    got = np.asarray(jzero.gather_params(state)["w"], np.float32)
-    assert kinds(state.opt_state) == {"pinned_host"}
-    assert set(np.unique(got)) <= {np.float32(1 - k / 256) for k in range(9)}
-    assert abs(got.mean() - (1 - 8 * 1e-3 / 8)) < 3e-4  # see the test in test_offload_optimizer.py
-    assert len({part.tobytes() for part in got.reshape(64, 8, 16).swapaxes(0, 1)}) == 8, "devices draw different bits"
 
 
 def test_what_needs_more_than_elements_is_refused():
@@ -195,9 +180,14 @@ def test_one_step_later(stage, offload):
         assert_same_bits(arrays(jzero.gather_params(going_on)), arrays(jzero.gather_params(again)))
 
 
+def late_state(precision="bf16"):
+    """Returns a state of which all tests that look after a step or two take the same program."""
+    return small_state(3, precision, LATE, sizes=ONE_LAYER)
+
+
 @pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
 def test_the_plan_counts_records_and_what_waits(precision):
-    state, _ = train(small_state(3, precision, LATE), steps=2)
+    state, _ = train(late_state(precision), steps=2)
     plan = jzero.plan_of(state)
     assert bool(state.opt_state.disk.waiting)
     assert not any(x.size > 16 for x in jax.tree.leaves(state.opt_state)), "masters and moments are in no array"
@@ -210,7 +200,7 @@ def test_the_plan_counts_records_and_what_waits(precision):
 
 def test_a_step_that_is_skipped_leaves_nothing_to_apply():
     """fp16: the gradient with an infinity is dropped one step later; the one before it is applied in its step."""
-    state, step = small_state(3, "fp16", LATE), step_of()
+    state, step = late_state("fp16"), step_of()
     steps, applied, scales = [], [], []
     for i in range(4):
         batch = models.mlp_batch(48, seed=i)
@@ -230,9 +220,11 @@ def test_a_step_that_is_skipped_leaves_nothing_to_apply():
 
 
 class Normed(nn.Module):
+    axis: str | None = "data"
+
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(1)(nn.BatchNorm(use_running_average=False, momentum=0.5, axis_name="data")(nn.Dense(24)(x)))
+        return nn.Dense(1)(nn.BatchNorm(use_running_average=False, momentum=0.5, axis_name=self.axis)(nn.Dense(24)(x)))
 
 
 class NormedState(TrainState):
@@ -248,33 +240,25 @@ def test_batch_statistics_do_not_wait():
         out, new = Normed().apply({"params": params, "batch_stats": batch_stats}, batch, mutable=["batch_stats"])
         return jnp.square(out).mean(), dict(new)
 
-    def run(offload):
-        state = NormedState.create(
-            apply_fn=None,
-            params=variables["params"],
-            tx=optax.sgd(0.1, momentum=0.9),
-            batch_stats=variables["batch_stats"],
-        )
-        state = jzero.shard_train_state(state, config=config(2, offload=offload))
-        return jzero.make_train_step(loss, True, mutable=("batch_stats",))(state, x)[0]
-
-    late, now = run(LATE), run(jzero.Offload())
-    assert_same_bits(arrays(late.batch_stats), arrays(now.batch_stats))
-    assert_same_bits(arrays(jzero.gather_params(late)), arrays(variables["params"]))
+    plain = NormedState.create(apply_fn=None, tx=optax.sgd(0.1, momentum=0.9), **variables)
+    state = jzero.shard_train_state(plain, config=config(2, offload=LATE))
+    state, _ = jzero.make_train_step(loss, True, mutable=("batch_stats",))(state, x)
+    _, want = jax.jit(lambda: Normed(None).apply(variables, x, mutable=["batch_stats"]))()  # of all rows at once
+    for path, mean in arrays(want["batch_stats"]).items():
+        np.testing.assert_allclose(arrays(state.batch_stats)[path], mean, rtol=1e-5, atol=1e-6)
+    assert_same_bits(arrays(jzero.gather_params(state)), arrays(variables["params"]))
 
 
 def test_checkpoints_lose_no_gradient(tmp_path):
-    state, _ = train(small_state(3, "bf16", LATE, sizes=ONE_LAYER), steps=3)
+    state, _ = train(late_state(), steps=3)
     done = jzero.apply_pending(state)
     with jzero.CheckpointManager(tmp_path / "run") as manager:
         assert manager.save(state)
         manager.wait()
         assert manager.latest_step() == 3 == int(done.step)
-        restored = manager.restore(small_state(1, "fp32", jzero.Offload(), sizes=ONE_LAYER))
-    assert int(restored.step) == 3
+        late = manager.restore(small_state(2, "bf16", LATE, sizes=ONE_LAYER))
+    assert int(late.step) == 3
     expected = arrays(jzero.unshard_train_state(done).params)
-    assert_same_bits(arrays(jzero.gather_params(restored)), expected)
-    late = jzero.restore_checkpoint(tmp_path / "run" / "3", small_state(2, "bf16", LATE, sizes=ONE_LAYER))
     assert not bool(late.opt_state.disk.waiting)
     assert_same_bits(arrays(jzero.gather_params(late, masters=True)), expected)
     assert int(state.step) == 2, "saving does not consume the state"
@@ -284,14 +268,14 @@ def test_checkpoints_lose_no_gradient(tmp_path):
 
 def test_what_waits_does_not_reach_other_parameters(tmp_path):
     """Loading or restoring other parameters drops it; editing applies it first."""
-    state, _ = train(small_state(3, "bf16", LATE), steps=1)
+    state, _ = train(late_state(), steps=1)
     expected = arrays(jzero.gather_params(jzero.apply_pending(state), masters=True))
     edited = jzero.update_params(state, lambda params: params, paths="layer_0/.*")
     assert not bool(edited.opt_state.disk.waiting)
     assert_same_bits(arrays(jzero.gather_params(edited, masters=True)), expected)
     jzero.export_params(state, tmp_path / "params.safetensors")
     jzero.save_checkpoint(tmp_path / "checkpoint", state)
-    again, _ = train(small_state(3, "bf16", LATE), steps=1)
+    again, _ = train(late_state(), steps=1)
     for other in (
         jzero.load_params(state, tmp_path / "params.safetensors"),
         jzero.restore_checkpoint(tmp_path / "checkpoint", again, params_only=True),
@@ -301,12 +285,12 @@ def test_what_waits_does_not_reach_other_parameters(tmp_path):
 
 
 def test_states_that_are_made_moved_and_serialized_by_others(tmp_path):
-    state, _ = train(small_state(3, "bf16", LATE), steps=1)
+    state, _ = train(late_state(), steps=1)
     with pytest.raises(ValueError, match=r"`Offload\(delay=1\)`"):
         state.tx.init(state.params)
     with pytest.raises(TypeError, match=r"mu/.* is on disk.*save_checkpoint"):
         serialization.to_bytes(state.opt_state)
-    near = small_state(3, "bf16", SMALL).opt_state
+    near = small_state(3, "bf16", SMALL, sizes=ONE_LAYER).opt_state
     before_the_field = serialization.to_state_dict(near)
     del before_the_field["disk"]
     assert serialization.from_state_dict(near, before_the_field).disk is None
@@ -318,12 +302,12 @@ def test_states_that_are_made_moved_and_serialized_by_others(tmp_path):
         jax.jit(jzero.apply_pending)(state)
     away = jzero.offload_train_state(state, include=["params"])
     jzero.save_checkpoint(tmp_path / "away", away)
-    found = jzero.restore_checkpoint(tmp_path / "away", small_state(1, "fp32", jzero.Offload()))
+    found = jzero.restore_checkpoint(tmp_path / "away", small_state(1, "fp32", jzero.Offload(), sizes=ONE_LAYER))
     assert_same_bits(arrays(jzero.gather_params(found)), expected)
 
 
 def test_an_own_loop_is_told_what_to_do():
-    state = small_state(3, "bf16", LATE)
+    state = late_state()
     _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(48))
     with pytest.raises(ValueError, match=r"delay=1.*steps of"):
         state.apply_gradients(grads=grads)
@@ -331,7 +315,7 @@ def test_an_own_loop_is_told_what_to_do():
 
 def test_records_that_an_update_left_half_written_are_never_used(monkeypatch):
     """In memory they have one slot: the step that waits for the update raises, and so does whatever comes next."""
-    state, step, real, written = mlp_state(3, offload=LATE), step_of(), RamStore.write, []
+    state, step, real, written = late_state(), step_of(), RamStore.write, []
     for seed in range(2):
         state, _ = step(state, models.mlp_batch(48, seed=seed))
 
@@ -350,16 +334,17 @@ def test_records_that_an_update_left_half_written_are_never_used(monkeypatch):
 
 
 def test_born_in_records():
-    make_state = lambda key: jzero.TrainState.create(params=models.mlp_params(), tx=ADAMW)
+    make_state = lambda key: jzero.TrainState.create(params=models.mlp_params(sizes=ONE_LAYER), tx=ADAMW)
     state = jzero.init_train_state(make_state, jax.random.key(0), config=config(3, "bf16", LATE))
     assert not bool(state.opt_state.disk.waiting)
-    programs, *_ = lower_init(make_state, jax.random.key(0), config(3, "bf16", LATE), jzero.make_mesh())
-    plan = jzero.plan_of(state)
+    larger = lambda key: jzero.TrainState.create(params=models.mlp_params(sizes=models.TWO_LAYERS), tx=ADAMW)
+    programs, *_ = lower_init(larger, jax.random.key(0), config(3, "bf16", LATE), jzero.make_mesh())
+    plan = jzero.plan_train_state(larger(None), config=config(3, "bf16", LATE))
     away = sum(x.bytes_per_device for x in plan.opt_leaves if x.in_records)
     outputs = [program.compile().memory_analysis().output_size_in_bytes for program in programs]
-    assert len(programs) >= 4, "what goes to the host is not made at once"
-    assert max(outputs) < 0.75 * away < sum(outputs)
-    _, losses = train(mlp_state(3, "bf16", LATE), steps=2)
+    assert len(programs) >= 3, "what goes to the host is not made at once"
+    assert max(outputs) < 0.9 * away < sum(outputs)
+    _, losses = train(late_state(), steps=2)
     _, found = train(state, steps=2)
     np.testing.assert_allclose(found, losses, rtol=1e-6)
 

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from tests import models, optimizers
-from tests.checkpoint_states import arrays, assert_same_bits, nnx_state
+from tests.checkpoint_states import arrays, assert_same_bits
 from tests.drawn import to_jax
 from tests.offload_states import (
     ADAMW,
@@ -26,25 +26,28 @@ from tests.offload_states import (
     deviation_from_optax,
     kinds,
     small_state,
+    step_of,
     train,
     whole,
 )
-from tests.tiers import default_for, slow
+from tests.tiers import slow
 
-QUICK = ("adafactor", "lamb", "muon")
+PART = dataclasses.replace(SMALL, ratio=0.97)  # matrices, and no vectors
+EVERY = [("one_per_layer", "mlp", PART), *(slow(name, "two layers", SMALL) for name in optimizers.OPTIMIZERS)]
 
 
-@pytest.mark.parametrize("optimizer", default_for(QUICK, optimizers.OPTIMIZERS))
-def test_every_optimizer_equals_optax_on_one_device(optimizer):
+@pytest.mark.parametrize(("optimizer", "model", "offload"), EVERY)
+def test_every_optimizer_equals_optax_on_one_device(optimizer, model, offload):
     """In float64 nothing but a wrong formula can exceed 1e-9 after 20 steps."""
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The optimizer needs more than single elements")
-        deviation, state = deviation_from_optax(optimizer, SMALL)
+        deviation, state = deviation_from_optax(optimizer, offload, model)
         assert deviation < 1e-9
         plan = jzero.plan_of(state)
         found = [x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state)]
         assert found == ["pinned_host" if leaf.memory == "host" else "device" for leaf in plan.opt_leaves]
         assert found.count("pinned_host") >= 3
+        assert found.count("device") >= (5 if offload is PART else 0)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def test_the_numbers_are_those_without_offload(stage, precision):
 def test_padding_stays_zero(stage, offload):
     """Whatever the optimizer makes of zeros."""
     tx = optax.chain(optax.stateless(lambda updates, params: jax.tree.map(lambda x: x + 1, updates)), optax.trace(0.9))
-    state, _ = train(small_state(stage, "bf16", offload, tx=tx), steps=2)
+    state, _ = train(small_state(stage, "bf16", offload, tx=tx, sizes=ONE_LAYER, persistence_threshold=0), steps=2)
     plan = jzero.plan_of(state)
     padded = 0
     leaves = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves]
@@ -78,7 +81,7 @@ def test_padding_stays_zero(stage, offload):
             beyond = range(leaf.cut.natural_size, leaf.cut.stored_size)
             assert not np.take(np.asarray(x, np.float32), beyond, leaf.cut.dim).any(), leaf.path
             padded += 1
-    assert padded >= 8
+    assert padded >= 4
 
 
 def of_all_elements(m, g):
@@ -100,7 +103,7 @@ def numbers_of_state(scale):
 @pytest.mark.parametrize("compute", ["device", "host"])
 def test_numbers_over_state_on_the_host_equal_one_device(compute):
     rng = np.random.default_rng(0)
-    shapes = {"odd": (37, 131), "flat": (11,), "stack": (3, 5, 13)}
+    shapes = {"odd": (37, 131), "stack": (3, 5, 13)}
     params = {name: to_jax(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     tx = numbers_of_state(1e-2)
     offload = jzero.Offload(optimizer="host", params="host", chunk_bytes=1024, compute=compute)
@@ -142,7 +145,7 @@ def test_accumulation_and_weights(precision):
         return jzero.Weighted(models.mlp_loss(params, batch) * batch["x"].shape[0], batch["w"].sum())
 
     def run(offload):
-        state = small_state(2, precision, offload)
+        state = small_state(2, precision, offload, sizes=ONE_LAYER)
         step = jzero.make_train_step(loss, accumulate_steps=2, clip_norm=0.5)
         applied, losses = [], []
         for i, weight in enumerate((1.0, 0.0, 1.0)):  # a batch without weight is skipped
@@ -153,7 +156,7 @@ def test_accumulation_and_weights(precision):
         return state, applied, losses
 
     expected, applied, losses = run(jzero.Offload())
-    found, also, same = run(dataclasses.replace(SMALL, chunk_bytes=700))  # not even a row of most leaves
+    found, also, same = run(dataclasses.replace(SMALL, chunk_bytes=40))  # not even a row
     np.testing.assert_allclose(same, losses, rtol=1e-6)
     assert kinds((found.opt_state.masters, found.opt_state.inner)) == {"pinned_host"}
     assert kinds(found.params) == {"device"}
@@ -166,12 +169,12 @@ class Cleans(TrainState):
         return super().apply_gradients(grads=jax.tree.map(jnp.nan_to_num, grads))
 
 
-@pytest.mark.parametrize("cls", [TrainState, Cleans])
+@pytest.mark.parametrize("cls", [slow(TrainState), Cleans])
 def test_a_skipped_step_changes_nothing_on_the_host(cls):
     """Nor where a class of the user's hands finite gradients to the optimizer."""
-    state = cls.create(apply_fn=None, params=models.mlp_params(sizes=models.TWO_LAYERS), tx=ADAMW)
+    state = cls.create(apply_fn=None, params=models.mlp_params(sizes=ONE_LAYER), tx=ADAMW)
     state = jzero.shard_train_state(state, config=config(3, "fp16", SMALL))
-    step = jzero.make_train_step(models.mlp_loss)
+    step = step_of()
     state, _ = step(state, models.mlp_batch(48))
     before = arrays((state.params, state.opt_state.masters, state.opt_state.inner))
     bad = models.mlp_batch(48)
@@ -210,7 +213,7 @@ def test_stochastic_rounding_draws_the_same_bits_wherever_it_runs():
     precision = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
     # Every sum and product here is exact in fp32, so only the noise could differ.
     tx = optax.sgd(2.0**-10, momentum=0.5)
-    params = {"w": to_jax(np.ones((37, 131)), jnp.float32), "stack": to_jax(np.ones((3, 5, 131)), jnp.float32)}
+    params = {"stack": to_jax(np.ones((3, 37, 131)), jnp.float32)}
     loss = lambda params, batch: sum((x.astype(jnp.float32) * batch[0, 0]).sum() / 8 for x in params.values())
 
     def run(offload):
@@ -225,6 +228,7 @@ def test_stochastic_rounding_draws_the_same_bits_wherever_it_runs():
     want = run(jzero.Offload())
     w = jax.tree.leaves(want)[0]
     assert len(np.unique(w)) > 2
+    assert len({row.tobytes() for row in w.reshape(-1, 131)}) == 3 * 37, "devices draw different bits"
     for offload in (
         dataclasses.replace(HOST, chunk_bytes=512, params="host"),
         dataclasses.replace(HOST, compute="host"),
@@ -232,45 +236,24 @@ def test_stochastic_rounding_draws_the_same_bits_wherever_it_runs():
         jax.tree.map(np.testing.assert_array_equal, run(offload), want)
 
 
-def test_nnx():
-    def run(offload):
-        state = jzero.shard_train_state(nnx_state(), config=config(3, "fp32", offload))
-        # Each device normalizes its own rows.
-        step = jzero.make_train_step(lambda model, batch: jnp.square(model(batch)).mean(), check_rows=False)
-        for i in range(2):
-            state, _ = step(state, np.arange(16, dtype=np.int32) + i)
-        return state
-
-    found, expected = run(SMALL), run(jzero.Offload())
-    assert "pinned_host" in kinds(found[1].opt_state)
-    for name in ("first.kernel", "embed.embedding"):
-        path = name.replace(".", "/")
-        a, b = (np.asarray(jzero.get_full_param(state, path)) for state in (found, expected))
-        np.testing.assert_array_max_ulp(a + 1, b + 1, maxulp=2)
-
-
 def test_what_reads_and_writes_single_leaves():
-    state, _ = train(small_state(3, "bf16"))
+    state, _ = train(small_state(3, "bf16", sizes=ONE_LAYER))
     expected, path = jzero.unshard_train_state(state), "layer_0/kernel"  # as whole states are compared to others above
     master, mu = (np.asarray(tree["layer_0"]["kernel"]) for tree in (expected.params, expected.opt_state[0].mu))
     np.testing.assert_array_equal(jzero.get_full_param(state, path), master)
     np.testing.assert_array_equal(jzero.get_full_opt_state(state, path, name="mu"), mu)
     np.testing.assert_array_equal(jzero.gather_params(state, masters=True)["layer_0"]["kernel"], master)
-    state = jzero.set_full_opt_state(state, path, name="mu", value=np.ones((37, 127)))
-    state = jzero.set_full_param(state, path, value=np.full((37, 127), 0.3))
+    state = jzero.set_full_opt_state(state, path, name="mu", value=np.ones((37, 11)))
+    state = jzero.set_full_param(state, path, value=np.full((37, 11), 0.3))
     assert float(jzero.get_full_opt_state(state, path, name="mu").min()) == 1
     assert kinds(state.opt_state.inner) == {"pinned_host"}
     np.testing.assert_array_equal(jzero.get_full_param(state, path), np.float32(0.3))
     state = jzero.update_params(state, lambda p: jax.tree.map(lambda x: x * 0, p), paths=path)
     assert float(np.abs(jzero.get_full_param(state, path)).max()) == 0
-    state, _ = train(state, steps=1)  # and the step takes what was set
-
-
-def test_an_edited_parameter_is_taken_over():
-    state = small_state(3, "bf16", SMALL, tx=optax.sgd(0.0))
+    state = jzero.set_full_opt_state(state, path, name="mu", value=np.zeros((37, 11)))
     layer = state.params["layer_0"]
     layer = {**layer, "kernel": jax.tree.map(lambda x: x * 0 + 3, layer["kernel"])}
     state = state.replace(params={**state.params, "layer_0": layer})
-    assert float(jzero.get_full_param(state, "layer_0/kernel").min()) == 3
-    state, _ = train(state, steps=1)
-    assert float(jzero.get_full_param(state, "layer_0/kernel").min()) == 3
+    assert float(jzero.get_full_param(state, path).min()) == 3
+    state, _ = train(state, steps=1)  # and the step takes what was set
+    np.testing.assert_allclose(jzero.get_full_param(state, path), 3, atol=0.1)

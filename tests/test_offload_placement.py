@@ -15,7 +15,7 @@ import jzero
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.drawn import to_jax
-from tests.offload_states import HOST, SMALL, assert_close, config, kinds, mlp_state, small_state, step_of, train, whole
+from tests.offload_states import HOST, ONE_LAYER, SMALL, config, kinds, mlp_state, small_state, step_of, train, whole
 
 
 def test_born_there_laid_out_anew_and_back():
@@ -45,7 +45,7 @@ def test_born_there_laid_out_anew_and_back():
 def test_checkpoints(writer, tmp_path):
     state, _ = train(small_state(3, "bf16", writer), steps=2)
     jzero.save_checkpoint(tmp_path / "x", state)
-    for stage, reader in ((3, HOST), (1, SMALL), (2, jzero.Offload())):
+    for stage, reader in ((1, SMALL), (2, jzero.Offload())):
         like = small_state(stage, "bf16", reader)
         back = jzero.restore_checkpoint(tmp_path / "x", like)
         assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(like)]
@@ -96,9 +96,6 @@ def test_part_of_it():
     rules = {".*bias": jzero.LeafRule(offload=False), "layer_2/kernel": jzero.LeafRule(offload=True)}
     assert offloaded(HOST, rules=rules) == set(by_size[:3])
     assert offloaded(jzero.Offload(optimizer="host", ratio=0.0), rules=rules) == {"layer_2/kernel"}
-    expected, _ = train(mlp_state(3, offload=jzero.Offload()))
-    found, _ = train(mlp_state(3, offload=jzero.Offload(optimizer="host", ratio=0.5), rules=rules))
-    assert_close(whole(found), whole(expected), ulps=2)
 
 
 def test_frozen_parameters_do_not_count():
@@ -124,9 +121,9 @@ def test_what_a_state_hands_to_its_optimizer_counts(offload):
             )
 
     tx = optax.adamw(1e-2, eps=1e-3, weight_decay=0.5)
-    plain = Anchored.create(apply_fn=None, params=models.mlp_params(sizes=models.TWO_LAYERS), tx=tx)
+    plain = Anchored.create(apply_fn=None, params=models.mlp_params(sizes=ONE_LAYER), tx=tx)
     state = jzero.shard_train_state(plain, config=config(3, offload=offload))
-    state, _ = jzero.make_train_step(models.mlp_loss)(state, models.mlp_batch(48))
+    state, _ = step_of()(state, models.mlp_batch(48))
     one_step = lambda x, batch: x.apply_gradients(grads=jax.grad(models.mlp_loss)(x.params, batch))
     expected = jax.jit(one_step)(plain, models.mlp_batch(48))
     for a, b in zip(jax.tree.leaves(jzero.gather_params(state)), jax.tree.leaves(expected.params), strict=True):
@@ -167,7 +164,7 @@ def test_a_budget_moves_no_more_than_it_must():
 
 
 def test_what_needs_more_than_elements_says_so():
-    state = small_state(3, tx=optax.contrib.muon(1e-3))
+    state = small_state(3, tx=optax.contrib.muon(1e-3), sizes=ONE_LAYER)
     with pytest.warns(UserWarning, match=r"as a whole: \['layer_0/kernel'"):
         step_of().eval_shape(state, models.mlp_batch(48))
     away = dataclasses.replace(SMALL, params="host")
@@ -175,7 +172,7 @@ def test_what_needs_more_than_elements_says_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for tx in (clipped, optax.lamb(1e-3)):  # norms are summed chunk by chunk
-            step_of().eval_shape(small_state(3, tx=tx, offload=away), models.mlp_batch(48))
+            step_of().eval_shape(small_state(3, tx=tx, offload=away, sizes=ONE_LAYER), models.mlp_batch(48))
 
 
 def test_plan_and_analysis_tell_host_bytes_apart():
@@ -189,7 +186,7 @@ def test_plan_and_analysis_tell_host_bytes_apart():
     assert plan.host_bytes_per_device.total == held("pinned_host")
     assert plan.bytes_per_device.params + plan.bytes_per_device.opt_state == held("device")
     assert "on the host" in str(plan)
-    report = jzero.analyze(jzero.make_train_step(models.mlp_loss), state, models.mlp_batch(48))
+    report = jzero.analyze(step_of(), state, models.mlp_batch(48))
     assert report.memory.host == report.estimated.host == held("pinned_host")
     assert report.estimated.params + report.estimated.opt_state == held("device")
     batch = sum(x.nbytes for x in models.mlp_batch(48).values()) // 8
