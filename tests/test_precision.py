@@ -85,7 +85,7 @@ def trained_on_one_device(dtype, loss_scale):
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "loss_scale"), [(1, "bfloat16", None), (3, "bfloat16", None), (1, "float16", 2.0**10)]
+    ("stage", "dtype", "loss_scale"), [slow(1, "bfloat16", None), (3, "bfloat16", None), (1, "float16", 2.0**10)]
 )
 def test_equals_one_device_with_masters(stage, dtype, loss_scale):
     """The same up to summation order; parameters stay the rounded masters."""
@@ -172,7 +172,7 @@ def test_fp32_leaves_every_dtype_alone():
     assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {jnp.dtype(BF16)}
 
 
-@stages(2, 3, of=(1, 2, 3))
+@stages(2, of=(1, 2, 3))
 def test_own_loops_follow_the_train_step(stage):
     """`value_and_grad` and plain `jax.jit` with `natural_params`: the same masters as the train step's."""
     tx = optax.sgd(0.1)
@@ -247,12 +247,12 @@ def test_bf16_beside_a_tensor_parallel_axis(stage):
     """XLA on CPUs ends the process where bf16 is summed over some axes of a mesh: jzero sums fp32 there."""
     mesh = jzero.make_mesh(data=4, model=2)
     _, losses = train(mlp_state(make_config(stage), mesh=mesh), 3)
-    _, want = train(mlp_state(make_config(stage)), 3)
-    np.testing.assert_allclose(losses, want, rtol=2e-2)
+    want, _ = trained_on_one_device("bfloat16", 1.0)
+    np.testing.assert_allclose(losses, want[:3], rtol=2e-2)
 
 
 def test_a_tree_of_another_dtype_is_refused():
-    state = mlp_state(make_config(2))
+    state = mlp_state(make_config(2), params=one_layer())
     wide = state.replace(params=jax.tree.map(lambda x: x.astype(jnp.float32), state.params))
     with pytest.raises(ValueError, match=r"layer_0/bias: .*stores bfloat16"):
         train(wide, 1)
@@ -260,7 +260,7 @@ def test_a_tree_of_another_dtype_is_refused():
 
 @pytest.mark.parametrize("precision", [slow("bf16"), "fp16"])
 def test_flax_serialization(precision):
-    fresh = mlp_state(make_config(2, precision))
+    fresh = mlp_state(make_config(2, precision), params=one_layer())
     rng = np.random.default_rng(0)
     drawn = lambda x: jax.device_put(rng.integers(1, 99, x.shape).astype(x.dtype), x.sharding)
     state = jax.tree.map(drawn, fresh)
@@ -271,25 +271,20 @@ def test_flax_serialization(precision):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "values"),
     [
-        ("compute_dtype", "int8"),
-        ("compute_dtype", 3),
-        ("reduce_dtype", "float64"),
-        ("state_dtype", "float16"),
-        ("loss_scale", 0),
-        ("loss_scale", float("nan")),
-        ("loss_scale", 2**2000),
-        ("loss_scale", True),
-        ("loss_scale", "static"),
-        ("loss_scale", np.array([0, 1])),
-        ("master_dtype", "float16"),
-        ("skip_nonfinite", 1),
+        ("compute_dtype", ["int8", 3]),
+        ("reduce_dtype", ["float64"]),
+        ("state_dtype", ["float16"]),
+        ("loss_scale", [0, float("nan"), 2**2000, True, "static", np.array([0, 1])]),
+        ("master_dtype", ["float16"]),
+        ("skip_nonfinite", [1]),
     ],
 )
-def test_bad_policies(field, value):
-    with pytest.raises(ValueError, match=f"`Precision.{field}`"):
-        jzero.Precision(**{"compute_dtype": "bfloat16", field: value})
+def test_bad_policies(field, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"`Precision.{field}`"):
+            jzero.Precision(**{"compute_dtype": "bfloat16", field: value})
 
 
 @pytest.mark.parametrize(
@@ -329,7 +324,7 @@ class Net(nnx.Module):
         return nnx.tanh(self.linear(x))
 
 
-@singles(stage=[1, 3], precision=["bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp16"), slow(3, "bf16")])
 def test_nnx(stage, precision):
     loss = lambda model, batch: jnp.square(model(batch["x"]) - batch["y"]).mean()
     model = Net(nnx.Rngs(0))

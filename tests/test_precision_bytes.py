@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 
@@ -107,7 +106,7 @@ def trained_in_fp32():
     return losses
 
 
-@stages(2, 3, of=(0, 2, 3))
+@stages(2, of=(0, 2, 3))
 def test_no_fp32_between_steps(stage):
     state = mlp_state(make_config(stage, LOW), optax.adam(1e-2), one_layer())
     floating = [x for x in jax.tree.leaves((state.params, state.opt_state)) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -136,24 +135,22 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh():
     grads = {"w": np.linspace(0, 1e-2, 48 * 16).astype(BF16).reshape(48, 16)}
     plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.37))
     config = make_config(3, jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16"))
-    for n in (1, 5, 8):
-        mesh = jzero.make_mesh(devices=jax.devices()[:n])
-        with pytest.warns(match="one device") if n == 1 else contextlib.nullcontext():
-            state = jzero.shard_train_state(plain, config=config, mesh=mesh)
+    update = jax.jit(lambda state: state.apply_gradients(grads=grads))
+    for n in (5, 8):
+        state = jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:n]))
         for _ in range(3):
-            state = state.apply_gradients(grads=grads)
+            state = update(state)
         runs.append(host(jzero.gather_params(state)))
-    assert_same(runs[0], runs[1])
-    assert_same(runs[0], runs[2])
+    assert_same(*runs)
 
 
 def test_state_dtype_by_path():
     rules = {"layer_0/kernel": jzero.LeafRule(state_dtype="bfloat16")}
-    state = mlp_state(make_config(2, rules=rules))
-    nu = state.opt_state.inner[0].nu
-    assert nu["layer_0"]["kernel"].dtype == BF16
-    assert nu["layer_1"]["kernel"].dtype == jnp.float32
-    train(state, 2)
+    state = mlp_state(make_config(2, rules=rules), params=one_layer())
+    after, _ = train(state, 2)
+    for nu in (state.opt_state.inner[0].nu, after.opt_state.inner[0].nu):
+        assert nu["layer_0"]["kernel"].dtype == BF16
+        assert nu["layer_0"]["bias"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize(("dtype", "stage", "offload"), [("float8_e4m3fn", 1, "none"), ("float8_e5m2", 3, "host")])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,9 @@ from jax import lax
 import jzero
 from tests.quantized import BATCH, FLAT, SECONDARY, TWO, WIDTH, config_of, numpy_rounded
 from tests.test_two_hops import LAYERS
-from tests.tiers import default_for, slow
+from tests.tiers import slow
+
+TX = optax.sgd(0.05, momentum=0.9)
 
 
 def lora_params():
@@ -32,20 +32,22 @@ def lora_loss(params, batch):
 
 
 def lora_state(config, sizes=FLAT):
-    plain = jzero.TrainState.create(params=lora_params(), tx=optax.adam(1e-2))
+    plain = jzero.TrainState.create(params=lora_params(), tx=TX)
     mesh = jzero.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
     return jzero.shard_train_state(plain, config=config, mesh=mesh, trainable="(?!base).*")
 
 
-KINDS = [{}, {"gather": "int8", "reduce": "int8"}]
+KINDS = {"gather": "int8", "reduce": "int8"}
 
 
 @pytest.mark.parametrize(
     ("sizes", "precision", "kinds", "frozen"),
-    default_for(
-        [({"data": 3}, "bf16", KINDS[1], "nf4"), (TWO, "fp32", KINDS[0], "int8")],
-        itertools.product([FLAT, {"data": 3}, TWO], ["fp32", "bf16"], KINDS, ["int8", "nf4"]),
-    ),
+    [
+        (TWO, "bf16", KINDS, "nf4"),
+        slow(TWO, "fp32", {}, "int8"),
+        slow({"data": 3}, "bf16", KINDS, "int8"),
+        slow(FLAT, "fp32", {}, "nf4"),
+    ],
 )
 def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds, frozen):
     """As dense training on the rounded base; its bytes and gathers are those of integers."""
@@ -66,7 +68,7 @@ def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds, froze
     rounded["base"]["w"] = base
     as_it_is = {"base/.*": jzero.LeafRule(quantize=False)}  # levels of nf4 are none of int8
     exact_config = config_of(precision=precision, rules=as_it_is, **kinds, **fields)
-    plain = jzero.TrainState.create(params=rounded, tx=optax.adam(1e-2))
+    plain = jzero.TrainState.create(params=rounded, tx=TX)
     exact = jzero.shard_train_state(plain, config=exact_config, mesh=plan.mesh, trainable="(?!base).*")
     for _ in range(5):
         state, metrics = step(state, BATCH)
@@ -92,14 +94,12 @@ def test_an_integer_base_keeps_its_bits(tmp_path, frozen):
     np.testing.assert_array_equal(np.asarray(jax.tree.leaves(again.params["base"]["w"])[0]), bits)
     numbers = jzero.restore_checkpoint(tmp_path / "saved", jzero.abstract_train_state(state, config=config_of()))
     np.testing.assert_array_equal(jzero.get_full_param(numbers, "base/w"), natural)
-    back = jzero.shard_train_state(numbers, config=config, mesh=jzero.make_mesh())
-    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(back.params["base"]["w"])[0]), bits)
-    new = jzero.set_full_param(back, "base/w", value=2 * natural)
+    new = jzero.set_full_param(state, "base/w", value=2 * natural)
     np.testing.assert_array_equal(jzero.get_full_param(new, "base/w"), 2 * natural)
     whole = jzero.unshard_train_state(new)
     np.testing.assert_array_equal(whole.params["base"]["w"], 2 * natural)
     born = jzero.init_train_state(
-        lambda key: jzero.TrainState.create(params=lora_params(), tx=optax.adam(1e-2)),
+        lambda key: jzero.TrainState.create(params=lora_params(), tx=TX),
         jax.random.key(0),
         config=config,
         mesh=jzero.make_mesh(),
@@ -113,16 +113,16 @@ def test_an_integer_base_works_wherever_parameters_do(tmp_path, offload):
     state = lora_state(config_of(frozen="int8", offload=offload))
     bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
     natural = np.asarray(jzero.get_full_param(state, "base/w"))
-    assert jzero.check_equivalence(lora_loss, state, [BATCH, BATCH]).loss < 1e-5
     jzero.export_params(state, tmp_path / "exported")
     loaded = jzero.load_params(lora_state(config_of(frozen="int8", offload=offload)), tmp_path / "exported")
     np.testing.assert_array_equal(np.asarray(jax.tree.leaves(loaded.params["base"]["w"])[0]), bits)
     double = jzero.update_params(state, lambda params: jax.tree.map(lambda x: 2 * x, params), paths="base/w")
     np.testing.assert_array_equal(jzero.get_full_param(double, "base/w"), 2 * natural)
-    jzero.save_checkpoint(tmp_path / "saved", state)
-    moved = jzero.restore_checkpoint(tmp_path / "saved", lora_state(config_of(frozen="int8", offload=offload)))
-    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(moved.params["base"]["w"])[0]), bits)
     if offload.params == "host":
+        jzero.save_checkpoint(tmp_path / "saved", state)
+        moved = jzero.restore_checkpoint(tmp_path / "saved", lora_state(config_of(frozen="int8", offload=offload)))
+        np.testing.assert_array_equal(np.asarray(jax.tree.leaves(moved.params["base"]["w"])[0]), bits)
+        assert jzero.check_equivalence(lora_loss, state, [BATCH, BATCH]).loss < 1e-5
         return
     gradient = jzero.value_and_grad(lora_loss)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jzero.analysis.sent import sent
 from jzero.layout.mesh import num_along
 from jzero.layout.platform import PLATFORMS
 from tests import light_decoder, models
-from tests.tiers import default_for, singles
+from tests.tiers import default_for, slow
 
 WIDTH, LAYERS, STEPS = 21, 3, 8
 BATCH = np.random.default_rng(1).normal(size=(96, WIDTH))
@@ -95,9 +94,10 @@ def train(loss, config, sizes, make=make_few, **options):
 
 
 @functools.cache
-def plain_params(loss):
-    """Returns parameters after the same training on one device, with plain optax."""
-    tx, params = optax.adam(1e-2), make_params()
+def plain_params(make):
+    """Returns parameters after the same training on one device, with plain optax; loops and their turns are equal."""
+    tx, params = optax.adam(1e-2), make()
+    loss = loss_fn if make is make_params else few_loss
 
     @jax.jit
     def step(params, opt_state):
@@ -111,28 +111,36 @@ def plain_params(loss):
     return params
 
 
-@singles(
-    lambda x: getattr(x, "__name__", None),
-    loss=[loss_fn, unrolled_loss],
-    stage=[3, 1, 2],
-    sizes=[
-        {"node": 2, "data": 4},
-        {"node": 4, "data": 2},
-        {"replica": 2, "node": 2, "data": 2},
-        {"node": 2, "data": 3},
+SIZES = [{"node": 2, "data": 4}, {"node": 3, "data": 2}, {"replica": 2, "node": 2, "data": 2}]
+TWICE = {"accumulate_steps": 2}
+KEPT, AHEAD = {"reshard_after_forward": False}, {"prefetch_bytes": 10**6}
+SECONDARY, LATE = {"secondary_params": True}, {"secondary_grads": True}
+
+
+@pytest.mark.parametrize(
+    ("loss", "stage", "sizes", "options", "fields"),
+    [
+        (loss_fn, 3, SIZES[0], {}, {}),
+        (few_loss, 3, SIZES[1], TWICE, AHEAD | SECONDARY | LATE),
+        (unrolled_few_loss, 3, SIZES[2], {"remat": False}, KEPT | SECONDARY),
+        (unrolled_few_loss, 1, SIZES[0], {"remat": False}, {}),
+        (few_loss, 2, SIZES[1], {"accumulate_steps": 4}, LATE),
+        slow(unrolled_loss, 2, SIZES[2], TWICE, {}),
+        slow(loss_fn, 3, {"node": 4, "data": 2}, TWICE, KEPT),
+        slow(loss_fn, 3, SIZES[2], TWICE, SECONDARY | LATE),
+        slow(unrolled_loss, 3, SIZES[1], {"remat": False}, AHEAD),
     ],
-    options=[{}, {"accumulate_steps": 2}, {"remat": False}],
-    fields=[{}, {"reshard_after_forward": False}, {"prefetch_bytes": 10**6}],
+    ids=lambda x: getattr(x, "__name__", None),
 )
 @pytest.mark.filterwarnings("ignore:`prefetch_bytes=")
 def test_two_hops_train_like_one_device(loss, stage, sizes, options, fields):
     """In float64: sums in another order differ by rounding alone."""
-    fields = fields if stage == 3 else {}
+    make = make_params if loss in (loss_fn, unrolled_loss) else make_few
     replica = {"replica_axis": "replica"} if "replica" in sizes else {}
     with jax.enable_x64(True):
-        _, params = train(loss, config_of(stage, node_axis="node", **replica, **fields), sizes, make_params, **options)
+        _, params = train(loss, config_of(stage, node_axis="node", **replica, **fields), sizes, make, **options)
         same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
-        jax.tree.map(same, params, plain_params(loss))
+        jax.tree.map(same, params, plain_params(make))
 
 
 @pytest.mark.parametrize("stage", default_for([1], [1, 2, 3]))
@@ -155,49 +163,16 @@ def test_only_the_parts_of_devices_cross_nodes(stage):
         assert within.num_elements == 4 * between.num_elements
 
 
-SIZES = [{"node": 2, "data": 4}, {"node": 3, "data": 2}, {"replica": 2, "node": 2, "data": 2}]
-OPTIONS = [{}, {"accumulate_steps": 2}, {"remat": False}]
-KEPT, AHEAD = {"reshard_after_forward": False}, {"prefetch_bytes": 10**6}
-
-
-@pytest.mark.parametrize(
-    ("loss", "sizes", "options", "fields"),
-    default_for(
-        [(few_loss, SIZES[1], OPTIONS[1], AHEAD), (unrolled_few_loss, SIZES[2], OPTIONS[2], KEPT)],
-        itertools.product([few_loss, unrolled_few_loss], SIZES, OPTIONS, [{}, {"precision": "bf16"}, KEPT, AHEAD]),
-    ),
-    ids=lambda x: getattr(x, "__name__", None),
-)
+@pytest.mark.parametrize("loss", [few_loss, unrolled_few_loss], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("fields", [{"precision": "bf16"}, KEPT, AHEAD])
 @pytest.mark.filterwarnings("ignore:`prefetch_bytes=")
-def test_secondary_parameters_are_two_hops_to_the_bit(loss, sizes, options, fields):
+@pytest.mark.slow
+def test_secondary_parameters_are_two_hops_to_the_bit(loss, fields):
     """The same shards meet in the same order, only once."""
-    replica = {"replica_axis": "replica"} if "replica" in sizes else {}
-    results = [
-        train(loss, config_of(node_axis="node", secondary_params=is_secondary, **replica, **fields), sizes, **options)
-        for is_secondary in (False, True)
-    ]
-    (losses, params), (same_losses, same) = results
+    configs = [config_of(node_axis="node", **secondary, **fields) for secondary in ({}, SECONDARY)]
+    (losses, params), (same_losses, same) = (train(loss, config, SIZES[1], **TWICE) for config in configs)
     assert losses == same_losses
     jax.tree.map(np.testing.assert_array_equal, params, same)
-
-
-@pytest.mark.parametrize(
-    ("stage", "sizes", "steps", "fields"),
-    default_for(
-        [(3, SIZES[2], 2, {"secondary_params": True}), (2, SIZES[1], 4, {})],
-        itertools.product([3, 2], SIZES, [2, 4], [{}, {"secondary_params": True}]),
-    ),
-)
-def test_secondary_gradients_add_up(stage, sizes, steps, fields):
-    fields = fields if stage == 3 else {}
-    replica = {"replica_axis": "replica"} if "replica" in sizes else {}
-    with jax.enable_x64(True):
-        config = config_of(stage, node_axis="node", secondary_grads=True, **fields, **replica)
-        losses, params = train(few_loss, config, sizes, accumulate_steps=steps)
-        want, same = train(few_loss, config_of(stage, node_axis="node", **replica), sizes, accumulate_steps=steps)
-        assert losses[0] == want[0]
-        np.testing.assert_allclose(losses, want, rtol=1e-12)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), params, same)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -284,12 +259,12 @@ ROUNDED = {"gather": "int8", "reduce": "int4"}
 
 @pytest.mark.parametrize(
     ("sizes", "options", "fields", "kinds"),
-    default_for(
-        [(SIZES[0], OPTIONS[1], {"secondary_params": True}, ROUNDED), (SIZES[2], OPTIONS[2], AHEAD, {})],
-        itertools.product(
-            SIZES, OPTIONS, [{}, {"precision": "bf16"}, {"secondary_params": True}, AHEAD], [{}, ROUNDED]
-        ),
-    ),
+    [
+        (SIZES[0], TWICE, SECONDARY, ROUNDED),
+        slow(SIZES[2], {"remat": False}, AHEAD, {}),
+        slow(SIZES[1], {}, {"precision": "bf16"}, {}),
+        slow(SIZES[1], TWICE, AHEAD, ROUNDED),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:`prefetch_bytes=")
 def test_late_hops_change_no_bit(monkeypatch, sizes, options, fields, kinds):

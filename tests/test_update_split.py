@@ -22,13 +22,13 @@ from jzero.plan.opt_leaves import find_owners
 from jzero.update.split import REDUCTIONS, Kind, kernel_of, split
 from tests.drawn import to_jax
 from tests.survey import CLASSES, SHAPES, SURVEY
-from tests.tiers import default_for
+from tests.tiers import default_for, slow
 
 NAMES = sorted(SHAPES)
 CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names.split()}
 TRACED = [name for name, kind in CLASS_OF.items() if kind != "needs the loss function"]
 
-FEW = "adafactor apply_if_finite lamb momo_adam multi_steps muon noisy_sgd sm3".split()
+FEW = "adafactor apply_if_finite lamb muon noisy_sgd".split()
 """Those whose kernels run by default: of each class, and with a `cond`."""
 
 
@@ -201,8 +201,7 @@ OPERATIONS = {
         max_size=6,
     )
 )
-@hypothesis.settings(max_examples=20, deadline=None)
-def test_chains_of_operations(chain):
+def check_chain(chain):
     """Whatever is elementwise up to numbers is split into kernels and sums alone, which equal it to the bit.
 
     Records have unequal lengths.
@@ -222,3 +221,8 @@ def test_chains_of_operations(chain):
     assert not program.of_kind(Kind.MIXED)
     inputs = jax.tree.leaves((values(3), values(4)))
     assert_same(program.on_records(inputs, unequal=True), program.whole(inputs))
+
+
+@pytest.mark.parametrize("draws", [6, slow(60)])
+def test_chains_of_operations(draws):
+    hypothesis.settings(max_examples=draws, deadline=None)(check_chain)()
