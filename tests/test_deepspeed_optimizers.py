@@ -110,16 +110,6 @@ def test_which_rate_counts():
 
 
 @pytest.mark.parametrize(
-    ("params", "key"),
-    [({"warmup_max_lr": [0.1, 0.2]}, "warmup_max_lr"), ({"last_batch_iteration": 5}, "last_batch_iteration")],
-)
-def test_schedules_that_jzero_would_get_wrong_are_none(params, key):
-    report = refused({"type": "Adam", "params": {}}, {"type": "WarmupLR", "params": params})
-    assert verdict(report, f"scheduler.params.{key}") == "refused"
-    assert (report.schedule, report.optimizer) == (None, None)
-
-
-@pytest.mark.parametrize(
     ("kind", "key"),
     [
         ("WarmupDecayLR", "total_num_steps"),
@@ -257,19 +247,23 @@ def test_optimizers_that_jzero_does_not_have(name, advice):
 
 
 @pytest.mark.parametrize(
-    ("name", "params"),
+    ("kind", "params"),
     [
-        ("Adam", {"amsgrad": True}),
-        ("Adam", {"max_grad_norm": 1.0}),
-        ("Adam", {"lr": [1e-3, 1e-4]}),
-        ("SGD", {"dampening": 0.1}),
-        ("Adagrad", {"lr_decay": 0.1}),
+        ("optimizer.Adam", {"amsgrad": True}),
+        ("optimizer.Adam", {"max_grad_norm": 1.0}),
+        ("optimizer.Adam", {"lr": [1e-3, 1e-4]}),
+        ("optimizer.SGD", {"dampening": 0.1}),
+        ("optimizer.Adagrad", {"lr_decay": 0.1}),
+        ("scheduler.WarmupLR", {"warmup_max_lr": [0.1, 0.2]}),
+        ("scheduler.WarmupLR", {"last_batch_iteration": 5}),
     ],
 )
-def test_parameters_that_jzero_would_get_wrong(name, params):
-    report = refused({"type": name, "params": params})
-    assert [row.key for row in report.refused] == [f"optimizer.params.{key}" for key in params]
-    assert report.optimizer is None
+def test_parameters_that_jzero_would_get_wrong(kind, params):
+    block, _, name = kind.partition(".")
+    blocks = {"optimizer": {"type": "Adam", "params": {}}, block: {"type": name, "params": params}}
+    report = refused(blocks["optimizer"], blocks.get("scheduler"))
+    assert [row.key for row in report.refused] == [f"{block}.params.{key}" for key in params]
+    assert (report.optimizer, report.schedule) == (None, None)
 
 
 @pytest.mark.filterwarnings("ignore:Nothing decides")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import math
 from fractions import Fraction
 
@@ -69,7 +70,6 @@ def t5(*, d_ff, d_kv, heads):
 
 
 T5_3B = t5(d_ff=16384, d_kv=128, heads=32)
-T5_LARGE = t5(d_ff=4096, d_kv=64, heads=16)
 
 
 @pytest.mark.smoke
@@ -91,54 +91,7 @@ def test_deepspeeds_tables_are_printed_and_returned(call, table, capsys):
     assert f"{estimate}\n" == table
 
 
-def test_t5_large():
-    estimate = ZERO3_LIVE(T5_LARGE, 4, verbose=False)
-    assert (estimate.total_params, estimate.largest_layer_params) == (737_668_096, 32_899_072)
-    in_mib = {(row.cpu_offload, row.cpu_offload_params): row.gpu_bytes >> 20 for row in estimate.rows}
-    assert in_mib == {(False, False): 3291, (True, True): 125, (True, False): 477}
-    assert ZERO3(737_668_096, 32_899_072, 4)[2] >> 20 == 125
-
-
 # Numbers.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),  # a million parameters on 2 nodes of 4; the host's 4 * 4 bytes tie with 16
-    [
-        ((ZERO1, OLD, True), (24_000_000, 4_000_000)),
-        ((ZERO1, OLD, False), (24_000_000, 5_500_000)),
-        ((ZERO1, NEW, True), (48_000_000, 4_000_000)),
-        ((ZERO1, NEW, False), (24_000_000, 6_000_000)),
-        ((ZERO2, OLD, True), (24_000_000, 2_000_000)),
-        ((ZERO2, OLD, False), (24_000_000, 6_000_000)),
-        ((ZERO2, NEW, True), (48_000_000, 2_000_000)),
-        ((ZERO2, NEW, False), (24_000_000, 4_250_000)),
-    ],
-)
-def test_stages_1_and_2_by_hand(arguments, expected):
-    function, formulas, cpu_offload = arguments
-    needs = function(1_000_000, 4, 2, cpu_offload, 1.5, formulas=formulas)
-    assert needs == expected
-    assert all(type(x) is int for x in needs)
-
-
-@pytest.mark.parametrize("formulas", [OLD, NEW])
-@pytest.mark.parametrize(
-    ("options", "expected"),  # 1e6 parameters, 50,000 in the largest layer, 2 nodes of 4
-    [
-        ((True, True, True), (13_500_000, 200_000)),
-        ((True, True, False), (24_000_000, 200_000)),
-        ((True, False, True), (12_000_000, 450_000)),
-        ((True, False, False), (24_000_000, 450_000)),
-        ((False, False, True), (1_200_000, 2_450_000)),
-        ((False, False, False), (24_000_000, 2_450_000)),
-        ((False, True, True), (1_200_000, 2_450_000)),  # parameters cannot go alone: as if they stayed
-    ],
-)
-def test_stage_3_by_hand(options, expected, formulas):
-    needs = ZERO3(1_000_000, 50_000, 4, 2, *options, 1.5, formulas=formulas)
-    assert needs == (*expected, 200_000)
-    assert all(type(x) is int for x in needs)
 
 
 def test_defaults_are_one_device_with_offload():
@@ -155,8 +108,11 @@ def test_fractions_of_a_byte_are_cut_off():
 
 
 def close(number, exact):
-    """Whether a number is `exact` with the fraction cut off, but for the rounding of floats."""
-    return math.floor(exact) - 1 - exact / 10**15 <= number <= math.floor(exact) + 1 + exact / 10**15
+    """Whether an integer is `exact` with the fraction cut off, but for the rounding of floats."""
+    return (
+        type(number) is int
+        and math.floor(exact) - 1 - exact / 10**15 <= number <= math.floor(exact) + 1 + exact / 10**15
+    )
 
 
 SETUPS = {
@@ -204,9 +160,10 @@ def test_stage_3_against_rational_arithmetic(total, part, gpus, nodes, quarters)
         (True, False, False): (total * max(4 * gpus, Fraction(16, nodes)), 2 * share),
         (False, False, True): (layer * 4 * gpus, 18 * share),
         (False, False, False): (total * 4 * gpus, 18 * share),
+        (False, True, True): (layer * 4 * gpus, 18 * share),  # parameters cannot go alone: as if they stayed
     }
-    for options, (cpu, gpu) in expected.items():
-        cpu_mem, gpu_mem, layer_mem = ZERO3(total, layer, gpus, nodes, *options, float(factor))
+    for (options, (cpu, gpu)), formulas in itertools.product(expected.items(), (OLD, NEW)):
+        cpu_mem, gpu_mem, layer_mem = ZERO3(total, layer, gpus, nodes, *options, float(factor), formulas=formulas)
         assert layer_mem == 4 * layer
         assert close(cpu_mem, cpu * factor), options
         assert close(gpu_mem, 4 * layer + gpu), options

@@ -17,72 +17,63 @@ CYCLE = {"cycle_min_lr": 0, "cycle_max_lr": 1}
 # Errors
 
 
+def zero(**keys):
+    return {"zero_optimization": keys}
+
+
+def offload(**keys):
+    return zero(stage=3, offload_optimizer={"device": "cpu", **keys})
+
+
+def fp16(**keys):
+    return {"fp16": {"enabled": True, **keys}}
+
+
+def adam(params):
+    return {"optimizer": {"type": "AdamW", "params": params}}
+
+
+def schedule(name, **params):
+    return {"scheduler": {"type": name, "params": params}}
+
+
 @pytest.mark.parametrize(
     ("config", "messages"),
     [
-        ({"zero_optimization": {"stag": 3, "offload_optimizer": {"devise": "cpu"}}}, ["`stage`?", "`device`?"]),
-        ({"zero_optimization": {"stage": 4}}, ["`stage`", "4"]),
-        ({"zero_optimization": {"stage": "3"}}, ["`zero_optimization.stage` must be a whole number: got '3'"]),
-        ({"zero_optimization": {"stage": True}}, ["`zero_optimization.stage` must be a whole number: got True"]),
-        ({"zero_optimization": {"overlap_comm": 1}}, ["`zero_optimization.overlap_comm` must be true or false: got 1"]),
-        (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "half"}}},
-            ["`zero_optimization.offload_optimizer.ratio` must be a number: got 'half'"],
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
-            ["`zero_optimization.offload_optimizer.ratio` must be from 0 to 1: got 1.5"],
-        ),
-        ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, ["device` must be one of", "'disk'"]),
-        (
-            {"zero_optimization": {"reduce_bucket_size": -1}},
-            ["`zero_optimization.reduce_bucket_size` must be at least 0"],
-        ),
-        ({"zero_optimization": {"reduce_bucket_size": 1.5}}, ["must be a whole number: got 1.5"]),
+        (zero(stag=3, offload_optimizer={"devise": "cpu"}), ["`stage`?", "`device`?"]),
+        (zero(stage=4), ["`stage`", "4"]),
+        (zero(stage="3"), ["`zero_optimization.stage` must be a whole number: got '3'"]),
+        (zero(stage=True), ["`zero_optimization.stage` must be a whole number: got True"]),
+        (zero(overlap_comm=1), ["`zero_optimization.overlap_comm` must be true or false: got 1"]),
+        (offload(ratio="half"), ["`zero_optimization.offload_optimizer.ratio` must be a number: got 'half'"]),
+        (offload(ratio=1.5), ["`zero_optimization.offload_optimizer.ratio` must be from 0 to 1: got 1.5"]),
+        (offload(device="disk"), ["device` must be one of", "'disk'"]),
+        (zero(reduce_bucket_size=-1), ["`zero_optimization.reduce_bucket_size` must be at least 0"]),
+        (zero(reduce_bucket_size=1.5), ["must be a whole number: got 1.5"]),
         ({"zero_optimization": [3]}, ["`zero_optimization` must be a block of keys"]),
-        (
-            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
-            ["`zero_optimization.cpu_offload` is the old name"],
-        ),
-        (
-            {"zero_optimization": {"stage3_max_live_parameters": 1, "max_live_parameters": 1}},
-            ["are the same key: keep one"],
-        ),
-        ({"fp16": {"enabled": True, "los_scale": 1}}, ["`fp16.los_scale`", "`loss_scale`?"]),
-        ({"fp16": {"enabled": True, "min_loss_scale": 0.00001}}, ["`fp16.min_loss_scale` must be a whole number"]),
-        ({"fp16": {"enabled": True, "initial_scale_power": 101}}, ["The block `fp16` makes no loss scale", "initial"]),
-        ({"fp16": {"enabled": True, "min_loss_scale": 2**17}}, ["The block `fp16` makes no loss scale", "minimum"]),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["both true"]),
+        (zero(cpu_offload=True, **offload()["zero_optimization"]), ["`zero_optimization.cpu_offload` is the old name"]),
+        (zero(stage3_max_live_parameters=1, max_live_parameters=1), ["are the same key: keep one"]),
+        (fp16(los_scale=1), ["`fp16.los_scale`", "`loss_scale`?"]),
+        (fp16(min_loss_scale=0.00001), ["`fp16.min_loss_scale` must be a whole number"]),
+        (fp16(initial_scale_power=101), ["The block `fp16` makes no loss scale", "initial"]),
+        (fp16(min_loss_scale=2**17), ["The block `fp16` makes no loss scale", "minimum"]),
+        ({**fp16(), "bf16": {"enabled": True}}, ["both true"]),
         ({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}, ["`bfloat16` and `bf16` are the same key"]),
         ({"communication_data_type": "int8"}, ["`communication_data_type` must be", "'int8'"]),
         ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}}, ["`data_types.param_dtype`", "float16"]),
         ({"gradient_clipping": "one"}, ["`gradient_clipping` must be a number: got 'one'"]),
         ({"gradient_clipping": None}, ["`gradient_clipping` must be a number: got None"]),
         ({"gradient_clipping": float("nan")}, ["`gradient_clipping` must be a number: got nan"]),
-        ({"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}, ["`optimizer.params.lrr` is not known", "`lr`?"]),
+        (adam({"lrr": 1}), ["`optimizer.params.lrr` is not known", "`lr`?"]),
+        (adam({"betas": [0.9]}), ["`optimizer.params.betas` must be two numbers"]),
+        (adam(3), ["`optimizer.params` must be a block of keys"]),
+        (schedule("WarmupDecayLR"), ["`scheduler.params.total_num_steps` is missing"]),
+        (schedule("WarmupLR", warmup_num_steps=-1), ["warmup_num_steps` must be at least 0"]),
         (
-            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}},
-            ["`optimizer.params.betas` must be two numbers"],
-        ),
-        ({"optimizer": {"type": "AdamW", "params": 3}}, ["`optimizer.params` must be a block of keys"]),
-        ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, ["`scheduler.params.total_num_steps` is missing"]),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}},
-            ["warmup_num_steps` must be at least 0"],
-        ),
-        (
-            {
-                "scheduler": {
-                    "type": "OneCycle",
-                    "params": {**CYCLE, "cycle_first_step_size": 2**20, "cycle_first_stair_count": 2**11},
-                }
-            },
+            schedule("OneCycle", **CYCLE, cycle_first_step_size=2**20, cycle_first_stair_count=2**11),
             ["below 2^31"],
         ),
-        (
-            {"scheduler": {"type": "OneCycle", "params": {**CYCLE, "cycle_first_step_size": 2**30}}},
-            ["below 2^31: got 2147483648"],
-        ),
+        (schedule("OneCycle", **CYCLE, cycle_first_step_size=2**30), ["below 2^31: got 2147483648"]),
     ],
 )
 def test_what_cannot_be_read_is_an_error_that_names_it(config, messages):
