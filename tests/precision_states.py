@@ -18,9 +18,7 @@ ROWS = 24
 LOW = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
 
 
-mlp_params = functools.partial(models.mlp_params, sizes=models.TWO_LAYERS)
-one_layer = functools.partial(models.mlp_params, sizes=(models.MLP_SIZES[0], models.MLP_SIZES[-1]))
-"""For tests of what is done to each leaf by itself."""
+mlp_params = functools.partial(models.mlp_params, sizes=models.ONE_LAYER)
 
 
 def make_config(stage, precision="bf16", **options):

@@ -29,8 +29,8 @@ def make_state(stage, *, tx=ADAMW, precision="fp16", mesh=None, params=PARAMS, *
 
 
 def loss_fn(params, batch):
-    """The factor of one row overflows fp16 in the gradient, whatever the scale, if it is infinite."""
-    return models.mlp_loss(params, batch) + 0 * params["layer_0"]["bias"].sum() * batch["poison"].sum()
+    """The factor of one row overflows fp16 in the gradient, whatever the scale, if it is infinite; else 2^16 fits."""
+    return models.mlp_loss(params, batch) / 8 + 0 * params["layer_0"]["bias"].sum() * batch["poison"].sum()
 
 
 STEP = jzero.make_train_step(loss_fn)
@@ -266,7 +266,7 @@ def test_own_loop_with_value_and_grad_skips_too(stage):
     assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
     half = jax.tree.map(lambda x: np.asarray(x, np.float16), PARAMS)
     reference = norm_of(gradient_of_loss(half, batch(0)))
-    assert norm_of(grads) == pytest.approx(reference, rel=2e-2)  # fp16 without a scale underflows a little
+    assert 8 * norm_of(grads) == pytest.approx(reference, rel=2e-2)  # fp16 without a scale underflows a little
     state = apply(state, grads)
     before = parts((state.params, state.opt_state.inner, state.opt_state.masters))
     _, grads = loss_and_grads(state, batch(1, poisoned=4))

@@ -26,7 +26,6 @@ from tests.precision_states import (
     make_config,
     mlp_params,
     mlp_state,
-    one_layer,
     train,
 )
 from tests.tiers import singles, slow, stages
@@ -144,7 +143,7 @@ def test_the_gather_after_the_update_moves_16_bits(stage):
 
 def test_integers_and_wide_floats():
     table, flag = np.arange(64, dtype=np.int32), np.ones(9, bool)
-    params = {**one_layer(), "table": to_jax(table), "flag": to_jax(flag)}
+    params = {**mlp_params(), "table": to_jax(table), "flag": to_jax(flag)}
     tx = optax.multi_transform(
         {"train": optax.adam(1e-2), "none": optax.set_to_zero()},
         lambda p: jax.tree.map(lambda x: "train" if jnp.issubdtype(x.dtype, jnp.floating) else "none", p),
@@ -176,7 +175,7 @@ def test_fp32_leaves_every_dtype_alone():
 def test_own_loops_follow_the_train_step(stage):
     """`value_and_grad` and plain `jax.jit` with `natural_params`: the same masters as the train step's."""
     tx = optax.sgd(0.1)
-    sharded = lambda: mlp_state(make_config(stage), tx=tx, params=one_layer())
+    sharded = lambda: mlp_state(make_config(stage), tx=tx)
     want, _ = train(sharded(), 3)
     own = sharded()
     loss_and_grads = jzero.value_and_grad(models.mlp_loss)
@@ -202,7 +201,7 @@ def test_own_loops_follow_the_train_step(stage):
 @stages(2, of=(0, 2, 3))
 def test_born_sharded_equals_sharded_later(stage):
     """To its tree, shapes, dtypes and shardings: so it trains alike."""
-    given = one_layer()
+    given = mlp_params()
 
     def make_state(key):
         params = jax.tree.map(lambda x: x + jax.random.normal(key), given)
@@ -217,7 +216,7 @@ def test_born_sharded_equals_sharded_later(stage):
 
 
 def test_layouts_and_precisions_into_each_other():
-    state, _ = train(mlp_state(make_config(2), params=one_layer()), 2)
+    state, _ = train(mlp_state(make_config(2)), 2)
     masters, moments = host(jzero.gather_params(state, masters=True)), host(state.opt_state.inner[0].nu)
     whole = jzero.unshard_train_state(state)
     assert_same(whole.params, masters)
@@ -252,7 +251,7 @@ def test_bf16_beside_a_tensor_parallel_axis(stage):
 
 
 def test_a_tree_of_another_dtype_is_refused():
-    state = mlp_state(make_config(2), params=one_layer())
+    state = mlp_state(make_config(2))
     wide = state.replace(params=jax.tree.map(lambda x: x.astype(jnp.float32), state.params))
     with pytest.raises(ValueError, match=r"layer_0/bias: .*stores bfloat16"):
         train(wide, 1)
@@ -260,7 +259,7 @@ def test_a_tree_of_another_dtype_is_refused():
 
 @pytest.mark.parametrize("precision", [slow("bf16"), "fp16"])
 def test_flax_serialization(precision):
-    fresh = mlp_state(make_config(2, precision), params=one_layer())
+    fresh = mlp_state(make_config(2, precision))
     rng = np.random.default_rng(0)
     drawn = lambda x: jax.device_put(rng.integers(1, 99, x.shape).astype(x.dtype), x.sharding)
     state = jax.tree.map(drawn, fresh)

@@ -15,7 +15,7 @@ import jzero
 from jzero.layout.casts import positions_of, round_stochastically
 from tests import models
 from tests.drawn import to_jax
-from tests.precision_states import BF16, LOW, ROWS, assert_same, host, make_config, mlp_state, one_layer, train
+from tests.precision_states import BF16, LOW, ROWS, assert_same, host, make_config, mlp_params, mlp_state, train
 from tests.tiers import stages
 
 # Bytes.
@@ -93,7 +93,7 @@ def tanh_loss(params, batch):
 @functools.cache
 def trained_in_fp32():
     """Returns the losses of plain optax on one device."""
-    state, losses = jzero.TrainState.create(params=one_layer(), tx=optax.adam(1e-2)), []
+    state, losses = jzero.TrainState.create(params=mlp_params(), tx=optax.adam(1e-2)), []
 
     @jax.jit
     def step(state, batch):
@@ -108,7 +108,7 @@ def trained_in_fp32():
 
 @stages(2, of=(0, 2, 3))
 def test_no_fp32_between_steps(stage):
-    state = mlp_state(make_config(stage, LOW), optax.adam(1e-2), one_layer())
+    state = mlp_state(make_config(stage, LOW), optax.adam(1e-2), mlp_params())
     floating = [x for x in jax.tree.leaves((state.params, state.opt_state)) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert {x.dtype for x in floating} == {jnp.dtype(BF16)}
     state, losses = train(state, 20, tanh_loss)
@@ -146,7 +146,7 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh():
 
 def test_state_dtype_by_path():
     rules = {"layer_0/kernel": jzero.LeafRule(state_dtype="bfloat16")}
-    state = mlp_state(make_config(2, rules=rules), params=one_layer())
+    state = mlp_state(make_config(2, rules=rules))
     after, _ = train(state, 2)
     for nu in (state.opt_state.inner[0].nu, after.opt_state.inner[0].nu):
         assert nu["layer_0"]["kernel"].dtype == BF16

@@ -18,8 +18,8 @@ from tests.precision_states import (
     assert_same,
     host,
     make_config,
+    mlp_params,
     mlp_state,
-    one_layer,
     train,
 )
 from tests.tiers import singles, slow, stages
@@ -28,7 +28,7 @@ from tests.tiers import singles, slow, stages
 @singles(precision=["bf16", "fp16"], stage=[2, 3, 0])
 def test_an_edit_by_replace_is_taken_over(stage, precision):
     """The element that was edited moves in the master; the others keep every bit of theirs."""
-    state = mlp_state(make_config(stage, precision), tx=optax.sgd(1.0), params=one_layer())
+    state = mlp_state(make_config(stage, precision), tx=optax.sgd(1.0))
     before = host(jzero.gather_params(state, masters=True))
     layer = state.params["layer_0"]
     edited = state.replace(params={"layer_0": {**layer, "kernel": layer["kernel"].at[3, 5].set(7.0)}})
@@ -37,7 +37,7 @@ def test_an_edit_by_replace_is_taken_over(stage, precision):
     assert after["layer_0"]["kernel"][3, 5] == 7.0
     after["layer_0"]["kernel"][3, 5] = before["layer_0"]["kernel"][3, 5]
     assert_same(after, before)
-    assert_same(before, one_layer())  # not rounded
+    assert_same(before, mlp_params())  # not rounded
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -72,8 +72,8 @@ def test_masters_too_small_for_fp16_go_on(stage, sign):
 
 @stages(2, of=(0, 2))
 def test_an_edit_is_seen_wherever_masters_are_read(stage):
-    state = mlp_state(make_config(stage), params=one_layer())
-    masters = host(one_layer())
+    state = mlp_state(make_config(stage))
+    masters = host(mlp_params())
     layer = state.params["layer_0"]
     state = state.replace(params={"layer_0": {**layer, "kernel": layer["kernel"].at[2, 2].set(5.0)}})
     masters["layer_0"]["kernel"][2, 2] = 5.0
@@ -89,7 +89,7 @@ def test_an_edit_is_seen_wherever_masters_are_read(stage):
 def test_laid_out_anew_low_precision_goes_on_to_the_bit(policy):
     """State dtypes, and the counter that drives stochastic rounding, survive another layout."""
     policy = LOW if policy == "low" else policy
-    state, _ = train(mlp_state(make_config(2, policy), tx=optax.adam(1e-2), params=one_layer()), 3)
+    state, _ = train(mlp_state(make_config(2, policy), tx=optax.adam(1e-2)), 3)
     moved = jzero.shard_train_state(state, config=make_config(3, policy), donate=False)
     moved = jzero.shard_train_state(moved, config=make_config(2, policy))
     assert jzero.plan_of(moved) == jzero.plan_of(state)
@@ -103,7 +103,7 @@ def test_laid_out_anew_low_precision_goes_on_to_the_bit(policy):
 
 @stages(1, 3)
 def test_update_params_writes_parameter_and_master(stage):
-    state = mlp_state(make_config(stage))
+    state = mlp_state(make_config(stage), params=mlp_params(sizes=models.TWO_LAYERS))
     before = host(jzero.gather_params(state, masters=True))
     same = jzero.update_params(state, lambda p: p)
     assert_same(before, jzero.gather_params(same, masters=True))  # nothing is rounded on the way
@@ -123,7 +123,7 @@ def test_a_rule_keeps_a_leaf_in_fp32(stage):
         seen.update(jax.tree.map(lambda x: x.dtype, params)["layer_0"])
         return models.mlp_loss(params, batch)
 
-    state = mlp_state(make_config(stage, rules=rules), params=one_layer())
+    state = mlp_state(make_config(stage, rules=rules))
     after, _ = jzero.make_train_step(loss).trace(state, models.mlp_batch(ROWS)).out_info
     assert seen == {"kernel": BF16, "bias": jnp.float32}
     for x in (state, after):
