@@ -52,16 +52,14 @@ def _for_each_layer(**names):
     return optax.multi_transform({layer: OPTIMIZERS[name]() for layer, name in names.items()}, _by_layer)
 
 
-def _for_each_shape(matrix, vector):
-    return optax.multi_transform({"matrix": OPTIMIZERS[matrix](), "vector": OPTIMIZERS[vector]()}, _labels)
-
+_rescaled = optax.inject_hyperparams(optax.scale)
 
 # Several in one step of the model "mlp", which has three layers.
 TOGETHER = {
     "one_per_layer": lambda: optax.chain(
         optax.clip_by_global_norm(0.5), _for_each_layer(layer_0="adafactor", layer_1="muon", layer_2="lamb")
     ),
-    "every_third_step": lambda: optax.MultiSteps(_for_each_shape("inject_hyperparams", "sgd_momentum"), 3),
+    "every_third_step": lambda: optax.MultiSteps(optax.chain(TOGETHER["one_per_layer"](), _rescaled(step_size=0.7)), 3),
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 import jzero
 from tests.compiled import analyze
 from tests.drawn import to_jax
-from tests.tiers import default_for, singles, slow
+from tests.tiers import default_for, slow
 
 D, V, R, B = 36, 61, 4, 24
 """On 8 devices `odd` is padded, `even` is not."""
@@ -77,7 +77,7 @@ def losses_on_one_device(dtype):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("dtype", "stage", "precision"), [("int4", 3, "fp32"), ("uint4", 1, "bf16"), slow("uint4", 3, "bf16")]
+    ("dtype", "stage", "precision"), [("int4", 3, "fp32"), slow("uint4", 1, "bf16"), slow("uint4", 3, "bf16")]
 )
 def test_adapters_train_and_the_base_keeps_its_bits(dtype, stage, precision):
     """As one device trains them, in fp32; in bf16 the loss falls alike."""
@@ -109,7 +109,7 @@ def test_two_numbers_take_a_byte(dtype, stage):
     report.verify()
 
 
-@singles(dtype=["int4", "uint4"], precision=["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "precision"), [("uint4", "bf16"), slow("int4", "fp32")])
 def test_checkpoints_keep_every_bit(dtype, precision, tmp_path):
     """From 8 devices at stage 3 to 3 at stage 1; plain Orbax reads the same numbers."""
     params = make_params(dtype)

@@ -109,6 +109,7 @@ def options(**values):
     return argparse.Namespace(**{"small": True, "models": [], "only": [], "minutes": 5, "default_out": False, **values})
 
 
+@pytest.mark.slow  # it imports jax in another process; see the part that has no time
 def test_a_part_that_fails_is_recorded(tmp_path):
     lines = tmp_path / "lines.jsonl"
     pack.run_part("steps/no_such_model/8/3", 120, lines, options())

@@ -11,6 +11,7 @@ import pytest
 import jzero
 from jzero.plan.table import format_bytes
 from tests.plan_states import OPTIMIZERS, PARAMS, RULES, STAGES, gpt_shapes, plan_for
+from tests.tiers import singles
 
 
 def device_bytes(tree):
@@ -23,23 +24,22 @@ def device_bytes(tree):
 # Bytes.
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bytes_per_device_are_those_of_the_live_buffers(name):
+@singles(name=list(OPTIMIZERS), stage=[1, 3])
+def test_bytes_per_device_are_those_of_the_live_buffers(name, stage):
     tx = OPTIMIZERS[name]()
     params = {k: jnp.ones(shape) for k, shape in PARAMS.items()} | {"half": jnp.ones((24, 8), jnp.bfloat16)}
     if name in ("masked", "multi_transform"):  # their masks name the parameters
         del params["half"]
     state = jzero.TrainState.create(params=params, tx=tx)
-    for stage in (1, 3):
-        config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, rules=RULES)
-        plan = jzero.plan_train_state(state, config=config)
-        sharded = jzero.shard_train_state(state, config=config)
-        assert plan.bytes_per_device.params == device_bytes(sharded.params)
-        assert plan.bytes_per_device.opt_state == device_bytes(sharded.opt_state)
-        assert plan.bytes_per_device.total == sum(plan.bytes_per_device)
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, rules=RULES)
+    plan = jzero.plan_train_state(state, config=config)
+    sharded = jzero.shard_train_state(state, config=config)
+    assert plan.bytes_per_device.params == device_bytes(sharded.params)
+    assert plan.bytes_per_device.opt_state == device_bytes(sharded.opt_state)
+    assert plan.bytes_per_device.total == sum(plan.bytes_per_device)
 
 
-@pytest.mark.parametrize("devices", [1, 3, 5, 8])
+@pytest.mark.parametrize("devices", [1, 5])
 def test_bytes_are_those_of_the_live_buffers_on_any_number_of_devices(devices):
     mesh = jzero.make_mesh(devices=jax.devices()[:devices])
     params = {"odd": jnp.ones((37, 11)), "flat": jnp.ones((11, 9)), "w": jnp.ones((120, 7)), "tiny": jnp.ones(3)}
@@ -55,9 +55,7 @@ def test_bytes_are_those_of_the_live_buffers_on_any_number_of_devices(devices):
     assert plan.bytes_per_device.opt_state == device_bytes(sharded.opt_state)
 
 
-@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("num_shards", [8, 64])
-@pytest.mark.parametrize("stage", STAGES)
+@singles(stage=STAGES, num_shards=[8, 64], scanned=[False, True])
 def test_bytes_agree_with_the_arithmetic_of_zero(stage, num_shards, scanned):
     plan = plan_for(gpt_shapes(scanned=scanned), num_shards=num_shards, stage=stage, persistence_threshold=0)
     psi = sum(math.prod(leaf.param.shape) for leaf in plan.leaves)
