@@ -211,7 +211,6 @@ MUTANTS = [
         "(matrices, me * rounds + jnp.arange(rounds))",
         "(matrices, jnp.arange(rounds))",
         "test_matrices.py::test_each_matrix_gets_what_belongs_to_its_parameter_and_its_layer",
-        "stack11",
     ),
     Mutant(
         "branches_over_parameters_stay_whole",
