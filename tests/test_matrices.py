@@ -113,14 +113,6 @@ def test_each_matrix_gets_what_belongs_to_its_parameter_and_its_layer():
     assert max(kind.num for kind in work.kinds) >= 2
 
 
-@pytest.mark.filterwarnings("ignore:The optimizer needs more than single elements")
-@pytest.mark.slow
-def test_state_on_the_host_is_updated_like_on_one_device():
-    offload = jzero.Offload(optimizer="host")
-    state, _ = models.update(models.few_params("unrolled"), models.muon(), STEPS, stage=2, offload=offload)
-    check(state, updated_alone("unrolled", "muon"))
-
-
 def test_masters_of_16_bit_parameters_are_updated_in_32_bits():
     with jax.enable_x64(False):
         params = models.few_params("stack5")

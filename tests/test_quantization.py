@@ -148,24 +148,6 @@ def test_secondary_shards_are_the_same_integers_to_the_bit(loss, fields):
     assert_same_bits(*[train(config, TWO, loss, steps=6) for config in configs])
 
 
-@pytest.mark.slow
-def test_kept_parameters_are_the_same_integers_to_the_bit():
-    ways = [
-        train(config_of(gather="int8", **fields), FLAT, steps=6, remat=False)
-        for fields in ({}, {"reshard_after_forward": False})
-    ]
-    assert_same_bits(*ways)
-
-
-@pytest.mark.slow
-def test_the_number_of_devices_changes_little():
-    """Rounded parameters are the same bits; only the sums differ."""
-    meshes = [({"data": 3}, {}), (TWO, TWO_HOPS)]
-    losses = [train(config_of(gather="int8", **fields), sizes)[0] for sizes, fields in meshes]
-    np.testing.assert_allclose(*losses, atol=5e-4)
-    np.testing.assert_allclose(losses[0][0], losses[1][0], rtol=5e-7)
-
-
 @singles(
     kind=["int8", "int4"],
     stage=[3, 2, 1],
