@@ -393,15 +393,3 @@ def test_cycled_momentum_trains_as_by_hand(offload):
     zero = {**SMALL_CONFIG["zero_optimization"], **offload}
     config = {**SMALL_CONFIG, "optimizer": adam, "scheduler": block(row), "zero_optimization": zero}
     assert_trains_like(config, adam_with_l2, rtol=1e-6)  # rates that optax keeps in its state are float32
-
-
-def test_lamb_with_a_schedule_trains_as_by_hand():
-    row = GOLDEN["schedules"][1]
-    options = {**LAMB, "weight_decay": 0.01, "bounds": (0.01, 0.3)}
-
-    def lamb(w, grads):
-        return [*lamb_by_hand(grads, w, lrs=row["lr"][: len(grads)], **options)][-1]
-
-    block_of_lamb = {"type": "Lamb", "params": {"weight_decay": 0.01, "max_coeff": 0.3}}
-    config = {**SMALL_CONFIG, "optimizer": block_of_lamb, "scheduler": block(row)}
-    assert_trains_like(config, lamb, rtol=1e-10)

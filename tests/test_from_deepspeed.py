@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import types
 import warnings
 
 import hypothesis.strategies as st
-import jax
 import optax
 import pytest
 from hypothesis import given
@@ -137,28 +135,6 @@ def test_the_dictionary_stays_as_it_is():
 sizes = st.none() | st.integers(1, 12)
 
 
-def solve_by_trying(train, micro, accumulate, num_devices):
-    """All sizes that fit what is given; one micro-batch where only one size (or none) of a step is given."""
-    if accumulate is None and None in (train, micro):
-        accumulate = 1
-    pairs = itertools.product(range(1, 13), range(1, 13))
-    found = [(m * a * num_devices, m, a) for m, a in pairs if micro in (None, m) and accumulate in (None, a)]
-    return [sizes for sizes in found if train in (None, sizes[0])]
-
-
-@given(st.none() | st.integers(1, 12), sizes, sizes, st.integers(1, 6))
-def test_batch_sizes_are_those_that_trying_finds(train, micro, accumulate, num_devices):
-    found = solve_by_trying(train, micro, accumulate, num_devices)
-    sizes = BatchSizes(train, micro, accumulate)
-    if not found:
-        with pytest.raises(ValueError, match="`train_batch_size`"):
-            solve_batch(sizes, num_devices)
-    elif train is None and micro is None:
-        assert solve_batch(sizes, num_devices) == (None, None, accumulate or 1)
-    else:
-        assert [tuple(solve_batch(sizes, num_devices))] == found
-
-
 @given(sizes, sizes, sizes, st.integers(1, 6))
 def test_batch_sizes_without_devices_contradict_no_number_of_them(train, micro, accumulate, num_devices):
     """What is solved without a number of devices is right for every one; what is refused is wrong for every one."""
@@ -206,15 +182,6 @@ def test_step_arguments_need_the_number_of_micro_batches():
 # Offload works as it is read
 
 
-def test_offload_fields_place_a_state():
-    zero = {"stage": 3, "param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
-    config, _ = read({"zero_optimization": zero, "bf16": {"enabled": True}})
-    params = {"w": jax.random.normal(jax.random.key(0), (64, 64))}
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.adam(1e-3)), config=config)
-    plan = jzero.plan_of(state)
-    assert plan.host_bytes_per_device.total == 12 * 64 * 64 // 8, "master and two moments"
-
-
 def test_what_is_not_made_says_for_want_of_what():
     source = {
         "zero_optimization": {"stage": 3},
@@ -232,19 +199,6 @@ def test_what_is_not_made_says_for_want_of_what():
     source["optimizer"]["params"]["lr"] = 1e-3
     source["scheduler"]["params"]["total_num_steps"] = 100
     assert "not built" not in str(jzero.from_deepspeed(source)[1])
-
-
-AUTO = {
-    "bf16": {"enabled": "auto"},
-    "fp16": {"enabled": "auto", "loss_scale": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
-    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
 
 
 def undecided(**arguments):
@@ -287,6 +241,12 @@ STOCK = {
     "gradient_clipping": "auto",
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
+}
+AUTO = STOCK | {
+    "fp16": {"enabled": "auto", "loss_scale": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
 }
 ARGUMENTS = {
     "learning_rate": 2e-4,

@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,6 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.engine.placed import PLACED, operations_of
-from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.drawn import to_jax
 from tests.tiers import slow
@@ -197,26 +195,6 @@ def test_nnx_and_frozen_parameters():
         assert kernel.sharding.memory_kind == "pinned_host", layer
         whole = np.asarray(getattr(expected, layer).kernel[...], np.float32)
         np.testing.assert_allclose(np.asarray(kernel, np.float32), whole, rtol=1e-2)  # bf16, and fp32 masters
-
-
-def test_linen_with_trainable_parameters():
-    model = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(16)])
-    params = models.draw_params(model, np.zeros((1, 24), np.float32))
-
-    loss = lambda p, batch: jnp.square(model.apply({"params": p}, batch)).mean()
-    plain, batch = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2)), np.full((16, 24), 0.3)
-    state = jzero.shard_train_state(plain, config=config(ALL), trainable="layers_2/.*")
-    step = jzero.make_train_step(loss)
-    one_step = jax.jit(lambda plain: plain.apply_gradients(grads=jax.grad(loss)(plain.params, batch)))
-    for _ in range(2):
-        state, _ = step(state, batch)
-        plain = one_step(plain)
-        plain = plain.replace(params={**plain.params, "layers_0": params["layers_0"]})
-    assert kinds(state.params)["['layers_0']['kernel']"] == "pinned_host"
-    found = jzero.gather_params(state)
-    np.testing.assert_array_equal(found["layers_0"]["kernel"], params["layers_0"]["kernel"])
-    for path, x in arrays(plain.params).items():
-        np.testing.assert_allclose(arrays(found)[path], x, rtol=1e-5, atol=1e-6)
 
 
 def test_born_saved_restored_and_moved(tmp_path):
