@@ -14,7 +14,6 @@ from optax import contrib
 import jzero
 from jzero.update.extra_args import call_update
 from tests.drawn import to_jax
-from tests.tiers import slow
 
 W = np.random.default_rng(0).normal(size=(5, 23)).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(16, 5)).astype(np.float32)
@@ -139,9 +138,6 @@ def test_check_equivalence_hands_over_the_loss_too():
     jzero.check_equivalence(loss, sharded(PLATEAU), [X, X]).check()
 
 
-SGD, MUON = optax.sgd(0.1), contrib.muon(0.1)
-
-
 def test_what_a_step_does_not_have_is_refused_with_the_way_out():
     ways = r"asks for \['{}'\].*`state.tx.update\(grads, state.opt_state, state.params, {}=...\)`"
     with pytest.raises(TypeError, match=ways.format("value_fn", "value_fn")):
@@ -155,7 +151,8 @@ def test_what_a_step_does_not_have_is_refused_with_the_way_out():
 
 
 @pytest.mark.parametrize(
-    "tx", [slow(optax.lbfgs()), *(optax.chain(tx, optax.scale_by_backtracking_linesearch(5)) for tx in (SGD, MUON))]
+    "tx",
+    [optax.chain(tx, optax.scale_by_backtracking_linesearch(5)) for tx in (optax.scale_by_lbfgs(2), contrib.muon(0.1))],
 )
 def test_a_function_for_a_line_search_may_close_over_traced_values(tx):
     """Without and with products over whole matrices, which run by themselves."""

@@ -17,6 +17,7 @@ from jzero.analysis.relocation import relaid
 from jzero.analysis.sent import sent
 from jzero.layout.mesh import num_along
 from jzero.layout.platform import PLATFORMS
+from tests import light_decoder, models
 from tests.tiers import default_for, slow
 
 WIDTH, LAYERS, STEPS = 21, 3, 8
@@ -145,14 +146,17 @@ def test_two_hops_train_like_one_device(loss, stage, sizes, options, fields):
 @pytest.mark.parametrize("stage", default_for([1], [1, 2, 3]))
 def test_only_the_parts_of_devices_cross_nodes(stage):
     """Between nodes a gather moves 1/D of what one ring over all devices does; each hop is a collective of its own."""
-    state = abstract(make_few(np.float32), config_of(stage, node_axis="node", precision="bf16"), node=2, data=4)
-    step = jzero.make_train_step(few_loss)
-    report = jzero.analyze(step, state, BATCH)
+    plain, tokens = light_decoder.make_state(optax.sgd(1e-3), layers=LAYERS, width=41, vocab=253), models.tokens(16)
+    state = jzero.abstract_train_state(
+        plain, config=config_of(stage, node_axis="node", precision="bf16"), mesh=jzero.make_mesh(node=2, data=4)
+    )
+    step = jzero.make_train_step(light_decoder.loss_fn)
+    report = jzero.analyze(step, state, tokens)
     report.verify()
     assert all(
         row.axis in ("node", "data") for row in report.collectives if row.kind != "all-reduce" or row.elements > 100
     )
-    for x in sent(step.trace(state, BATCH).jaxpr):
+    for x in sent(step.trace(state, tokens).jaxpr):
         between, within = x.collectives if x.gathers else x.collectives[::-1]
         assert (between.axes, within.axes) == (("node",), ("data",))
         assert (between.num_devices, within.num_devices) == (2, 4)
