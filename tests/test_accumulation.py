@@ -132,12 +132,6 @@ def test_a_batch_that_does_not_divide_says_which_sizes_would_do():
         step(make_state(2), models.mlp_batch(40))
 
 
-@pytest.mark.parametrize("reduce", ["never", None, True])
-def test_bad_reduce(reduce):
-    with pytest.raises(ValueError, match="'each', 'last'"):
-        jzero.make_train_step(models.mlp_loss, reduce=reduce)
-
-
 @stages(3, of=(1, 3))
 def test_overflow_in_one_micro_batch_skips_the_step(stage):
     def loss(params, batch):

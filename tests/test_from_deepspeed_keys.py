@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import sys
 
 import jax.numpy as jnp
@@ -17,44 +18,48 @@ from tests.deepspeed_configs import DATA, note, read, read_refused, verdicts
 # What DeepSpeed's code says about single keys
 
 
+def zero(stage=3, **keys):
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
 @pytest.mark.parametrize(
     ("config", "field", "value"),
     [
-        ({}, "persistence_threshold", 100_000),
-        ({"stage3_model_persistence_threshold": sys.maxsize}, "model_persistence_threshold", None),
-        ({"stage3_model_persistence_threshold": 5e6}, "model_persistence_threshold", 5_000_000),
-        ({"reduce_scatter": False}, "reduce_scatter", False),
-        ({"reduce_bucket_size": 1000}, "reduce_bucket_bytes", 4000),
-        ({"reduce_bucket_size": 0}, "reduce_bucket_bytes", 1),  # each gradient alone, as DeepSpeed takes it
-        ({"mics_shard_size": -1}, "replica_axis", None),
-        ({"mics_shard_size": 2}, "replica_axis", "replica"),
+        ({"zero_optimization": True}, "stage", 1),
+        ({"zero_optimization": False}, "stage", 0),
+        ({"zero_optimization": {}}, "stage", 0),
+        (zero(2), "stage", 2),
+        (zero(), "persistence_threshold", 100_000),
+        (zero(stage3_model_persistence_threshold=sys.maxsize), "model_persistence_threshold", None),
+        (zero(stage3_model_persistence_threshold=5e6), "model_persistence_threshold", 5_000_000),
+        (zero(reduce_scatter=False), "reduce_scatter", False),
+        (zero(reduce_bucket_size=0), "reduce_bucket_bytes", 1),  # each gradient alone, as DeepSpeed takes it
+        (zero(mics_shard_size=-1), "replica_axis", None),
+        (zero(mics_shard_size=2), "replica_axis", "replica"),
+        # Buckets are in bytes of what is sent.
+        (zero(reduce_bucket_size=1000), "reduce_bucket_bytes", 4000),
+        (BF16 | zero(2, reduce_bucket_size=1000), "reduce_bucket_bytes", 2000),
+        (BF16 | zero(2, reduce_bucket_size=1000) | {"communication_data_type": "fp32"}, "reduce_bucket_bytes", 4000),
+        (zero(2, reduce_bucket_size=1000) | {"communication_data_type": "bf16"}, "reduce_bucket_bytes", 2000),
+        # bf16 skips steps where DeepSpeed does.
+        (BF16 | zero(0), "policy.skip_nonfinite", False),
+        (BF16 | zero(1), "policy.skip_nonfinite", True),
+        (BF16 | zero(2), "policy.skip_nonfinite", True),
+        (BF16 | zero(3), "policy.skip_nonfinite", False),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}} | zero(2), "policy.skip_nonfinite", False),
+        ({"bf16": {"enabled": True, "check_grad_overflow": True}} | zero(3), "policy.skip_nonfinite", True),
     ],
 )
-def test_fields_at_stage_3(config, field, value):
-    found, _ = read({"zero_optimization": {"stage": 3, **config}})
-    assert getattr(found, field) == value
-    assert type(getattr(found, field)) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("given", "num_bytes"),
-    [
-        ({}, 4000),
-        ({"bf16": {"enabled": True}}, 2000),
-        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, 4000),
-        ({"communication_data_type": "bf16"}, 2000),
-    ],
-)
-def test_buckets_are_in_bytes_of_what_is_sent(given, num_bytes):
-    config, _ = read({**given, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}})
-    assert config.reduce_bucket_bytes == num_bytes
+def test_fields(config, field, value):
+    found = operator.attrgetter(field)(read(config)[0])
+    assert (found, type(found)) == (value, type(value))
 
 
 def test_mics_names_the_mesh_that_it_needs():
-    def zero(size):
-        return {"zero_optimization": {"stage": 3, "mics_shard_size": size}}
-
-    config, report = read(zero(2), num_devices=8)
+    config, report = read(zero(mics_shard_size=2), num_devices=8)
     advice = note(report, "zero_optimization.mics_shard_size")
     assert "jzero.make_mesh(replica=4, data=2)" in advice
     plan = jzero.plan_train_state(
@@ -63,30 +68,28 @@ def test_mics_names_the_mesh_that_it_needs():
         mesh=jzero.make_mesh(replica=4, data=2),
     )
     assert plan.num_shards == 2
-    assert read(zero(8), num_devices=8)[0].replica_axis is None
+    assert read(zero(mics_shard_size=8), num_devices=8)[0].replica_axis is None
     with pytest.raises(ValueError, match=r"mics_shard_size` \(3\) must"):
-        read(zero(3), num_devices=8)
+        read(zero(mics_shard_size=3), num_devices=8)
 
 
 def test_hpz_names_the_mesh_that_it_needs():
-    def zero(size):
-        return {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
-
-    config, report = read(zero(4), num_devices=8)
+    sized = lambda size: zero(zero_hpz_partition_size=size)
+    config, report = read(sized(4), num_devices=8)
     assert (config.node_axis, config.secondary_params) == ("node", True)
     assert "jzero.make_mesh(node=2, data=4)" in note(report, "zero_optimization.zero_hpz_partition_size")
-    assert [read(zero(size), num_devices=8)[0].node_axis for size in (0, 1, 8)] == [None] * 3
+    assert [read(sized(size), num_devices=8)[0].node_axis for size in (0, 1, 8)] == [None] * 3
     with pytest.raises(ValueError, match=r"hpz_partition_size` \(3\) must"):
-        read(zero(3), num_devices=8)
+        read(sized(3), num_devices=8)
 
 
 def test_hierarchical_gathers_of_mics_name_the_mesh():
-    zero = {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}
-    config, report = read({"zero_optimization": zero}, num_devices=8)
+    keys = {"mics_shard_size": 4, "mics_hierarchical_params_gather": True}
+    config, report = read(zero(**keys), num_devices=8)
     assert (config.replica_axis, config.node_axis) == ("replica", "node")
     advice = note(report, "zero_optimization.mics_hierarchical_params_gather")
     assert "jzero.make_mesh(replica=..., node=..., data=...)" in advice
-    config, report = read({"zero_optimization": {**zero, "mics_shard_size": -1}}, num_devices=8)
+    config, report = read(zero(**keys | {"mics_shard_size": -1}), num_devices=8)
     assert config.node_axis is None
     assert verdicts(report)["zero_optimization.mics_hierarchical_params_gather"] == "ignored"
 
@@ -102,32 +105,11 @@ def test_zeropp_becomes_integers():
     assert "exact within a node" in note(report, "zero_optimization.zero_quantized_gradients")
 
 
-@pytest.mark.parametrize(
-    ("stage", "block", "skips"),
-    [
-        (1, {}, True),
-        (2, {}, True),
-        (3, {}, False),
-        (0, {}, False),
-        (2, {"check_grad_overflow": False}, False),
-        (3, {"check_grad_overflow": True}, True),
-    ],
-)
-def test_bf16_skips_where_deepspeed_does(stage, block, skips):
-    config, _ = read({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True, **block}})
-    assert config.policy.skip_nonfinite is skips
-
-
 def test_clipping_has_deepspeeds_default():
     assert read({})[1].clip_norm == 1.0
     assert verdicts(read({})[1])["gradient_clipping"] == "honoured"
     assert read({"gradient_clipping": 0})[1].clip_norm is None
     assert read({"gradient_clipping": 0.25})[1].step_arguments() == {"accumulate_steps": 1, "clip_norm": 0.25}
-
-
-@pytest.mark.parametrize(("config", "stage"), [(True, 1), (False, 0), ({}, 0), ({"stage": 2}, 2)])
-def test_stage(config, stage):
-    assert read({"zero_optimization": config})[0].stage == stage
 
 
 def test_nothing_is_partitioned_at_stage_0_without_the_block():
@@ -227,14 +209,11 @@ def test_old_names_say_the_new_ones():
     assert renamed.startswith("now `gather_16bit_weights_on_model_save`: ")
 
 
-@pytest.mark.parametrize("value", [{"enabled": True}, {"params": {"a": 1}}, {"nested": {"x": {"enabled": True}}}])
-def test_blocks_are_refused_that_are_on(value):
-    assert verdicts(read_refused({"compression_training": value})[1])["compression_training"] == "refused"
-
-
-@pytest.mark.parametrize("value", [{}, {"enabled": False, "theta": 1}, {"nested": {"enabled": False}}, None])
-def test_blocks_are_ignored_that_are_off(value):
-    assert verdicts(read({"compression_training": value})[1])["compression_training"] == "ignored"
+def test_blocks_are_refused_that_are_on_and_ignored_that_are_off():
+    for value in ({"enabled": True}, {"params": {"a": 1}}, {"nested": {"x": {"enabled": True}}}):
+        assert verdicts(read_refused({"compression_training": value})[1])["compression_training"] == "refused"
+    for value in ({}, {"enabled": False, "theta": 1}, {"nested": {"enabled": False}}, None):
+        assert verdicts(read({"compression_training": value})[1])["compression_training"] == "ignored"
 
 
 def test_the_table_has_deepspeeds_keys_and_defaults():

@@ -84,13 +84,3 @@ def test_named_activations(stage):
     none, *expected = run(None)
     assert (moved, none) == ([(2, 64)] * 3, []), "the device's rows, and no gathered parameter"
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-def test_what_cannot_be():
-    assert jzero.offload_activations("hidden", keep="out") is not None
-    with pytest.raises(ValueError, match="at least one activation"):
-        jzero.offload_activations([])
-    with pytest.raises(ValueError, match=r"\['a'\] cannot be offloaded and kept"):
-        jzero.offload_activations(["a", "b"], keep=["a"])
-    with pytest.raises(ValueError, match="a `Keep`: got 'host'"):
-        jzero.make_train_step(models.mlp_loss, remat="host")

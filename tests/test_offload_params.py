@@ -238,10 +238,3 @@ def test_a_state_with_its_own_apply_gradients_cannot():
         step(jzero.shard_train_state(state, config=config(ALL)), batch)
     near, _ = step(jzero.shard_train_state(state, config=config(jzero.Offload(optimizer="host"))), batch)
     assert float(jnp.abs(jzero.gather_params(near)["w"]).max()) == np.float32(0.01)
-
-
-def test_below_stage_3():
-    with pytest.raises(ValueError, match=r"params='host'.*got stage 2"):
-        jzero.ZeroConfig(stage=2, offload=PARAMS)
-    with pytest.raises(ValueError, match=r"`Offload.params` .*'nvme'"):
-        jzero.Offload(params="nvme")

@@ -194,22 +194,6 @@ def test_plan_and_analysis_tell_host_bytes_apart():
     report.verify()
 
 
-def test_what_cannot_be():
-    for options, message in (
-        ({"optimizer": "tape"}, r"`Offload.optimizer` must be one of \('none', 'host', 'disk'\): got 'tape'"),
-        ({"optimizer": "host", "ratio": 1.5}, r"`Offload.ratio` must be a number from 0 to 1: got 1.5"),
-        ({"ratio": 0.5}, r"`optimizer` is 'none'"),
-        ({"optimizer": "host", "chunk_bytes": 0}, r"`Offload.chunk_bytes` must be .* >= 1: got 0"),
-        ({"optimizer": "host", "ratio": 0.5, "device_budget_bytes": 9}, r"set one of them"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            jzero.Offload(**options)
-    with pytest.raises(ValueError, match=r"`offload` must .*'host'"):
-        jzero.ZeroConfig(offload="host")
-    with pytest.raises(ValueError, match=r"offload=True, but nothing is offloaded"):
-        jzero.ZeroConfig(rules={"w": jzero.LeafRule(offload=True)})
-
-
 def test_devices_without_host_memory(monkeypatch):
     monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: ["device"])
     with pytest.raises(ValueError, match=r"'pinned_host', only \['device'\]"):

@@ -269,42 +269,6 @@ def test_flax_serialization(precision):
     assert_same(natural(restored.opt_state), natural(state.opt_state))
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("compute_dtype", ["int8", 3]),
-        ("reduce_dtype", ["float64"]),
-        ("state_dtype", ["float16"]),
-        ("loss_scale", [0, float("nan"), 2**2000, True, "static", np.array([0, 1])]),
-        ("master_dtype", ["float16"]),
-        ("skip_nonfinite", [1]),
-    ],
-)
-def test_bad_policies(field, values):
-    for value in values:
-        with pytest.raises(ValueError, match=f"`Precision.{field}`"):
-            jzero.Precision(**{"compute_dtype": "bfloat16", field: value})
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: jzero.ZeroConfig(precision="int8"), "`precision` must be one of"),
-        (lambda: jzero.Precision(master_dtype="float32"), "set `compute_dtype` too"),
-        (lambda: jzero.Precision(compute_dtype="float16", master_dtype="bfloat16"), "goes with"),
-        (lambda: jzero.ZeroConfig(rules={"a": jzero.LeafRule(compute_dtype="float32")}), "set `precision` too"),
-        (lambda: jzero.DynamicLossScale(initial=1e39), "`DynamicLossScale.initial`"),
-        (lambda: jzero.DynamicLossScale(minimum=2.0, initial=1.0), "above `initial`"),
-        (lambda: jzero.DynamicLossScale(window=0), "`DynamicLossScale.window`"),
-        (lambda: jzero.DynamicLossScale(hysteresis=1.5), "`DynamicLossScale.hysteresis`"),
-        (lambda: jzero.DynamicLossScale(consecutive_hysteresis=3), "`DynamicLossScale.consecutive_hysteresis`"),
-    ],
-)
-def test_contradictions(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
 def test_dtypes_may_be_given_as_dtypes():
     policy = jzero.Precision(compute_dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, reduce_dtype=np.float32)
     assert policy == jzero.Precision(compute_dtype="bfloat16", state_dtype="bfloat16", reduce_dtype="float32")

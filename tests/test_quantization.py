@@ -313,24 +313,6 @@ def test_the_plan_names_what_stays_exact():
     assert not jzero.plan_of(sharded(config_of(), FLAT)).unquantized
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: config_of(stage=2, gather="int8"), "gather='int8'.* needs stage 3"),
-        (lambda: config_of(stage=2, frozen="int8"), "frozen='int8'.* needs stage 3"),
-        (lambda: config_of(stage=0, reduce="int4"), "reduce='int4'.* needs stage 1"),
-        (lambda: config_of(reduce="int8", reduce_scatter=False), "`reduce_scatter=False` contradicts it"),
-        (lambda: config_of(gather="int8", offload=jzero.Offload(params="host")), "keeps rounded shards of all"),
-        (lambda: jzero.Quantization(gather="int4"), r"Quantization.gather` .*'int4'"),
-        (lambda: jzero.LeafRule(quantize=True), r"`LeafRule.quantize` .*got True"),
-        (lambda: jzero.ZeroConfig(quantization="int8"), r"`quantization` .*got 'int8'"),
-    ],
-)
-def test_what_cannot_be_is_named(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
 def test_bytes_on_network_ports_are_those_of_the_formula():
     """(M-1)/M · Ψ/D · (gathers of one step + reductions), on a mesh of M nodes of D devices; nothing else crosses."""
     rules = {"stack/b|flat|tiny": jzero.LeafRule(replicated=True)}

@@ -213,26 +213,6 @@ def test_a_checkpoint_goes_from_two_hops_to_one_and_to_fewer_devices(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"node_axis": "data"}, "`node_axis` .*other than `axis`"),
-        ({"node_axis": "replica", "replica_axis": "replica"}, "`node_axis` must be"),
-        ({"node_axis": "node", "reduce_scatter": False}, "`reduce_scatter=False` contradicts"),
-        ({"secondary_params": True}, "needs `node_axis` and stage 3"),
-        ({"secondary_params": True, "node_axis": "node", "stage": 2}, "got node_axis='node', stage 2"),
-        ({"secondary_grads": True, "node_axis": "node", "stage": 1}, "`secondary_grads=True` needs"),
-        (
-            {"secondary_params": True, "node_axis": "node", "offload": jzero.Offload(optimizer="host", params="host")},
-            "which `Offload.params='host'.`",
-        ),
-    ],
-)
-def test_contradictions_name_the_fields(fields, message):
-    with pytest.raises(ValueError, match=message):
-        config_of(**fields)
-
-
-@pytest.mark.parametrize(
     "sizes", [{"replica": 2, "data": 4}, {"node": 2, "data": 4}, {"replica": 2, "node": 2, "data": 2}]
 )
 def test_another_machine_keeps_the_order_of_axes(sizes):
