@@ -83,7 +83,7 @@ def numbers_of_state(scale):
 @pytest.mark.parametrize("compute", ["device", "host"])
 def test_numbers_over_state_on_the_host_equal_one_device(compute):
     rng = np.random.default_rng(0)
-    shapes = {"odd": (37, 131), "flat": (11,)}
+    shapes = {"odd": (37, 131), "flat": (11,), "stack": (3, 5, 13)}
     params = {name: to_jax(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     tx = numbers_of_state(1e-2)
     offload = jzero.Offload(optimizer="host", params="host", chunk_bytes=1024, compute=compute)
