@@ -14,7 +14,6 @@ from flax.training.train_state import TrainState
 import jzero
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
-from tests.drawn import to_jax
 from tests.offload_states import HOST, ONE_LAYER, SMALL, config, kinds, mlp_state, small_state, step_of, train, whole
 
 
@@ -51,18 +50,6 @@ def test_checkpoints(writer, tmp_path):
         assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(like)]
         assert_same_bits(whole(back), whole(state))
         step_of().eval_shape(back, models.mlp_batch(48))
-
-
-def test_a_checkpoint_is_read_to_the_host_directly(tmp_path):
-    draw = np.random.default_rng(0).normal
-    params = {"w": to_jax(draw(size=(37, 129)), jnp.float32), "b": to_jax(draw(size=7), jnp.float32)}
-    plain = jzero.TrainState.create(params=params, tx=optax.adamw(1e-2))
-    jzero.save_checkpoint(tmp_path / "x", jzero.shard_train_state(plain, stage=2))
-    like = jzero.abstract_train_state(plain, config=config(3, "bf16"))
-    back = jzero.restore_checkpoint(tmp_path / "x", like)
-    assert kinds(back.opt_state.masters) == {"pinned_host"}
-    expected = jzero.shard_train_state(plain, config=config(3, "bf16"))
-    assert_same_bits(arrays(back), arrays(expected))
 
 
 def test_moved_by_hand_and_back():
