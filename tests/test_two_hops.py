@@ -297,7 +297,7 @@ def test_late_hops_change_no_bit(monkeypatch, sizes, options, fields, kinds):
     replica = {"replica_axis": "replica"} if "replica" in sizes else {}
     config = config_of(node_axis="node", quantization=jzero.Quantization(**kinds), **replica, **fields)
     at_once = train(few_loss, config, sizes, **options)
-    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(pipelines_reductions=True))
     step = jzero.make_train_step(few_loss, **options)
     late = [x for x in sent(step.trace(abstract(make_few(), config, **sizes), BATCH).jaxpr) if not x.gathers]
     between = plan_levels(config, sizes)[1]
@@ -315,7 +315,7 @@ def plan_levels(config, sizes):
 
 def test_late_hops_are_as_planned(monkeypatch):
     """The loop's last turn is finished after it: one more hop, of zeros, at its start."""
-    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(pipelines_reductions=True))
     config = config_of(node_axis="node", secondary_params=True)
     plain, tokens = light_decoder.make_state(optax.adam(1e-3), layers=LAYERS, width=41, vocab=253), models.tokens(16)
     state = jzero.abstract_train_state(plain, config=config, mesh=jzero.make_mesh(node=2, data=4))
@@ -327,7 +327,7 @@ def test_late_hops_are_as_planned(monkeypatch):
 
 def test_late_hops_divide_gradients_once(monkeypatch):
     """With a loss scale, gradients are divided before they are summed: within a node, and not again between nodes."""
-    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(pipelines_reductions=True))
     params = {"stack": {"w": make_params(np.float32)["stack"]["w"]}, "frozen": np.eye(2, dtype=np.float32)}
     precision = jzero.Precision(compute_dtype="float16", loss_scale=256.0)
     state = sharded(params, config_of(node_axis="node", precision=precision), node=2, data=3)

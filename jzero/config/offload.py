@@ -235,9 +235,9 @@ class Offload:
     @property
     def uses_records(self) -> bool:
         """Whether offloaded optimizer state is in records, which programs do not see."""
-        return self.optimizer == "disk" or self.is_late
+        return self.optimizer == "disk" or self.delays_updates
 
     @property
-    def is_late(self) -> bool:
+    def delays_updates(self) -> bool:
         """Whether updates count later than the step that they belong to."""
         return bool(self.delay) or self.zenflow is not None

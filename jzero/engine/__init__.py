@@ -16,7 +16,7 @@ Then, by topic:
 
   * `roles`: how the stages differ;
   * `lazy`, `bundles`, `shard_rules`: partitioned parameters;
-  * `rules`, `loops`, `late`, `prefetch`, `meshes`: equations that contain jaxprs, and sharding constraints;
+  * `rules`, `loops`, `prefetch`, `pipelined_reductions`, `meshes`: equations that contain jaxprs, and constraints;
   * `gradient_exits`, `makers`, `gradient_rules`: how gradients leave, and what runs on their shards;
   * `order`: what a gather waits for;
   * `outputs`, `written_variables`: values that a loss returns, and changes to a model's variables;

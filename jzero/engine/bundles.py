@@ -4,7 +4,7 @@
 
 Values that share parameters, such as `w` and `2 * w`, have the distinct leaves `(w,)`, and a template makes the values
 from them. So a parameter that occurs in two values is gathered once, and all values can be passed to a function as a
-pytree. `Rows` holds lazy values that the turns of a loop return, one for each turn.
+pytree. `Rows` holds lazy values that the iterations of a loop return, one for each iteration.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class Static(Generic[T]):
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Lazy values that the turns of a loop returned, one for each turn, such as cast weights.
+    """Lazy values that the iterations of a loop returned, one for each iteration, such as cast weights.
 
     Attributes:
-      stacks: Leaves that differ from turn to turn: stacks of parameters and arrays, with a leading dimension.
-      shared: Leaves that are the same in all turns.
+      stacks: Leaves that differ from iteration to iteration: stacks of parameters and arrays, with a leading dimension.
+      shared: Leaves that are the same in all iterations.
       places: For each leaf of a row, whether it is shared, and its index in `shared` or `stacks`.
       template: The recipe of a row, as in a `Bundle`.
     """
@@ -110,7 +110,7 @@ class Rows:
     template: Recipe
 
     def row(self, rows: Sequence[Leaf]) -> Value:
-        """Returns the lazy value of one turn, given that turn's row of each stack."""
+        """Returns the lazy value of one iteration, given that iteration's row of each stack."""
         leaves = tuple(self.shared[i] if is_shared else rows[i] for is_shared, i in self.places)  # parameters: [D/N, F]
         return Bundle(leaves, (self.template,)).values()[0]
 

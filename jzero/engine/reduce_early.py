@@ -192,7 +192,7 @@ class _Sweep:
         return eqn.replace(outvars=outs, params=params), [None if isinstance(x, Reduction) else x for x in exits]
 
     def _enter_loop(self, eqn: JaxprEqn, exits: Exits) -> tuple[JaxprEqn, Exits]:
-        """Moves reductions into a loop: turns add shards to a carried gradient, and return shards of stacked ones."""
+        """Moves reductions into a loop: iterations add shards to carried gradients, or return shards of stacked ones."""
         num_consts, num_carry = _compat.scan_groups(eqn)
         inside: list[Reduction | None] = []
         for i, (how, start) in enumerate(zip(exits[:num_carry], eqn.invars[num_consts:], strict=False)):
@@ -207,7 +207,7 @@ class _Sweep:
             if done is None or not isinstance(how, Reduction):
                 continue
             shard = self.shards[eqn.outvars[i]]
-            outs[i] = shard if done.to_host else self.place(how, shard, eqn)  # turns send rows, [D/N, F], to the host
+            outs[i] = shard if done.to_host else self.place(how, shard, eqn)  # iterations send rows to the host
             if i < num_carry:
                 inputs[num_consts + i] = self.request(inputs[num_consts + i], done)  # e.g. zeros, [L, D/N, F]
         after = [how if done is None else None for how, done in zip(exits, inside, strict=True)]
@@ -215,7 +215,7 @@ class _Sweep:
 
 
 def _adds_shards(eqn: JaxprEqn, place: int, index: int, how: Reduction) -> bool:
-    """Whether a scan adds to the carried gradient at `index` part by part, so that its turns can add shards.
+    """Whether a scan adds to the carried gradient at `index` part by part, so that its iterations can add shards.
 
     The body has it as its input number `place`.
     """

@@ -60,7 +60,7 @@ class Parameter:
       reduce_last: Whether gradients are reduced once, after all micro-batches.
       stage: The stage.
       to_host: Whether its gradient moves to the host as soon as it is reduced.
-      is_late: Whether its gradient is reduced between nodes once, after all micro-batches.
+      reduces_once: Whether its gradient is reduced between nodes once, after all micro-batches.
     """
 
     leaf: LeafPlan
@@ -70,7 +70,7 @@ class Parameter:
     reduce_last: bool
     stage: int
     to_host: bool
-    is_late: bool = False
+    reduces_once: bool = False
 
     @property
     def role(self) -> Role:
@@ -99,7 +99,7 @@ class Parameter:
         return Reduction(self.leaf.path, cut, route, self.sums, dtype, by_use, self.to_host, is_awaited)
 
     def _legs(self, cut: Cut) -> tuple[Leg, ...]:
-        return self.route.legs(cut) if self.is_late else ((cut, self.route),)
+        return self.route.legs(cut) if self.reduces_once else ((cut, self.route),)
 
     @property
     def sum_dtype(self) -> DType:

@@ -266,6 +266,6 @@ RULES: dict[str, Rule] = {
 }
 
 
-def start_walk(axes: frozenset[str], order: Order | None = None, *, hops_late: bool = False) -> Walk:
+def start_walk(axes: frozenset[str], order: Order | None = None, *, pipelines_reductions: bool = False) -> Walk:
     """Returns the walk over a program."""
-    return Walk(RULES, axes, order or Order(), HeldParameters(keeps=False), hops_late=hops_late)
+    return Walk(RULES, axes, order or Order(), HeldParameters(keeps=False), pipelines_reductions=pipelines_reductions)

@@ -108,7 +108,7 @@ class Walk:
       axes: The manual mesh axes: ZeRO's and the replicas'.
       order: Records what happened so far, and makes gathers wait.
       held: The whole parameters that are kept.
-      hops_late: Whether loops run the hops between nodes of their reductions one turn late.
+      pipelines_reductions: Whether loops run the hops between nodes of their reductions one iteration late.
       depth: How many loops enclose this walk.
       gathered_rows: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
       meshes: Mesh facts about the jaxprs of this trace.
@@ -120,7 +120,7 @@ class Walk:
     axes: frozenset[str]
     order: Order
     held: HeldParameters
-    hops_late: bool = False
+    pipelines_reductions: bool = False
     depth: int = 0
     gathered_rows: list[tuple[RowOf, DType]] = dataclasses.field(default_factory=list)
     meshes: MeshFacts = dataclasses.field(default_factory=MeshFacts)
@@ -186,7 +186,7 @@ class Walk:
         return self.gather(self(jaxpr, inputs))
 
     def gather(self, values: Sequence[Value | None]) -> list[jax.Array]:
-        """Gathers values that are used together. Only a loop gathers elsewhere: one turn ahead."""
+        """Gathers values that are used together. Only a loop gathers elsewhere: one iteration ahead."""
         values = [self._gather_rows(x) if isinstance(x, Rows) else x for x in values]
         if not any(map(is_lazy, values)):
             return cast("list[jax.Array]", values)

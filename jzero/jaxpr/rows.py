@@ -182,17 +182,17 @@ def _either(values: Iterable[RowFacts]) -> RowFacts:
 
 
 def _settled(
-    turn: Callable[[list[RowFacts]], list[RowFacts]], carry: list[RowFacts], eqn: JaxprEqn
+    iterate: Callable[[list[RowFacts]], list[RowFacts]], carry: list[RowFacts], eqn: JaxprEqn
 ) -> tuple[list[RowFacts], list[RowFacts]]:
     """Returns the facts of a loop's carry after any number of passes, and of the results of a pass."""
     for _ in range(MOST_PASSES + len(carry)):  # values may move on by one place in each pass
-        outs = turn(carry)
+        outs = iterate(carry)
         after = [_either([x, _of_last_pass(y, x, eqn)]) for x, y in zip(carry, outs, strict=False)]
         if after == carry:
             return carry, outs
         carry = after
     carry = [_marked(RowFacts(kind=Kind.UNKNOWN), carry) for _ in carry]
-    return carry, turn(carry)
+    return carry, iterate(carry)
 
 
 def _of_last_pass(x: RowFacts, before: RowFacts, eqn: JaxprEqn) -> RowFacts:

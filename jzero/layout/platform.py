@@ -22,7 +22,7 @@ class PlatformFacts(NamedTuple):
       postpones: Whether it postpones the products that make gradients of weights, and keeps their operands, so that
         the backward pass must wait for them; see [Note: Waiting for gradients].
       prefetches: Whether loops gather one iteration ahead by default; see [Note: Gathering one turn ahead].
-      hops_late: Whether loops over several nodes finish reductions beside the products of the next iteration.
+      pipelines_reductions: Whether loops over several nodes finish reductions beside the next products.
       copies_results: Whether gathered arrays stay beside those that they replace until the end, unless these are
         operands; see [Note: Gathering new parameters].
       transposes_gathers: Whether a gather along another dimension than the first makes it transpose what computes the
@@ -34,7 +34,7 @@ class PlatformFacts(NamedTuple):
     fence: Fence = "whole"
     postpones: bool = False
     prefetches: bool = False
-    hops_late: bool = False
+    pipelines_reductions: bool = False
     copies_results: bool = False
     transposes_gathers: bool = False
     is_tiled: bool = False
@@ -43,7 +43,7 @@ class PlatformFacts(NamedTuple):
 
 PLATFORMS = {
     "cpu": PlatformFacts(fence="data", sums_bf16=False),
-    "gpu": PlatformFacts(postpones=True, prefetches=True, hops_late=True, transposes_gathers=True),
+    "gpu": PlatformFacts(postpones=True, prefetches=True, pipelines_reductions=True, transposes_gathers=True),
     "tpu": PlatformFacts(fence="light", copies_results=True, is_tiled=True),
     None: PlatformFacts(transposes_gathers=True, is_tiled=True),  # an abstract mesh: safe on every platform
 }

@@ -69,7 +69,7 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
     initialised = jax.eval_shape(tx.init, optimizer_inputs)
     update = _Update(tx, initialised, trace_update(tx, optimizer_inputs, initialised))
     plan = with_matrices(_choose_plan(state, update, config, mesh), update.jaxpr)
-    if config.offload.is_late and not plan.has_records:
+    if config.offload.delays_updates and not plan.has_records:
         late, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")
         raise ValueError(
             f"`Offload.{late}` lets the update of what is on the host or on disk run beside the next step, but here is "
@@ -257,7 +257,7 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[object]) -> ZeroOptState | N
     keeps = (has_masters, plan.rounds_stochastically, isinstance(dynamic, DynamicLossScale), plan.has_records)
     if not any(keeps):
         return None
-    waiting = host_array(False, np.bool_) if plan.config.offload.is_late else None
+    waiting = host_array(False, np.bool_) if plan.config.offload.delays_updates else None
     entries = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
     return ZeroOptState(
         inner=None,

@@ -205,8 +205,8 @@ MUTANTS = [
     Mutant(
         "this_row_for_the_next",
         "engine/loops.py",
-        "_slice_row(self.params[j], at + step)",
-        "_slice_row(self.params[j], at)",
+        "_slice_row(self.params[j], index + step)",
+        "_slice_row(self.params[j], index)",
         "test_prefetch.py::test_gradients_equal_plain_jax",
         "scan_reversed",
     ),
