@@ -243,8 +243,8 @@ class _Stages:
 
     def _near(self, step_grads: StepGrads) -> StepGrads:
         """Returns the gradients without those that only records need."""
-        far = self.plan.record_fields
-        grads: PyTree = [Grad(None, g.factors) if i in far else g for i, g in enumerate(step_grads.grads)]
+        in_records = self.plan.record_fields
+        grads: PyTree = [Grad(None, g.factors) if i in in_records else g for i, g in enumerate(step_grads.grads)]
         return step_grads._replace(grads=grads)
 
     def _stage(self, name: str, traced: jax.stages.Traced, live: int = 0, *, takes_params: bool = False) -> Stage:
@@ -257,5 +257,5 @@ class _Stages:
 
 def _num_bytes(tree: PyTree) -> int:
     """Returns the bytes of arrays on one device, given as shapes with shardings."""
-    near = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
-    return sum(array_bytes(math.prod(x.sharding.shard_shape(x.shape)), x.dtype) for x in near)
+    on_devices = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
+    return sum(array_bytes(math.prod(x.sharding.shard_shape(x.shape)), x.dtype) for x in on_devices)

@@ -114,35 +114,35 @@ class _Sweep:
 
     def insert_exit(self, v: Atom, how: GradientExit, out: Var) -> None:
         """Prepends the reduction of a gradient, or the mark of one that is reduced later."""
-        near = self.makers.find(v)
+        maker = self.makers.find(v)
         params: Params = {"path": how.path, "is_awaited": how.is_awaited}
         if isinstance(how, Unreduced):
-            self.eqns.append(_compat.new_equation(unreduced_p, [v], [out], params, near))
+            self.eqns.append(_compat.new_equation(unreduced_p, [v], [out], params, maker))
             return
-        shard = self.place(how, out, near)
+        shard = self.place(how, out, maker)
         params |= {"cut": how.cut, "dtype": how.dtype, "route": how.route, "sums": how.sums}
-        self.eqns.append(_compat.new_equation(reduce_p, [v], [shard], params, near))
+        self.eqns.append(_compat.new_equation(reduce_p, [v], [shard], params, maker))
 
-    def name(self, how: GradientExit | None, out: Var, near: JaxprEqn) -> Var:
+    def name(self, how: GradientExit | None, out: Var, maker: JaxprEqn) -> Var:
         """Prepends a shard's name if it comes out of a call; returns the call's result."""
-        if how is None or near.primitive.name not in CALLS:
+        if how is None or maker.primitive.name not in CALLS:
             return out
         result = _compat.variable(out.aval)
-        self.eqns.append(_compat.new_equation(named_p, [result], [out], {"path": how.path}, near))
+        self.eqns.append(_compat.new_equation(named_p, [result], [out], {"path": how.path}, maker))
         return result
 
-    def place(self, how: Reduction, out: Var, near: JaxprEqn | None) -> Var:
+    def place(self, how: Reduction, out: Var, scope: JaxprEqn | None) -> Var:
         """Prepends a shard's way to the host, if it goes there; returns the shard on the device."""
         if not how.to_host:
             return out
         shard = _compat.variable(how.on_device().shard_type())
-        self.compute(how.place, [shard], out, near)
+        self.compute(how.place, [shard], out, scope)
         return shard
 
-    def compute(self, fn: Callable[..., jax.Array], inputs: Sequence[Atom], out: Var, near: JaxprEqn | None) -> None:
+    def compute(self, fn: Callable[..., jax.Array], inputs: Sequence[Atom], out: Var, scope: JaxprEqn | None) -> None:
         """Prepends the equations of a function whose result is `out`."""
         ahead = Editor()
-        (result,) = ahead.trace(fn, inputs, near)
+        (result,) = ahead.trace(fn, inputs, scope)
         if not ahead.eqns:  # the result is an input, which `out` therefore stands for
             self.shards.update((v, out) for v, x in self.shards.items() if x is result)
             return
@@ -192,7 +192,7 @@ class _Sweep:
         return eqn.replace(outvars=outs, params=params), [None if isinstance(x, Reduction) else x for x in exits]
 
     def _enter_loop(self, eqn: JaxprEqn, exits: Exits) -> tuple[JaxprEqn, Exits]:
-        """Moves reductions into a loop: iterations add shards to carried gradients, or return shards of stacked ones."""
+        """Moves reductions into a loop, which adds shards to carried gradients, and returns shards of stacked ones."""
         num_consts, num_carry = _compat.scan_groups(eqn)
         inside: list[Reduction | None] = []
         for i, (how, start) in enumerate(zip(exits[:num_carry], eqn.invars[num_consts:], strict=False)):

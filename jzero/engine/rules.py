@@ -131,11 +131,11 @@ def _checkpoint(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Valu
 def _put_behind_barrier(values: list[Value], stays: list[bool]) -> list[Value]:
     """Returns values behind one barrier: none exists before all do, and none is merged with its earlier uses."""
 
-    def near(x: Value | None) -> Value | None:
+    def on_devices(x: Value | None) -> Value | None:
         return dataclasses.replace(x, shard=on_device(x.shard)) if isinstance(x, ShardedParam) else x
 
     delayed = [None if stay else x for x, stay in zip(values, stays, strict=True)]
-    leaves, treedef = jax.tree.flatten(jax.tree.map(near, delayed, is_leaf=lambda x: isinstance(x, ShardedParam)))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(on_devices, delayed, is_leaf=lambda x: isinstance(x, ShardedParam)))
     # The same array is one operand.
     arrays = IdDict((x, None) for x in leaves if isinstance(x, jax.Array) and memory_of(x) == "device")
     behind = IdDict(zip(arrays, lax.optimization_barrier(list(arrays)), strict=True))

@@ -20,18 +20,18 @@ Index: TypeAlias = tuple[slice | np.ndarray, ...]
 
 
 @dataclasses.dataclass(eq=False)
-class NearColumns:
+class DeviceColumns:
     """The columns that the devices update in each step.
 
     Attributes:
       records: The records of the state.
       chosen: The columns by parameter, int32 [parts · K].
-      near: What they have on the devices, one array per field, [..., N · K, ...].
+      on_device: What they have, one array per field, [..., N · K, ...].
     """
 
     records: Records
     chosen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    near: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    on_device: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
 
     @property
     def plan(self) -> ZeroPlan:
@@ -41,7 +41,7 @@ class NearColumns:
     def take(self, chosen: dict[int, jax.Array]) -> None:
         """Takes columns to the devices, in place of others, which go back into the records."""
         parts = self.move(self.records.pipeline, chosen)
-        self.near = {
+        self.on_device = {
             i: [self._placed(i, [x[k] for x in of.values()], of) for k in range(self._num_fields(i))]
             for i in chosen
             if (of := {d: x for (j, d), x in parts.items() if j == i})
@@ -103,8 +103,8 @@ class NearColumns:
         inside, columns = _overlap(record, dim, chosen)
         at: Index = _at(record, dim, inside)
         there: Index = (*[slice(None)] * dim, columns)
-        for near, view in zip(self.near[record.param], views, strict=True):
-            view[there] = _part(near, record.device)[at]
+        for x, view in zip(self.on_device[record.param], views, strict=True):
+            view[there] = _part(x, record.device)[at]
 
 
 def _part(x: jax.Array, device: jax.Device) -> np.ndarray:

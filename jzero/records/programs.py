@@ -92,7 +92,7 @@ class RecordUpdate:
     def _finish_columns(
         self,
         state: State,
-        near: dict[int, list[jax.Array]],
+        on_device: dict[int, list[jax.Array]],
         chosen: dict[int, jax.Array],
         changed: Changed,
         done: Done,
@@ -102,7 +102,7 @@ class RecordUpdate:
         for kernel, of in zip(done.program.passes[0], operands, strict=True):
             if (i := kernel.param) in chosen:
                 grad = done.grads.grads[i].reduced
-                new[i], new_params[i] = update_columns(self.plan, kernel, of, grad, params[i], chosen[i], near[i])
+                new[i], new_params[i] = update_columns(self.plan, kernel, of, grad, params[i], chosen[i], on_device[i])
         light = done.grads.without_grads
         return self._finish(state, light, changed, dataclasses.replace(done, params=new_params)), new
 

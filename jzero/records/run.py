@@ -56,13 +56,13 @@ class _Call(NamedTuple):
     """The operands of a kernel on one device.
 
     Attributes:
-      near: Parts of arrays, one per source that is no field of a record, as stored; NumPy arrays if the host computes.
+      arrays: Parts of arrays, one per source that is no field of a record, as stored; NumPy arrays if the host computes.
       numbers: Its numbers, where the update runs.
       parts: The parts of its results, into which those of records are pasted; NumPy arrays if they come up later.
       sums: Its numbers over the records so far.
     """
 
-    near: list[jax.Array | np.ndarray]
+    arrays: list[jax.Array | np.ndarray]
     numbers: list[jax.Array]
     parts: list[jax.Array | np.ndarray]
     sums: list[jax.Array]
@@ -139,7 +139,7 @@ class RecordPass:
             "grads": lambda _: step_arrays.grads[i],
             "params": lambda _: step_arrays.params[i],
         }
-        near = [_by_device(read[x.kind](x.number)) for x in kernel.sources if x.kind in read]
+        arrays = [_by_device(read[x.kind](x.number)) for x in kernel.sources if x.kind in read]
         counts = [_by_device(operands.numbers[x.number]) for x in kernel.sources if x.kind == "number"]
         dtypes = [x for x in kernel.targets if not isinstance(x, int | SumTarget)]
         shape = leaf.grad.part_shape
@@ -152,7 +152,7 @@ class RecordPass:
                 if isinstance(x, SumTarget)
             ]
             self.calls[i, device] = _Call(
-                near=[np.asarray(x[device]) if self.cpu else x[device] for x in near],
+                arrays=[np.asarray(x[device]) if self.cpu else x[device] for x in arrays],
                 numbers=jax.device_put([x[device] for x in counts], at),
                 parts=[np.zeros(shape, x) if on_host else jnp.zeros(shape, x, device=device) for x in dtypes],
                 sums=sums,
@@ -169,7 +169,7 @@ class RecordPass:
         fields = jax.device_put([views[x.number] for x in kernel.sources if x.kind == "record"], at)
         slices = [
             jax.device_put(x[place.slices], at) if isinstance(x, np.ndarray) else _cut(x, start, shape=place.shape)
-            for x in call.near
+            for x in call.arrays
         ]
         begin = np.array(record.stored.start, np.int32)
         new, results, sums = self.compute[record.param](fields, slices, call.numbers, begin, shape=place.shape)

@@ -27,7 +27,7 @@ from jzero._types import State
 from jzero.arrays.processes import succeed_together
 from jzero.config.precision import scale_by, wide_dtype
 from jzero.disk.pipeline import RunStats
-from jzero.records.columns import NearColumns, Part
+from jzero.records.columns import DeviceColumns, Part
 from jzero.records.late import copying
 from jzero.records.programs import RecordUpdate
 from jzero.records.records import Record, Records, first_holders
@@ -70,13 +70,15 @@ class ZenFlow(Schedule):
         super().__init__()
         assert records.plan.config.offload.zenflow is not None
         self.plan, self.settings = records.plan, records.plan.config.offload.zenflow
-        self.columns = NearColumns(records)
+        self.columns = DeviceColumns(records)
         self.sums: dict[Part, jax.Array] = {}
         self.count, self.version = 0, 0
         self.noted: Noted | None = None
         leaves = {i: self.plan.leaves[i].grad for i in self.plan.record_fields}
         self.chooses = [i for i, leaf in leaves.items() if self.plan.num_chosen(leaf)]
-        self.far = [i for i, leaf in leaves.items() if self.plan.num_chosen(leaf) < leaf.part_shape[leaf.column_dim]]
+        self.partly_chosen = [
+            i for i, leaf in leaves.items() if self.plan.num_chosen(leaf) < leaf.part_shape[leaf.column_dim]
+        ]
 
     def waits(self) -> bool:
         """Whether gradients wait, or columns are on the devices."""
@@ -98,7 +100,7 @@ class ZenFlow(Schedule):
         waited = time.perf_counter() - begun
         done, columns = self._note(update, state, step), self.columns
         self._add(step)
-        new, columns.near = update.finish_columns(state, columns.near, columns.chosen, changed, done)
+        new, columns.on_device = update.finish_columns(state, columns.on_device, columns.chosen, changed, done)
         update.wait(new)
         self.version += 1
         begun = time.perf_counter()
@@ -121,7 +123,7 @@ class ZenFlow(Schedule):
 
     def _end(self, update: RecordUpdate, records: Records, state: State, number: int) -> tuple[State, RunStats]:
         """Returns the state after a step; at the end of an interval one pass counts, and the next one begins."""
-        if not self.far or not self._is_last(number):
+        if not self.partly_chosen or not self._is_last(number):
             return state, NOTHING
         state, stats = self._land(update, state)
         self.late.prepare(self._mean_pass(update, records, state))
@@ -150,7 +152,7 @@ class ZenFlow(Schedule):
     def _add(self, step: StepGrads) -> None:
         """Adds the gradients of a step to the sums."""
         cpu = host_cpu()
-        for i in self.far:
+        for i in self.partly_chosen:
             grad, leaf = step.grads[i], self.plan.leaves[i].grad
             factors = [np.asarray(x) for x in grad.factors]
             parts = {s.device: s.data for s in grad.reduced.addressable_shards}
@@ -166,7 +168,7 @@ class ZenFlow(Schedule):
         means: dict[int, dict[jax.Device, np.ndarray]] = {i: {} for i in self.plan.record_fields}
         for (i, device), x in self.sums.items():
             means[i][device] = np.asarray(_divided(x, np.float32(self.count)))
-        for i in set(self.plan.record_fields) - set(self.far):  # nothing of it counts
+        for i in set(self.plan.record_fields) - set(self.partly_chosen):  # nothing of it counts
             zeros = np.zeros(self.plan.leaves[i].grad.part_shape, np.float32)
             means[i] = dict.fromkeys(first_holders(self.plan, self.plan.leaves[i].grad).values(), zeros)
         return dict(means)

@@ -53,7 +53,7 @@ class Pass(NamedTuple):
       arrays: The arrays as stored, on the host or on the devices.
       numbers: 0-d arrays.
       targets: For each result the number of the array that it overwrites, or the dtype of a new one on the devices.
-      is_far: Whether arrays are on the host, so that the pass runs on each device's part, chunk by chunk; else it runs
+      is_off_device: Whether arrays are on the host, so that the pass runs on each device's part, chunk by chunk; else it runs
         on whole arrays, which the compiler divides.
     """
 
@@ -62,7 +62,7 @@ class Pass(NamedTuple):
     arrays: Sequence[jax.Array]
     numbers: Sequence[jax.Array] = ()
     targets: Sequence[int | DType] = ()
-    is_far: bool = True
+    is_off_device: bool = True
 
 
 class Part(NamedTuple):
@@ -97,7 +97,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
     def compute(part: Part, here: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> list[jax.Array]:
         return [part.without_padding(y, 0) for y in x.fn(here, part.positions, numbers)]
 
-    if not x.is_far:
+    if not x.is_off_device:
         outs = compute(_whole(x.leaf), x.arrays, x.numbers)
         dtypes = [x.arrays[t].dtype if isinstance(t, int) else t for t in x.targets]
         cast = [y.astype(dtype) for y, dtype in zip(outs, dtypes, strict=True)]
@@ -152,7 +152,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
     def compute(part: Part, here: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> jax.Array:
         return number_of_part(part, x.fn(here, part.positions, numbers), how, dtype)
 
-    if not x.is_far:
+    if not x.is_off_device:
         return compute(_whole(x.leaf), x.arrays, x.numbers)
 
     def in_chunks(arrays: list[jax.Array], numbers: list[jax.Array]) -> jax.Array:

@@ -49,8 +49,8 @@ def update_columns(  # noqa: PLR0913  # operands of a kernel, by kind
       fields: The fields of these columns, as in the records, [..., N · K, ...].
     """
     leaf = plan.leaves[kernel.param].grad
-    near = {"grads": [grad], "params": [param], "array": operands.arrays}
-    parts = [near[x.kind][x.number] for x in kernel.sources if x.kind in near]
+    arrays = {"grads": [grad], "params": [param], "array": operands.arrays}
+    parts = [arrays[x.kind][x.number] for x in kernel.sources if x.kind in arrays]
     dim, (like, entries) = leaf.column_dim, _specs(leaf)
 
     def local(

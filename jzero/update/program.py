@@ -282,7 +282,7 @@ def _in_records(fields: Sequence[Field]) -> Field | None:
     return next((field for field in fields if field.source.kind == "record"), None)
 
 
-def far_params(plan: ZeroPlan) -> frozenset[int]:
+def off_device_params(plan: ZeroPlan) -> frozenset[int]:
     """Returns the parameters whose state is not all on the devices; a number is no array to stream."""
     return frozenset(i for i in plan.offloaded if plan.leaves[i].param.shape)
 
@@ -294,7 +294,7 @@ def params_as_stored(plan: ZeroPlan) -> frozenset[int]:
     optimizer would gather its operands.
     """
     grads = [leaf.grad.cut for leaf in plan.leaves]
-    return far_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}
+    return off_device_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -376,7 +376,7 @@ def program_of(update: WholeUpdate, inputs: Before[Input], jaxpr: Traced | None 
     leaves, treedef = jax.tree.flatten(inputs)
     closed, out = traced(update, inputs) if jaxpr is None else jaxpr
     has_matrices = plan.num_shards > 1 and any(map(mixes, _compat.open_jaxpr(closed)[0].eqns))
-    opened, consts = _compat.open_jaxpr(flattened(closed, chooses=bool(far_params(plan))))
+    opened, consts = _compat.open_jaxpr(flattened(closed, chooses=bool(off_device_params(plan))))
     fields = {
         v: x.field for v, x in zip(opened.invars, leaves, strict=True) if isinstance(x, Input) and x.field is not None
     }

@@ -37,8 +37,8 @@ from jzero.update.program import (
     Input,
     RecordKernel,
     UpdateProgram,
-    far_params,
     inputs_of,
+    off_device_params,
     params_as_stored,
     program_of,
     traced,
@@ -203,13 +203,13 @@ class Run:
         leaf = self.plan.leaves[i].grad
         array = self.array(grad.reduced, leaf)
         overwritten = {k: self.array(x, leaf) if isinstance(x, Var) else x for k, x in targets.items()}
-        near = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
-        for k, dtype in near.items():  # it overwrites the gradient if that is wide enough
+        new_arrays = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
+        for k, dtype in new_arrays.items():  # it overwrites the gradient if that is wide enough
             if holds(array.dtype, dtype) and memory_of(array) == "device":
                 overwritten[k] = array
         results = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
         new = dict(zip(targets, results, strict=True))
-        return new | {k: round_to(new[k], dtype) for k, dtype in near.items()}
+        return new | {k: round_to(new[k], dtype) for k, dtype in new_arrays.items()}
 
     def from_records(self, i: int, new: jax.Array | None) -> dict[int, Stored]:
         """Returns the results of a parameter with state in records, by their numbers; its state stays there."""
@@ -259,7 +259,7 @@ class Run:
 
         place = IdDict((x, k) for k, x in enumerate(arrays))
         places = [place[x] if isinstance(x, jax.Array) else x for x in targets]
-        return Pass(leaf, on_chunks, arrays, numbers, places, is_far=i in far_params(self.plan))
+        return Pass(leaf, on_chunks, arrays, numbers, places, is_off_device=i in off_device_params(self.plan))
 
     def warn(self) -> None:
         """Warns of state on the host that was needed whole."""

@@ -14,8 +14,8 @@ MUTANTS = [
     Mutant(
         "flattened_leaves_updated_in_natural_shape",
         "update/program.py",
-        "return far_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}",
-        "return far_params(plan)",
+        "return off_device_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}",
+        "return off_device_params(plan)",
         "test_sent.py::test_updates_gather_what_is_flattened_only_if_they_need_more_than_elements_and_sums",
     ),
     Mutant(
