@@ -20,7 +20,7 @@ from jzero.cli.account import account
 from jzero.cli.commands import app
 from jzero.cli.decoder import make_loss, make_state
 from jzero.cli.request import Request
-from jzero.cli.sizes import NAMED, NEAR, count, model_sizes, parse_count
+from jzero.cli.sizes import NAMED, TOLERANCE, count, model_sizes, parse_count
 from jzero.cli.source import load_source
 from jzero.plan.state_bytes import BytesPerDevice
 from jzero.plan.table import format_bytes
@@ -236,7 +236,7 @@ def test_other_numbers_come_as_near_as_the_guide_says():
     guides = {path.name: path.read_text() for path in (ROOT / "docs" / "guides").glob("*.md")}
     says = r"From (\w+) parameters on, the\s+model is within (\d+) % of the number, below that within (\d+) %, or"
     start, near, less_near = re.search(says, guides["command_line.md"]).groups()
-    assert int(less_near) == 100 * NEAR  # or it is an error
+    assert int(less_near) == 100 * TOLERANCE  # or it is an error
     named = {text for guide in guides.values() for text in re.findall(r"--params ([\w.]+)", guide)}
     assert "2851e6" in named
     numbers = {parse_count(text) for text in named} - {parse_count(text) for text in NAMED}

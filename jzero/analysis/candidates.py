@@ -19,10 +19,10 @@ T = TypeVar("T")
 CHOSEN = "chosen"
 """The verdict on the chosen candidate."""
 
-NEARLY = 1.01
+CLOSE_TO_BEST = 1.01
 """Costs within this ratio count as equal."""
 
-NEAR = 0.9
+SURE_SHARE = 0.9
 """An estimated peak can be 10 % off, or more: below this share of the limit it fits, above its inverse it does not."""
 
 
@@ -308,13 +308,13 @@ def _why_not(x: Candidate, chosen: Candidate) -> str:
         ("disk", x.disk_seconds, chosen.disk_seconds),
         ("host", x.host_seconds or 0.0, chosen.host_seconds or 0.0),
     ):
-        if seconds > NEARLY * fewer:
+        if seconds > CLOSE_TO_BEST * fewer:
             return f"fits; waits {format_number(seconds, 3)} s for the {link}"
     cost, least = (x.best_cost(), chosen.best_cost()) if x.is_compiled else (x.cost(), chosen.cost())
-    if cost > NEARLY * least:
+    if cost > CLOSE_TO_BEST * least:
         measure = "communication" if x.memory.seconds is None else "time"
         return f"fits; {cost / max(least, 1e-30):.2f}x the {measure}"
-    if x.memory.flops > NEARLY * chosen.memory.flops:
+    if x.memory.flops > CLOSE_TO_BEST * chosen.memory.flops:
         return f"fits; {x.memory.flops / max(chosen.memory.flops, 1):.2f}x the arithmetic"
     if x.accumulate_steps > chosen.accumulate_steps:
         return "fits; more micro-batches"

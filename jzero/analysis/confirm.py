@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from jzero.analysis.candidates import NEAR, Candidate, describe
+from jzero.analysis.candidates import SURE_SHARE, Candidate, describe
 from jzero.analysis.compiled_step import compile_step
 from jzero.analysis.search import Search, by_cost
 from jzero.analysis.step_memory import StepMemory
@@ -46,7 +46,7 @@ def _next(tried: Sequence[Candidate], limit: int) -> int | None:
     for i, x in enumerate(tried):
         if x.is_compiled and x.fits(limit):
             confirmed.add(x.memory)
-        elif not x.is_compiled and not x.lacks and NEAR * x.memory.peak <= limit:
+        elif not x.is_compiled and not x.lacks and SURE_SHARE * x.memory.peak <= limit:
             return i
         if len(confirmed) == (1 if x.memory.seconds is None else RIVALS):
             return None

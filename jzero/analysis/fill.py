@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jzero._types import PyTree, State
-from jzero.analysis.candidates import NEAR
+from jzero.analysis.candidates import SURE_SHARE
 from jzero.analysis.compiled_step import CompiledStep, compile_step
 from jzero.analysis.limits import hardware_of, limit_of
 from jzero.analysis.machines import Machine
@@ -119,7 +119,7 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
             stacklevel=2,
         )
         return step
-    chosen = filling.confirmed(limit) if confirm and devices is not None else filling.longest(NEAR * limit)
+    chosen = filling.confirmed(limit) if confirm and devices is not None else filling.longest(SURE_SHARE * limit)
     return filling.step_keeping(chosen) if chosen else step
 
 
@@ -228,7 +228,7 @@ class Filling:
             figures = self.compiled[number] = self._compile(number)
             estimated = self.estimated(number).peak
             if figures is None:
-                fails, number = number, self.longest(NEAR * estimated)
+                fails, number = number, self.longest(SURE_SHARE * estimated)
                 continue
             fits = figures.peak <= limit
             longest, fails = (number, fails) if fits else (longest, number)

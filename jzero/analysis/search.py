@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jzero._types import PyTree, State, TrainStateLike
-from jzero.analysis.candidates import NEARLY, Candidate, recomputation_rank
+from jzero.analysis.candidates import CLOSE_TO_BEST, Candidate, recomputation_rank
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.machines import Machine
 from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
@@ -51,7 +51,7 @@ def by_cost(x: Candidate) -> tuple[float, ...]:
 
 
 def _steps(x: float) -> int:
-    return round(math.log(max(x, 1e-12)) / math.log(NEARLY))
+    return round(math.log(max(x, 1e-12)) / math.log(CLOSE_TO_BEST))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,7 @@ class Records:
         """Where they are: in the memory of the host, or on a disk."""
         return "host" if self.plan.config.offload.path is None else "disk"
 
-    def check_is_there(self) -> None:
+    def require_not_released(self) -> None:
         """Raises if the space was given back."""
         if self.is_released:
             raise RuntimeError(
@@ -217,7 +217,7 @@ class Records:
 
     def read_leaf(self, path: str) -> jax.Array:
         """Returns a leaf as stored, in the devices' memory."""
-        self.check_is_there()
+        self.require_not_released()
         self.pending.wait()
         self.pipeline.store.check_whole()
         i, k = self.place_of(path)

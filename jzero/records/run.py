@@ -56,7 +56,7 @@ class _Call(NamedTuple):
     """The operands of a kernel on one device.
 
     Attributes:
-      arrays: Parts of arrays, one per source that is no field of a record, as stored; NumPy arrays if the host computes.
+      arrays: Parts of arrays, one per source that is no field of a record, as stored; of NumPy if the host computes.
       numbers: Its numbers, where the update runs.
       parts: The parts of its results, into which those of records are pasted; NumPy arrays if they come up later.
       sums: Its numbers over the records so far.

@@ -144,7 +144,7 @@ class UpdateProgram:
       consts: The constants of the jaxpr.
       inputs: The variable of each input.
       fields: The inputs that are fields.
-      results: The number of each result.
+      results: The index of each result among the outputs of the jaxpr.
       steps: All that is not elementwise, in the order in which it can be computed.
       owned: The results of matrix work, which kernels read like fields.
       sums: By equation, the numbers of sums over parameters in records.
@@ -268,7 +268,7 @@ class UpdateProgram:
                     f"(`Offload(optimizer='host')`), or that of this leaf on the devices (`{rule}`)."
                 )
 
-    def check_adds_up(self) -> None:
+    def require_mean_of_gradients(self) -> None:
         """Raises unless the update can take the mean over the gradients of several steps, element by element."""
         if self.needs_grads or self.num_levels:
             raise ValueError(
@@ -384,9 +384,9 @@ def program_of(update: WholeUpdate, inputs: Before[Input], jaxpr: Traced | None 
     matrices = find_matrices(plan, opened, _owners(plan, inputs)) if has_matrices else Matrices([], [])
     if plan.matrices.unknown:  # the plan could not warn
         warn_of_whole(matrices.notes)
-    numbers = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
+    indices = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
     owned = frozenset(v for work in matrices.works for v in work.region.outputs)
-    program = UpdateProgram(plan, found, consts, treedef.unflatten(opened.invars), fields, numbers, (), owned, {})
+    program = UpdateProgram(plan, found, consts, treedef.unflatten(opened.invars), fields, indices, (), owned, {})
     sums = [i for i, kind in enumerate(found.kinds) if kind is Kind.SUM and _sums_record(program, i)]
     program = dataclasses.replace(program, sums={i: k for k, i in enumerate(sums)})
     return dataclasses.replace(program, steps=tuple(_steps(program, matrices.works)))

@@ -26,7 +26,7 @@ from jzero._compat import Atom
 from jzero._types import DType
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.products import mixes
-from jzero.layout.casts import holds, positions_of, round_to
+from jzero.layout.casts import can_represent, positions_of, round_to
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.placement import memory_of
 from jzero.layout.stored import InRecords, Stored
@@ -205,7 +205,7 @@ class Run:
         overwritten = {k: self.array(x, leaf) if isinstance(x, Var) else x for k, x in targets.items()}
         new_arrays = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
         for k, dtype in new_arrays.items():  # it overwrites the gradient if that is wide enough
-            if holds(array.dtype, dtype) and memory_of(array) == "device":
+            if can_represent(array.dtype, dtype) and memory_of(array) == "device":
                 overwritten[k] = array
         results = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
         new = dict(zip(targets, results, strict=True))
