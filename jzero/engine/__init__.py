@@ -15,9 +15,9 @@ The result is a placed program: `placed` defines the equations for what travels.
 Then, by topic:
 
   * `roles`: how the stages differ;
-  * `lazy`, `bundles`, `shard_rules`: partitioned parameters;
+  * `lazy`, `shared_leaves`, `shard_rules`: partitioned parameters;
   * `rules`, `loops`, `prefetch`, `pipelined_reductions`, `meshes`: equations that contain jaxprs, and constraints;
-  * `gradient_exits`, `makers`, `gradient_rules`: how gradients leave, and what runs on their shards;
+  * `gradient_exits`, `def_use`, `gradient_rules`: how gradients leave, and what runs on their shards;
   * `order`: what a gather waits for;
   * `outputs`, `written_variables`: values that a loss returns, and changes to a model's variables;
   * `norms`: the global norm;

@@ -12,8 +12,8 @@ next one (`prefetch`).
 
 [Note: Residuals made of parameters]
 A forward loop returns its residuals as stacks: activations, and also values made of its parameters alone, such as a
-cast weight. The latter stay lazy: as the stack of shards that they came from, or as `Rows`, which a later loop gathers
-row by row. If an iteration makes a new shard, the loop stacks the shards: 1/N of the bytes.
+cast weight. The latter stay lazy: as the stack of shards that they came from, or as `LazyRows`, which a later loop
+gathers row by row. If an iteration makes a new shard, the loop stacks the shards: 1/N of the bytes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from jax.typing import ArrayLike
 
 from jzero import _compat
 from jzero._types import DType, Params, PyTree
-from jzero.engine.bundles import Bundle, Rows, Value
 from jzero.engine.lazy import Leaf, Operand, RowOf, ShardedParam, is_constant, is_cut, is_lazy
 from jzero.engine.pipelined_reductions import without_last_hops
 from jzero.engine.placed import reduce_p, wait
 from jzero.engine.prefetch import choose_prefetched
+from jzero.engine.shared_leaves import LazyRows, SharedLeaves, Value
 from jzero.engine.walk import Walk
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.primitives import CALLS, REMAT
@@ -106,7 +106,8 @@ class _Loop:
         starts = [x if is_lazy(x) or hasattr(x, "dtype") else jnp.asarray(x) for x in outside[first:]]
         self.carried = [_Carried(x, is_fixed) for x, is_fixed in zip(starts, fixed, strict=True)]
         self.values = [
-            x if isinstance(x, Rows) else Rows((_make_sliceable(walk, x),), (), ((False, 0),), 0) for x in inputs[end:]
+            x if isinstance(x, LazyRows) else LazyRows((_make_sliceable(walk, x),), (), ((False, 0),), 0)
+            for x in inputs[end:]
         ]
         stacks = (stack for x in self.values for stack in x.stacks)
         self.stacks = [
@@ -224,13 +225,13 @@ class _Loop:
         See [Note: Residuals made of parameters].
         """
         number = IdDict((row.shard, j) for j, row in enumerate(rows) if isinstance(row, ShardedParam))
-        bundle = Bundle.of([x])
+        of_result = SharedLeaves.of([x])
         unsharded = {j for j in number.values() if j in kept_rows or not is_cut(self.stacks[j])}
         is_unsharded = all(
-            isinstance(y, ShardedParam) and y.shard in number and number[y.shard] in unsharded for y in bundle.leaves
+            isinstance(y, ShardedParam) and y.shard in number and number[y.shard] in unsharded for y in of_result.leaves
         )
         # A value made of a parameter that stays is stacked whole, unless the parameter's whole rows are.
-        stays = any(isinstance(y, ShardedParam) and y.stays for y in bundle.leaves)
+        stays = any(isinstance(y, ShardedParam) and y.stays for y in of_result.leaves)
         if not is_lazy(x) or (stays and not is_unsharded):
             return [jnp.asarray(inner.gather([x])[0])], lambda ys: ys[0]
         closed = IdDict((y, None) for y in jax.tree.leaves(self.consts))  # the same in all iterations, so not stacked
@@ -238,7 +239,7 @@ class _Loop:
         parts: list[Callable[[list[jax.Array]], Leaf]] = []
         places: list[tuple[bool, int]] = []
         shared: list[Value] = []
-        for leaf in bundle.leaves:
+        for leaf in of_result.leaves:
             array = leaf.shard if isinstance(leaf, ShardedParam) else leaf  # a shard is [D/N, F]
             if not isinstance(array, jax.core.Tracer) or array in closed:
                 places.append((True, len(shared)))
@@ -250,12 +251,12 @@ class _Loop:
             else:
                 parts.append(_restore_stacked(leaf, len(arrays)))  # made in the iteration, stacked by the scan
                 arrays.append(array)
-        (template,) = bundle.template
+        (expression,) = of_result.expressions
 
         def restore(ys: list[jax.Array]) -> Value:
             stacks = tuple(part(ys) for part in parts)
-            is_one = isinstance(template, int) and not shared and isinstance(stacks[0], ShardedParam)
-            return stacks[0] if is_one else Rows(stacks, tuple(shared), tuple(places), template)
+            is_one = isinstance(expression, int) and not shared and isinstance(stacks[0], ShardedParam)
+            return stacks[0] if is_one else LazyRows(stacks, tuple(shared), tuple(places), expression)
 
         return arrays, restore
 

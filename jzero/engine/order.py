@@ -30,9 +30,9 @@ import jax
 import jax.numpy as jnp
 
 from jzero.config.zero import may_prefetch
-from jzero.engine.bundles import Value
 from jzero.engine.lazy import Leaf, ShardedParam, is_cut, num_bytes
 from jzero.engine.placed import How, wait
+from jzero.engine.shared_leaves import Value
 from jzero.jaxpr.identity import IdDict
 from jzero.layout.placement import memory_of
 from jzero.layout.platform import Fence, platform_facts

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._types import DType
-from jzero.engine.bundles import Bundle
 from jzero.engine.lazy import Deferred, Operand, ShardedParam, is_constant, is_lazy
+from jzero.engine.shared_leaves import SharedLeaves
 from jzero.layout.placement import memory_of
 
 T = TypeVar("T")
@@ -42,7 +42,9 @@ def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> ShardedParam | N
     if rule is None or not isinstance(lazy, ShardedParam):
         return None
     # Indices made of literals count as literals.
-    operands = [Bundle.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in inputs[1:]]
+    operands = [
+        SharedLeaves.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in inputs[1:]
+    ]
     others = [x for x in operands if not is_lazy(x)]
     return rule(lazy, eqn, others) if len(others) == len(operands) else None
 

@@ -53,8 +53,8 @@ class Pass(NamedTuple):
       arrays: The arrays as stored, on the host or on the devices.
       numbers: 0-d arrays.
       targets: For each result the number of the array that it overwrites, or the dtype of a new one on the devices.
-      is_off_device: Whether arrays are on the host, so that the pass runs on each device's part, chunk by chunk; else it
-        runs on whole arrays, which the compiler divides.
+      is_off_device: Whether arrays are on the host, so that the pass runs on each device's part, chunk by chunk; or
+        it runs on whole arrays, which the compiler divides.
     """
 
     leaf: StateLeaf

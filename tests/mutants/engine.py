@@ -73,20 +73,20 @@ MUTANTS = [
     Mutant(
         "tied_reduced_per_use",
         "engine/gradient_rules.py",
-        "(reduction.by_use and makers.is_loop_between(x, y))",
+        "(reduction.by_use and def_use.is_loop_between(x, y))",
         "reduction.by_use",
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
     ),
     Mutant(
         "tied_held_across_a_loop",
         "engine/gradient_rules.py",
-        "(reduction.by_use and makers.is_loop_between(x, y))",
+        "(reduction.by_use and def_use.is_loop_between(x, y))",
         "False",
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
     ),
     Mutant(
         "shards_read_by_others",
-        "engine/makers.py",
+        "engine/def_use.py",
         "and self._uses[atom] == 1",
         "",
         "test_passes.py::test_what_something_else_reads_is_no_shard",
@@ -167,7 +167,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared_leaf_gathered_twice",
-        "engine/bundles.py",
+        "engine/shared_leaves.py",
         "i = index.setdefault(x, len(leaves))",
         "i = len(leaves)",
         "test_passes.py::test_a_parameter_that_goes_into_a_call_twice_is_gathered_once",

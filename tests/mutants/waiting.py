@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         "calls_gather_without_a_fence",
         "engine/rules.py",
-        "again = tuple(i for i, x in enumerate(bundle.leaves) if walk.order.was_gathered(x))",
+        "again = tuple(i for i, x in enumerate(shared.leaves) if walk.order.was_gathered(x))",
         "again = ()",
         "test_passes_recompute.py::test_what_calls_gather_again_is_not_merged_with_what_was_gathered_before",
     ),
