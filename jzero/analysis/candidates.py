@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jzero._text import Report, format_number, format_rows, picked, table_rows
-from jzero.analysis.ledger import Ledger
+from jzero.analysis.memory_table import MemoryTable
 from jzero.analysis.step_memory import StepMemory
 from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
@@ -88,10 +88,10 @@ class Candidate:
         """Bytes on one device: the compiler's figure if known, else the estimate."""
         return self.memory.peak if self.compiled_peak is None else self.compiled_peak
 
-    def ledger(self, limit: int) -> Ledger:
+    def ledger(self, limit: int) -> MemoryTable:
         """Returns the account of its memory, with the limit on one device."""
         memory = self.memory
-        return Ledger(memory.states, memory.peak, self.compiled_peak, limit, memory.host, memory.disk)
+        return MemoryTable(memory.states, memory.peak, self.compiled_peak, limit, memory.host, memory.disk)
 
     @property
     def is_compiled(self) -> bool:
@@ -196,7 +196,7 @@ class Fit(Report):
         return self._choice.remat
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> MemoryTable:
         """The ledger of the chosen candidate, or of the smallest if nothing fits."""
         return (self.chosen or self.least).ledger(self.limit)
 

@@ -17,7 +17,7 @@ from jzero.analysis.confirm import confirm as confirmed
 from jzero.analysis.fill import Filling
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.limits import USABLE, hardware_of, limit_of
-from jzero.analysis.relocation import plan_of_argument
+from jzero.analysis.replanning import plan_of_argument
 from jzero.analysis.search import Search, Stage
 from jzero.analysis.step_memory import gathers_more
 from jzero.config.offload import Offload

@@ -18,9 +18,9 @@ from jzero._types import PyTree, State, TrainStateLike
 from jzero.analysis.candidates import CLOSE_TO_BEST, Candidate, recomputation_rank
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.machines import Machine
-from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
-from jzero.analysis.stages import check_update_of
+from jzero.analysis.replanning import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_memory import StepMemory, memory_of_step
+from jzero.analysis.step_programs import check_update_of
 from jzero.config.offload import Offload
 from jzero.config.quantization import Quantization
 from jzero.config.zero import ZeroConfig

@@ -28,7 +28,7 @@ from jzero.checkpoint.disk_places import Piece, in_natural
 from jzero.checkpoint.disk_saving import masters_on_disk, one_device, owned_records
 from jzero.checkpoint.extras import everywhere
 from jzero.layout.casts import round_to
-from jzero.layout.misfits import describe_misfit
+from jzero.layout.dtype_range import describe_misfit
 from jzero.plan.plan import ZeroPlan
 from jzero.records.opening import open_records
 from jzero.records.records import Records

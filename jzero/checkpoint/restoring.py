@@ -35,8 +35,8 @@ from jzero.checkpoint.matching import RestoreReport, match
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
 from jzero.checkpoint.shards import read_shards
 from jzero.config.settings import FLAG, check_fields
+from jzero.layout.dtype_range import describe_misfit
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.misfits import describe_misfit
 from jzero.layout.placement import copy_array, on_device
 from jzero.layout.stored import InRecords
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array

@@ -2,9 +2,9 @@
 
     SharedLeaves.of(values) -> SharedLeaves
 
-Values that share parameters, such as `w` and `2 * w`, have the distinct leaves `(w,)`, of which each is
-an expression. So a parameter that occurs in two values is gathered once, and all values can be passed to a function as a
-pytree. `LazyRows` holds lazy values that the iterations of a loop return, one for each iteration.
+Values that share parameters, such as `w` and `2 * w`, have the distinct leaves `(w,)`, and each is an expression of
+them. So a parameter that occurs in two values is gathered once, and all values can be passed to a function as a pytree.
+`LazyRows` holds lazy values that the iterations of a loop return, one for each iteration.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from jzero.update.transformation import ZeroTransformation
 M = TypeVar("M", bound=AnyMesh)
 
 
-class Request:
+class Placement:
     """A state, and how to lay it out.
 
     Args:

@@ -19,7 +19,7 @@ from jzero._types import DType
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.leaves import Keys
 from jzero.layout.box import Box, tile
-from jzero.layout.misfits import describe_misfit
+from jzero.layout.dtype_range import describe_misfit
 from jzero.weights.entries import AS_IT_IS, Entry, Rule, Shape, entries_of, match, names_in, rule_of, shapes_made
 from jzero.weights.families import companions, known_shapes, resolve_mapping
 from jzero.weights.loading import is_chosen, name_of, path_of

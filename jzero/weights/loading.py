@@ -24,7 +24,7 @@ from jzero.checkpoint.restoring import PARAMS, Choice, Target, check_fit, warn_u
 from jzero.checkpoint.shards import place
 from jzero.layout.box import Box
 from jzero.layout.cut import Cut
-from jzero.layout.misfits import describe_misfit
+from jzero.layout.dtype_range import describe_misfit
 from jzero.plan.table import format_bytes
 from jzero.state.adapter import adapt_sharded
 from jzero.state.pending import apply_pending

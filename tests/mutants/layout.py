@@ -16,7 +16,7 @@ MUTANTS = [
         "update/program.py",
         "return off_device_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}",
         "return off_device_params(plan)",
-        "test_sent.py::test_updates_gather_what_is_flattened_only_if_they_need_more_than_elements_and_sums",
+        "test_traced_collectives.py::test_updates_gather_what_is_flattened_only_if_they_need_more_than_elements_and_sums",
     ),
     Mutant(
         "padding_of_flattened_leaves_not_seen_by_updates",

@@ -29,10 +29,10 @@ MUTANTS = [
     ),
     Mutant(
         "names_end_at_calls",
-        "analysis/sent.py",
-        "yield Sent(eqn, first or eqn.params",
-        "yield Sent(eqn, eqn.params",
-        "test_sent.py::test_each_parameter_travels_as_often_as_counted_by_hand",
+        "analysis/traced_collectives.py",
+        "eqn, first or eqn.params",
+        "eqn, eqn.params",
+        "test_traced_collectives.py::test_each_parameter_travels_as_often_as_counted_by_hand",
         "False-None",
     ),
     Mutant(
@@ -40,14 +40,14 @@ MUTANTS = [
         "analysis/violations.py",
         "key[0] == kind and lacks[key] > MISSING * self.params",
         "False",
-        "test_sent.py::test_what_a_compiler_breaks_is_found",
+        "test_traced_collectives.py::test_what_a_compiler_breaks_is_found",
     ),
     Mutant(
         "updates_unseen",
         "analysis/violations.py",
         "bool(group_axes & axes)",
         "bool(group_axes & axes) * (UPDATE not in c.op_name)",
-        "test_sent.py::test_what_a_compiler_breaks_is_found",
+        "test_traced_collectives.py::test_what_a_compiler_breaks_is_found",
         "update",
     ),
     Mutant(
@@ -113,7 +113,7 @@ MUTANTS = [
         "layout/route.py",
         "        for hop in self._shared:\n            found",
         "        for hop in self._cutting:\n            found",
-        "test_sent.py::test_micro_batches_and_replicas_count",
+        "test_traced_collectives.py::test_micro_batches_and_replicas_count",
     ),
     Mutant(
         "devices_alone_gather",
