@@ -146,7 +146,7 @@ def contained_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
         yield open_jaxpr(jaxpr)[0]
 
 
-def shape_of(kind: core.AbstractValue) -> jax.ShapeDtypeStruct:
+def shape_struct_of(kind: core.AbstractValue) -> jax.ShapeDtypeStruct:
     """Returns a type without its mesh, unless that is set, with Explicit axes; varying axes need the current one."""
     assert isinstance(kind, core.ShapedArray)
     of_mesh: dict[str, Any] = {}

@@ -189,8 +189,8 @@ def _notes_on_programs(programs: Sequence[StepProgram]) -> list[str]:
     largest = max(programs, key=lambda x: x.peak)
     return [
         f"The step is {len(programs)} programs, since its update runs on records outside of programs. The peak is that "
-        f"of {largest.name}, including what the others leave on a device. The timeline covers {programs[0].name} alone: "
-        "the time of the records depends on the disk and on the host (`jzero doctor --disk`)."
+        f"of {largest.name}, including what the others leave on a device. The timeline covers {programs[0].name} "
+        "alone: the time of the records depends on the disk and on the host (`jzero doctor --disk`)."
     ]
 
 

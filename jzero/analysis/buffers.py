@@ -77,7 +77,7 @@ class Product(NamedTuple):
 
 
 @dataclasses.dataclass
-class Operation:
+class BufferOperation:
     """An operation at one point of the program.
 
     Attributes:
@@ -152,7 +152,7 @@ class TracedProgram:
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        self.operations: list[Operation] = []
+        self.operations: list[BufferOperation] = []
         self.transfers: list[Transfer] = []
         self.flops = 0.0
         self.outputs: frozenset[int] = NOTHING
@@ -222,7 +222,7 @@ class TracedProgram:
             reads, num_bytes = self.reads([x]), self.bytes_to_store([x])
             self.buffers.append(Buffer(x.num_bytes, x.name))
             written = len(self.buffers) - 1
-            self.operations.append(Operation(reads, (written,), backward, in_place=True, num_bytes=num_bytes))
+            self.operations.append(BufferOperation(reads, (written,), backward, in_place=True, num_bytes=num_bytes))
             done = dataclasses.replace(x, buffer=written, sources=())
             if not keep or x.name.endswith(JOINED):
                 return done

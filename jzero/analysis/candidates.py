@@ -211,12 +211,12 @@ class Fit(Report):
             how = "estimated" if x.compiled_peak is None else "compiled"
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
             time = "" if x.memory.seconds is None else f"; a step takes {_milliseconds(x.best_cost())} ms"
-            return f"{self.machine}: {describe(x)} fits: {sizes}{time}"
+            return f"{self.machine}: {describe_candidate(x)} fits: {sizes}{time}"
         least = self.least
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} available"
         excess = least.lacks if least.lacks and least.peak <= self.limit else excess
         excess = "and the compiler rejects it: out of memory" if least.refused else excess
-        need = f"{describe(least)} with {format_bytes(least.peak)} per device"
+        need = f"{describe_candidate(least)} with {format_bytes(least.peak)} per device"
         return f"{self.machine}: nothing fits. The least is {need}, {excess}."
 
     def __str__(self) -> str:
@@ -327,7 +327,7 @@ def _keeps(x: Candidate) -> bool:
     return x.config.stage == 3 and not x.config.reshard_after_forward
 
 
-def describe(x: Candidate) -> str:
+def describe_candidate(x: Candidate) -> str:
     """Returns how a candidate trains, in words."""
     parts = [f"stage {x.config.stage}"]
     num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from jzero.analysis.buffers import Buffer, Kind, Operation, TracedProgram
+from jzero.analysis.buffers import Buffer, BufferOperation, Kind, TracedProgram
 from jzero.analysis.postponed import postpone_gradients
 
 
@@ -105,7 +105,7 @@ def _last_uses(program: TracedProgram, *, gpu: bool) -> dict[int, int]:
     return last
 
 
-def _find_reused(op: Operation, live: set[int], sizes: list[int], last: Mapping[int, int], t: int) -> set[int]:
+def _find_reused(op: BufferOperation, live: set[int], sizes: list[int], last: Mapping[int, int], t: int) -> set[int]:
     """Returns the buffers that an operation reads last and whose memory its outputs of equal size take over."""
     dying = [i for i in op.reads if i in live and last[i] <= t]
     reused: set[int] = set()

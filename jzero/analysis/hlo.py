@@ -123,7 +123,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloProgram:
     """A compiled program.
 
     Attributes:
@@ -168,7 +168,7 @@ class Program:
         return None
 
 
-def parse_hlo(text: str) -> Program:
+def parse_hlo(text: str) -> HloProgram:
     """Returns HLO text, such as `compiled.as_text()`, as data.
 
     Example:
@@ -191,7 +191,7 @@ def parse_hlo(text: str) -> Program:
         elif line == "}":
             computations[name] = Computation(name, tuple(lines))
     counts = [re.search(rf"{key}=(\d+)", text.split("\n", 1)[0]) for key in ("num_partitions", "replica_count")]
-    return Program(computations, entry, math.prod(int(match.group(1)) for match in counts if match))
+    return HloProgram(computations, entry, math.prod(int(match.group(1)) for match in counts if match))
 
 
 def _instruction(line: str) -> Instruction | None:

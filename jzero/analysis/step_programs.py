@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jzero._types import PyTree, State, TrainStateLike
-from jzero.analysis.hlo import Program, parse_hlo
-from jzero.analysis.memory import Memory, memory_of
+from jzero.analysis.hlo import HloProgram, parse_hlo
+from jzero.analysis.memory import Memory, compiled_memory
 from jzero.analysis.replanning import plan_of_argument
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.box import Box
@@ -62,7 +62,7 @@ class StepProgram(NamedTuple):
         return self.beside + self.times * self.memory.peak
 
     @property
-    def program(self) -> Program:
+    def program(self) -> HloProgram:
         """The compiled program as data."""
         logging.getLogger("jzero").info("Reading the program of %s.", self.name)
         text = self.compiled.as_text()
@@ -123,7 +123,7 @@ def step_programs(
     lowered = traced.lower()
     compiled = compile_(lowered)
     host_state = arrays_on_host(plan) if plan is not None and isinstance(fn, TrainStep) else 0
-    return [StepProgram("the step", traced, lowered, compiled, memory_of(compiled, platform, host_state))]
+    return [StepProgram("the step", traced, lowered, compiled, compiled_memory(compiled, platform, host_state))]
 
 
 def check_update_of(step: TrainStep, state: State, batch: PyTree, rng: jax.Array | None) -> None:
@@ -257,7 +257,7 @@ class _StepPrograms:
         """Compiles a program, beside which `live` bytes are on a device, its arguments among them."""
         lowered = traced.lower()
         compiled = self.compile(lowered)
-        memory = memory_of(compiled, platform_of(self.device), arrays_on_host(self.plan) if takes_params else 0)
+        memory = compiled_memory(compiled, platform_of(self.device), arrays_on_host(self.plan) if takes_params else 0)
         return StepProgram(name, traced, lowered, compiled, memory, max(0, live - memory.arguments))
 
 

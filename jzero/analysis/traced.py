@@ -40,7 +40,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
-from jzero.analysis.buffers import SLICES, Buffer, Kind, Operation, Product, TracedProgram, Transfer, Value
+from jzero.analysis.buffers import SLICES, Buffer, BufferOperation, Kind, Product, TracedProgram, Transfer, Value
 from jzero.analysis.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
 from jzero.engine.placed import PLACED, collectives_of, gather_p, operations_of
 from jzero.jaxpr.interpret import Piece, propagate
@@ -255,7 +255,9 @@ class _Visitor:
             program.buffers.append(Buffer(stack.num_bytes, f"{self.name}:layout", kind="gathered"))
             index = program.copies[stack.buffer] = len(program.buffers) - 1
             moved = 2 * stack.num_bytes
-            program.operations.append(Operation(frozenset([stack.buffer]), (index,), self.backward, num_bytes=moved))
+            program.operations.append(
+                BufferOperation(frozenset([stack.buffer]), (index,), self.backward, num_bytes=moved)
+            )
         return dataclasses.replace(stack, buffer=program.copies[stack.buffer])
 
     def _opaque(self, inputs: list[Value]) -> list[Value]:
@@ -321,7 +323,7 @@ class _Visitor:
         may_wait = product_flops(self.eqn) > 0 or (moves and not gathers) or is_reduction
         may_wait &= "rematted_computation" not in self.name  # what is recomputed stays in its block
         self.program.operations.append(
-            Operation(
+            BufferOperation(
                 reads=self.program.reads(read),
                 writes=writes,
                 backward=self.backward,

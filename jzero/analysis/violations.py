@@ -21,7 +21,7 @@ import numpy as np
 from jzero._types import DType
 from jzero.analysis.buffers import Transfer
 from jzero.analysis.collectives import CompiledCollective
-from jzero.analysis.hlo import Program
+from jzero.analysis.hlo import HloProgram
 from jzero.analysis.memory import Memory
 from jzero.analysis.traced_collectives import Fate, TracedCollective
 from jzero.layout.mesh import AnyMesh, batch_axes, shard_axes
@@ -71,7 +71,7 @@ class Compiled:
       micro_batches: The micro-batches of a train step; 0 of other functions.
     """
 
-    programs: tuple[Program, ...]
+    programs: tuple[HloProgram, ...]
     collectives: tuple[CompiledCollective, ...]
     sent: tuple[TracedCollective, ...]
     transfers: tuple[Transfer, ...]

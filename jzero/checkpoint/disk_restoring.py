@@ -24,7 +24,7 @@ from jzero._types import DType
 from jzero.checkpoint.checksum import over_processes, sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import reading, wrong_checksums
-from jzero.checkpoint.disk_places import Piece, in_natural
+from jzero.checkpoint.disk_places import PlacedBox, in_natural
 from jzero.checkpoint.disk_saving import masters_on_disk, one_device, owned_records
 from jzero.checkpoint.extras import everywhere
 from jzero.layout.casts import round_to
@@ -146,7 +146,9 @@ class _Run:
         pieces = in_natural(self.records.index[self.records.of_param[i][0]].stored, leaf)
         return max((x.natural.shape for x in pieces), key=math.prod, default=leaf.shape)
 
-    def _read(self, arrays: Mapping[int, Any], pieces: Sequence[Piece], shape: Sequence[int]) -> dict[int, np.ndarray]:
+    def _read(
+        self, arrays: Mapping[int, Any], pieces: Sequence[PlacedBox], shape: Sequence[int]
+    ) -> dict[int, np.ndarray]:
         """Returns one record of each array from the checkpoint, zero in the padding."""
         read = {}
         with reading(self.contents.state_directory):

@@ -31,7 +31,7 @@ from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wron
 from jzero.checkpoint.disk_restoring import RestoredRecords, restore_records
 from jzero.checkpoint.extras import decode, everywhere, iterator_mover
 from jzero.checkpoint.leaves import Number, TargetLeaf, number_leaves, target_leaves
-from jzero.checkpoint.matching import RestoreReport, match
+from jzero.checkpoint.matching import RestoreReport, match_leaves
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
 from jzero.checkpoint.shards import read_shards
 from jzero.config.settings import FLAG, check_fields
@@ -205,7 +205,7 @@ class Target:
     def match(self, contents: Contents, choice: Choice) -> tuple[dict[int, StoredLeaf], RestoreReport]:
         """Returns the stored leaf for each leaf, by its index in `leaves`, and a report."""
         chosen = choice.selector(self.adapted.state)
-        return match(self.leaves, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
+        return match_leaves(self.leaves, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
 
     def _sources(self, own: ZeroOptState | None) -> tuple[TrainStateLike, list[tuple[Any, StateLeaf]]]:
         """Returns the stored state with sources as leaves, and each source with its layout, in `flat_state`'s order."""

@@ -14,7 +14,7 @@ from jzero.cli.request import PlanRequest, takes_request
 from jzero.cli.terminal import Json, Traceback, choose_devices, messages, show, warn
 
 if TYPE_CHECKING:
-    from jzero.cli.source import Source
+    from jzero.cli.source import ModelSource
 
 
 @takes_request
@@ -156,13 +156,13 @@ def _planned(request: PlanRequest, *, with_leaves: bool = False) -> Any:
     return _account(request, source, ledger, config=config, result=layout if with_leaves else None)
 
 
-def _load(request: PlanRequest) -> Source:
+def _load(request: PlanRequest) -> ModelSource:
     from jzero.cli.source import load_source
 
     return load_source(request)
 
 
-def _account(request: PlanRequest, source: Source, ledger: Any, *, config: jzero.ZeroConfig, result: Any) -> Any:
+def _account(request: PlanRequest, source: ModelSource, ledger: Any, *, config: jzero.ZeroConfig, result: Any) -> Any:
     from jzero.cli.account import account
 
     return account(request, source, ledger, config=config, result=result)

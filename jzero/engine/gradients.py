@@ -116,7 +116,7 @@ def bytes_of_kept_blocks(traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches
         return kept_bytes(local_step.joint([]).jaxpr)
 
 
-def evaluate(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
+def evaluate_loss(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
     """Evaluates a traced loss over the whole batch, inside `jit`. Gathers each parameter once per use."""
     return _run(traced, plan, inputs, WHOLE_BATCH, differentiates=False)
 

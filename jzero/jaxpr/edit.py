@@ -96,7 +96,7 @@ def params_retraced(eqn: JaxprEqn, function_of: Callable[[Jaxpr], Callable[..., 
     """
 
     def anew(jaxpr: Jaxpr) -> AnyJaxpr:
-        return jax.make_jaxpr(function_of(jaxpr))(*map(_compat.shape_of, jaxpr.in_avals))
+        return jax.make_jaxpr(function_of(jaxpr))(*map(_compat.shape_struct_of, jaxpr.in_avals))
 
     holding = {k: v for k, v in eqn.params.items() if any(jaxprs_in_params({k: v}))}
     return dict(jax.tree.map(anew, holding))

@@ -29,7 +29,7 @@ from jzero.jaxpr import row_rules
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
-from jzero.jaxpr.row_facts import SAME, Kind, RowFacts, applied, collected, lost, mixed, summed, without
+from jzero.jaxpr.row_facts import SAME, RowFacts, RowKind, applied, collected, lost, mixed, summed, without
 from jzero.jaxpr.row_rules import shape_of
 
 SUMS = frozenset({"psum", "psum2", "psum_invariant"})
@@ -58,7 +58,9 @@ def row_facts(jaxpr: AnyJaxpr, *, batch: Sequence[bool], keys: Sequence[bool], a
     inputs = []
     for v, has_rows, is_key in zip(_compat.open_jaxpr(jaxpr)[0].invars, batch, keys, strict=True):
         is_rows = has_rows and bool(shape_of(v))
-        inputs.append(RowFacts(True, True, Kind.ROW, frozenset({0}), shape_of(v)[0]) if is_rows else RowFacts(is_key))
+        inputs.append(
+            RowFacts(True, True, RowKind.ROW, frozenset({0}), shape_of(v)[0]) if is_rows else RowFacts(is_key)
+        )
     return _Interpreter(frozenset(axes))(jaxpr, inputs)
 
 
@@ -162,7 +164,7 @@ class _Interpreter:
 
 def _literal(atom: Atom) -> RowFacts:
     """Returns the facts of a constant of the program."""
-    return attempt(row_rules.literal, atom) or RowFacts(number=math.nan)
+    return attempt(row_rules.facts_of_literal, atom) or RowFacts(number=math.nan)
 
 
 def _named(x: RowFacts, call: JaxprEqn) -> RowFacts:
@@ -191,7 +193,7 @@ def _settled(
         if after == carry:
             return carry, outs
         carry = after
-    carry = [_marked(RowFacts(kind=Kind.UNKNOWN), carry) for _ in carry]
+    carry = [_marked(RowFacts(kind=RowKind.UNKNOWN), carry) for _ in carry]
     return carry, iterate(carry)
 
 
@@ -201,6 +203,6 @@ def _of_last_pass(x: RowFacts, before: RowFacts, eqn: JaxprEqn) -> RowFacts:
     if -id(eqn) not in x.row_dims:
         return x
     # Passes of different rows add up.
-    kind, length = max(x.kind, Kind.LINEAR), eqn.params["length"]
+    kind, length = max(x.kind, RowKind.LINEAR), eqn.params["length"]
     times = x.times if x.times == before.times else x.times * math.gcd(length, x.rows)
     return x._replace(kind=kind, row_dims=x.row_dims - {-id(eqn)}, times=times)

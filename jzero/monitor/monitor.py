@@ -16,7 +16,7 @@ from jzero.config.settings import FLAG, check, integer, optional
 from jzero.monitor.profiler import StepProfiler
 from jzero.monitor.progress import Bar, Lines, make_display
 from jzero.monitor.readings import PREFIX, fetch, peak_device_bytes, scalars
-from jzero.monitor.run_settings import as_data
+from jzero.monitor.run_settings import settings_as_data
 from jzero.monitor.sinks import Sink
 
 
@@ -137,7 +137,7 @@ class Monitor:
             for sink in self._sinks if self._speaks else ():
                 if hasattr(sink, "start"):
                     undo.callback(getattr(sink, "close", lambda: None))
-                    sink.start(as_data(self._config))
+                    sink.start(settings_as_data(self._config))
             self._begin_step()  # fails if another profile is being taken
             undo.pop_all()
         return self

@@ -1,6 +1,6 @@
 """Assigns the matrices of an update to devices, and reports what each device computes.
 
-    assign(counts, costs, num_devices, *, in_rounds) -> Schedule
+    assign(counts, costs, num_devices, *, in_rounds) -> Assignment
 
 Given how many units of each kind there are, and what one costs, devices get as even shares as units allow:
 
@@ -20,7 +20,7 @@ WORTH_SLOTS = 0.9
 """Units of equal kind go in rounds, without branches, unless the busiest device then has less than this share."""
 
 
-class Schedule(NamedTuple):
+class Assignment(NamedTuple):
     """Who computes which units.
 
     Attributes:
@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
 
 def assign(
     counts: Sequence[int], costs: Sequence[float], num_devices: int, *, in_rounds: Sequence[bool] = ()
-) -> Schedule:
+) -> Assignment:
     """Distributes units, largest first, each to the device with least work so far.
 
     Args:
@@ -51,7 +51,9 @@ def assign(
     return balanced if max(balanced.loads) < WORTH_SLOTS * max(plain.loads) else plain
 
 
-def _largest_first(counts: Sequence[int], costs: Sequence[float], num_devices: int, rounds: Sequence[int]) -> Schedule:
+def _largest_first(
+    counts: Sequence[int], costs: Sequence[float], num_devices: int, rounds: Sequence[int]
+) -> Assignment:
     """Distributes what is left after some rounds; kinds of which every device then has units make further rounds."""
     first = sum(r * cost for r, cost in zip(rounds, costs, strict=True))
     loads = [(first, device) for device in range(num_devices)]
@@ -71,7 +73,7 @@ def _largest_first(counts: Sequence[int], costs: Sequence[float], num_devices: i
             left[device] += [(kind, next(units)) for _ in range(number - common[kind])]
     depth = max(map(len, left))
     slots = [[units[s] if s < len(units) else None for units in left] for s in range(depth)]
-    return Schedule(all_rounds, slots, [load for load, _ in sorted(loads, key=lambda x: x[1])])
+    return Assignment(all_rounds, slots, [load for load, _ in sorted(loads, key=lambda x: x[1])])
 
 
 class MatrixKind(NamedTuple):

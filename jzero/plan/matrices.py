@@ -33,7 +33,7 @@ from jzero.jaxpr.structure import Structures
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import mesh_platform
-from jzero.plan.assignment import MatrixKind, MatrixWork, Schedule, WholeMatrix, assign
+from jzero.plan.assignment import Assignment, MatrixKind, MatrixWork, WholeMatrix, assign
 from jzero.plan.choice import choose_cut
 from jzero.plan.plan import ZeroPlan
 
@@ -226,7 +226,7 @@ def _journey(leaf: StateLeaf, dims: tuple[int, ...], num_shards: int) -> tuple[C
     return cut, dataclasses.replace(cut, shape=tuple(1 if d in dims else n for d, n in enumerate(leaf.shape)))
 
 
-def schedule_of(works: Sequence[Work], num_shards: int) -> tuple[list[list[Work]], Schedule]:
+def schedule_of(works: Sequence[Work], num_shards: int) -> tuple[list[list[Work]], Assignment]:
     """Returns works of one level in groups of equal kind, and who computes which of their units."""
     kinds: dict[Hashable, list[Work]] = {}
     for work in works:

@@ -34,7 +34,7 @@ from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, 
 from jzero.plan.opt_state import DiskState, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.param_leaves import (
     check_rules_match,
-    describe,
+    describe_leaf,
     dtype_of,
     far_memory,
     freeze,
@@ -192,7 +192,7 @@ def _make_plan(
     dtypes = [dtype_of(x) for x in jax.tree.leaves(state.params)]
     leaves = [freeze(leaf, dtype, config) if f else leaf for leaf, dtype, f in zip(leaves, dtypes, frozen, strict=True)]
     inner = [
-        plan_opt_leaf(describe(path, x, config, mesh), owner, init_dtypes[path_str(path)], leaves, config, mesh)
+        plan_opt_leaf(describe_leaf(path, x, config, mesh), owner, init_dtypes[path_str(path)], leaves, config, mesh)
         for path, x, owner in zip(paths, values, owners, strict=True)
     ]
     shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in offloaded and leaf.trained}

@@ -55,7 +55,7 @@ class Noted(NamedTuple):
     sums: dict[int, jax.Array]
 
 
-class ZenFlow(Schedule):
+class ZenFlowSchedule(Schedule):
     """Applies gradients to some columns at once, to the others at the end of an interval, see [Note: ZenFlow].
 
     Attributes:
@@ -213,7 +213,7 @@ class ZenFlow(Schedule):
         if self.columns.chosen:
             self.columns.move(target.pipeline, {})
         if not keeps:
-            target.pending = ZenFlow(target)
+            target.pending = ZenFlowSchedule(target)
         return state
 
 

@@ -44,7 +44,7 @@ from jzero.layout.cut import Cut
 from jzero.layout.mesh import batch_axes, shard_axes
 from jzero.plan.matrices import Port, Work, schedule_of
 from jzero.plan.plan import ZeroPlan
-from jzero.update.slots import Buffers, exchanged, pack, rows_below, unpack, widened, widest
+from jzero.update.slots import Buffers, exchanged, pack_rows, rows_below, unpack_rows, widened, widest
 
 AT_ONCE = 2**24
 """Elements of equal matrices that a device computes at once."""
@@ -228,7 +228,7 @@ def _in_slots(
     """Computes the other units: in each slot, a device computes one of some kind. Returns the rows of each unit."""
 
     def packed(slot: Slot) -> Buffers:  # what this device has of each unit, for the device that computes it
-        return rows_below([{} if x is None else pack([y[x[1]][None] for y in rows[x[0]]]) for x in slot])
+        return rows_below([{} if x is None else pack_rows([y[x[1]][None] for y in rows[x[0]]]) for x in slot])
 
     arrived = exchanged(list(map(packed, slots)), swap)
     replies = [_computed(groups, slot, x, units, me) for slot, x in zip(slots, arrived, strict=True)]
@@ -237,7 +237,7 @@ def _in_slots(
         for device, x in enumerate(slot):
             if x is not None:
                 mine = {dtype: y[device : device + 1] for dtype, y in returned.items()}
-                results[x] = [y[0] for y in unpack(mine, _shards_of(groups[x[0]].outputs))]
+                results[x] = [y[0] for y in unpack_rows(mine, _shards_of(groups[x[0]].outputs))]
     return results
 
 
@@ -247,8 +247,8 @@ def _computed(groups: Sequence[_Group], slot: Slot, arrived: Buffers, units: Seq
 
     def computed(g: int, buffers: Buffers, number: jax.Array) -> Buffers:
         inputs, outputs = groups[g].inputs, groups[g].outputs
-        operands = list(map(Cut.join, _cuts_of(inputs), unpack(buffers, _shards_of(inputs))))
-        return pack(list(map(Cut.divide, _cuts_of(outputs), units[g](operands, number))))
+        operands = list(map(Cut.join, _cuts_of(inputs), unpack_rows(buffers, _shards_of(inputs))))
+        return pack_rows(list(map(Cut.divide, _cuts_of(outputs), units[g](operands, number))))
 
     branches: list[Callable[..., Buffers]] = [functools.partial(computed, g) for g in kinds]
     if None in slot:

@@ -41,9 +41,9 @@ from jzero.update.program import (
     off_device_params,
     params_as_stored,
     program_of,
-    traced,
+    trace_stored_update,
 )
-from jzero.update.split import Kind
+from jzero.update.split import EquationKind
 from jzero.update.whole import After, Before, StepGrads, WholeUpdate
 
 
@@ -87,7 +87,7 @@ def run_update(update: WholeUpdate, stored: Before[Stored], done: Done | None = 
     else:
         if plan.num_shards == 1 and not kept:
             return update(_values(inputs))
-        jaxpr = traced(update, inputs)
+        jaxpr = trace_stored_update(update, inputs)
         if not kept and not any(map(mixes, _compat.open_jaxpr(jaxpr[0])[0].eqns)):  # already traced: call it
             return jax.jit(update)(_values(inputs))
         program = program_of(update, inputs, jaxpr)
@@ -149,7 +149,7 @@ class Run:
                 continue  # the next pass makes it
             else:
                 with _compat.equation_context(eqn):
-                    is_sum = self.split.kinds[step.eqn] is Kind.SUM
+                    is_sum = self.split.kinds[step.eqn] is EquationKind.SUM
                     outs = self._sum(eqn) if is_sum else self.apply(eqn, list(map(self.value, eqn.invars)))
             self.env.update(zip(eqn.outvars, outs, strict=True))
             self.sums |= {} if number is None else {number: outs[0]}

@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "function_of_a_sum_taken_for_one_of_a_row",
         "jaxpr/row_facts.py",
-        "eqn, how) if total.kind is Kind.LINEAR else total",
+        "eqn, how) if total.kind is RowKind.LINEAR else total",
         "eqn, how) if False else total",
         "test_coupling.py::test_the_line_that_couples_rows_is_found",
         "perplexity",
