@@ -220,10 +220,10 @@ def test_devices_exchange_a_share_of_each_matrix_and_gather_nothing(kind, stage)
     stacks = [leaf for leaf in plan.leaves if leaf.path.endswith(("a", "b"))]
     others = [leaf for leaf in plan.leaves if leaf.path in ("in", "odd", "out")]
     matrices = sum(leaf.param.size for leaf in stacks)
-    # In a slot, each device has room for the largest matrix of any device, in and out.
-    slots = len(others) + len(stacks)
+    # In a batch, each device has room for the largest matrix of any device, in and out.
+    batches = len(others) + len(stacks)
     largest = max(math.prod(leaf.param.shape[-2:]) for leaf in (*stacks, *others))
-    assert 0 < sent(muon, "all-to-all") <= 1.1 * 2 * matrices / plan.num_shards + 2 * slots * largest
+    assert 0 < sent(muon, "all-to-all") <= 1.1 * 2 * matrices / plan.num_shards + 2 * batches * largest
 
 
 def exchanged(jaxpr):

@@ -169,7 +169,7 @@ def _work(plan: ZeroPlan, region: Region, layouts: Mapping[tuple[int, ...], Stat
     def port(v: Var, dims: tuple[int, ...]) -> Port:
         shape, dtype = tuple(_compat.type_of(v).shape), jnp.dtype(_compat.type_of(v).dtype)
         leaf = layouts.get(shape) or plan.whole_leaf("", shape or (1,), dtype)
-        return Port(leaf, dims, *_journey(leaf, dims, plan.num_shards), dtype)
+        return Port(leaf, dims, *_exchange(leaf, dims, plan.num_shards), dtype)
 
     inputs = tuple(map(port, region.inputs, units.inputs))
     outputs = tuple(map(port, region.outputs, units.outputs))
@@ -210,7 +210,7 @@ def _sliced(units: _Units, scan_dim: int | None) -> _Units | None:
     return None
 
 
-def _journey(leaf: StateLeaf, dims: tuple[int, ...], num_shards: int) -> tuple[Cut, Cut | None]:
+def _exchange(leaf: StateLeaf, dims: tuple[int, ...], num_shards: int) -> tuple[Cut, Cut | None]:
     """Returns how an array is cut while it travels, and how a unit is then; `None` if the units need not travel."""
     cut = leaf.cut
     if cut is not None and dims and cut.cuts(dims[0]) and cut.is_stored_naturally:
