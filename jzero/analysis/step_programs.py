@@ -1,7 +1,9 @@
 """The programs of a training step: one, or those around its passes over records, in their order.
 
-In: a step and its arguments. Out: every program, traced and compiled, and the memory of a device while it runs, with
-the results of other programs. See [Note: Records outside of a program] in `jzero.records.run`.
+    step_programs(fn, args, keywords, platform, compile_) -> list[StepProgram]
+
+Each is traced and compiled, with the memory of a device while it runs beside the results of others. See
+[Note: Records outside of a program] in `jzero.records.run`.
 """
 
 from __future__ import annotations

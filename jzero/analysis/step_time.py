@@ -1,6 +1,6 @@
 """The time of a traced step on a machine, estimated without a compiler.
 
-In: a traced program, its mesh and a machine. Out: seconds of computation, of communication, and of the whole step.
+    step_time(program, traffic, machine, micro_batches) -> StepTime
 
 [Note: How time is estimated]
 Rates are those of [Note: The model of the machine], for the operations of the trace instead of a compiled schedule. A

@@ -1,7 +1,9 @@
 """What a traced program sends, by parameter: exact, without devices and without a compiler.
 
-In: the jaxpr of a step, or of any function that calls one. Out: each gather and each reduction of its placed program,
-with the parameter, how often it runs, and its fate. For the step of [Life of a step](../life_of_a_step.md):
+    traced_collectives(jaxpr) -> Iterator[TracedCollective]
+
+Each gather and reduction of the placed program of a step, or of any function that calls one, has its parameter, how
+often it runs, and its fate. For the step of [Life of a step](../life_of_a_step.md):
 
     gather up x1, gather down x1, reduce down x1, gather down x1, reduce up x1
 

@@ -1,7 +1,9 @@
 """Where records on disk lie in the arrays of a checkpoint.
 
-In: boxes of an array as it is stored, with padding and perhaps flattened. Out: boxes of the natural array,
-and back; and the chunks in which a natural array is written, so that each takes few records.
+    in_natural(place, leaf) -> list[PlacedBox]
+
+Stored arrays have padding and may be flattened; `in_stored` goes the other way. `chunk_shape` gives the chunks in which
+a natural array is written, so that each takes few records.
 
 [Note: Chunks of records]
 A chunk of a checkpoint is what one write makes, and what a reader must decode at once. So it should be a record, or as

@@ -1,4 +1,6 @@
-"""From a checkpoint to records on disk: in go the stored arrays of a checkpoint, out come the records of a new state.
+"""From a checkpoint to records on disk: makes the records of a new state from the arrays of a checkpoint.
+
+    restore_records(contents, plan, leaves, old) -> RestoredRecords
 
 [Note: Restoring records]
 The new state gets records of its own, which are committed once every checksum agrees; until then the state to restore

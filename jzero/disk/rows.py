@@ -1,4 +1,6 @@
-"""Rows of stacks for programs that run: in goes the number of a row, out come its bytes as an array.
+"""Rows of stacks for programs that run.
+
+    take_row(handle, shape, dtype) -> np.ndarray
 
 A program asks from inside, by a callback, so nothing here raises or waits without end, see [Note: Rows for programs].
 

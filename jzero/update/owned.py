@@ -9,8 +9,8 @@ stack of layers. Each unit runs on one device, for any unmodified optax optimize
 
 Units of one kind do the same on equal shapes. With N devices and k units of a kind, each device computes k // N of
 them in rounds, with one program. The rest of all kinds goes to the devices with the least work, largest first, in
-batches of one unit per device, where each device branches to the kind that it computes. Devices exchange shards for units, and results for shards, so
-each sends and receives 1/N of what a gather brings, twice:
+batches of one unit per device, where each device branches to the kind that it computes. Devices exchange shards for
+units, and results for shards, so each sends and receives 1/N of what a gather brings, twice:
 
     k shards [D/N, F]  --all_to_all-->  k/N matrices [D, F]  -- update -->  [D, F]  --all_to_all-->  k shards [D/N, F]
 

@@ -109,8 +109,8 @@ MUTANTS = [
     Mutant(
         "reduced_in_every_micro_batch",
         "engine/roles.py",
-        "is_cut, is_cut and not reduce_last))",
-        "is_cut, is_cut))",
+        "is_cut, is_cut and not reduce_last)",
+        "is_cut, is_cut)",
         "test_passes.py::test_the_roles_of_the_stages",
     ),
     Mutant(
@@ -124,8 +124,8 @@ MUTANTS = [
     Mutant(
         "whole_parameters_not_awaited",
         "engine/roles.py",
-        "is_awaited = is_held_cut or self.stage < 3",
-        "is_awaited = is_held_cut",
+        "is_awaited = is_sharded or self.stage < 3",
+        "is_awaited = is_sharded",
         "test_waiting.py::test_the_backward_loop_waits_for_the_gradient_of_the_head",
     ),
     # What the walk gathers and holds.
