@@ -310,8 +310,8 @@ class _LocalStep:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""
         leaves = jax.tree.leaves(inputs, is_leaf=is_lazy)
         order = Order.of(self.plan, differentiates=self.differentiates)
-        late = self.plan.config.stage == 3 and platform_facts(self.plan.mesh).pipelines_reductions
-        walk = start_walk(frozenset(batch_axes(self.plan.config)), order, pipelines_reductions=late)
+        pipelines = self.plan.config.stage == 3 and platform_facts(self.plan.mesh).pipelines_reductions
+        walk = start_walk(frozenset(batch_axes(self.plan.config)), order, pipelines_reductions=pipelines)
         with jax.named_scope("zero_compute"):
             # A loss may return a parameter itself, which is still lazy.
             outputs = walk.gather(walk(joint.jaxpr, leaves))

@@ -1,8 +1,8 @@
 """State that programs do not see: records in the host's memory or on a disk, and how steps update them.
 
 Read `records` (what a record holds), `run` (one pass over them), `programs` (what is computed around the passes),
-`late` (a pass beside steps), `schedules` (when a step's gradients count), `zenflow` with `columns` (columns that are on
-the devices meanwhile), and `opening`.
+`background` (a pass beside steps), `schedules` (when a step's gradients count), `zenflow` with `columns` (columns that
+are on the devices meanwhile), and `opening`.
 
 [Note: States of records]
 What each call does, by what waits for the records of a state. Only ZenFlow and `delay=1` know the three in the middle.

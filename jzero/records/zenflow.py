@@ -27,8 +27,8 @@ from jzero._types import State
 from jzero.arrays.processes import succeed_together
 from jzero.config.precision import scale_by, wide_dtype
 from jzero.disk.pipeline import RunStats
+from jzero.records.background import copying
 from jzero.records.columns import DeviceColumns, Part
-from jzero.records.late import copying
 from jzero.records.programs import RecordUpdate
 from jzero.records.records import Record, Records, first_holders
 from jzero.records.run import PartsOnHost, RecordPass, StepArrays, host_cpu
@@ -110,28 +110,28 @@ class ZenFlowSchedule(Schedule):
     def _begin(self, update: RecordUpdate, state: State, step: StepGrads, number: int) -> State:
         """Returns the state, after which a step can change it; what raises does so here, and has changed nothing."""
         chooses = self.chooses and (not self.columns.chosen or number % self.settings.select_interval == 0)
-        if self.late.run is not None and (chooses or self._is_last(number)):
-            self.late.result()
+        if self.background.run is not None and (chooses or self._is_last(number)):
+            self.background.result()
         if chooses:
-            state = self._land(update, state)[0]
+            state = self._finish_pass(update, state)[0]
             chosen = choose_columns(self.plan, {i: step.grads[i].reduced for i in self.chooses})
             update.wait(chosen)
             self.columns.take(chosen)
         else:
-            self.late.start()  # again, if it failed
+            self.background.start()  # again, if it failed
         return state
 
     def _end(self, update: RecordUpdate, records: Records, state: State, number: int) -> tuple[State, RunStats]:
         """Returns the state after a step; at the end of an interval one pass counts, and the next one begins."""
         if not self.partly_chosen or not self._is_last(number):
             return state, NOTHING
-        state, stats = self._land(update, state)
-        self.late.prepare(self._mean_pass(update, records, state))
+        state, stats = self._finish_pass(update, state)
+        self.background.prepare(self._mean_pass(update, records, state))
         self.sums, self.count = {}, 0
-        self.late.start()
+        self.background.start()
         if not self.settings.overlap or (self.chooses and (number + 1) % self.settings.select_interval == 0):
             try:
-                return self._land(update, state)
+                return self._finish_pass(update, state)
             except RuntimeError as error:  # a `DiskError` in the process where it happened
                 warnings.warn(f"The update of records failed, and the next step tries again: {error}", stacklevel=2)
         return state, stats
@@ -184,31 +184,31 @@ class ZenFlowSchedule(Schedule):
         arrays = StepArrays(self._means(), {i: params[i] for i in self.plan.record_fields})
         return RecordPass(records, update.programs, program, 0, operands, arrays)
 
-    def _land(self, update: RecordUpdate, state: State) -> tuple[State, RunStats]:
+    def _finish_pass(self, update: RecordUpdate, state: State) -> tuple[State, RunStats]:
         """Returns the state once the pass beside steps, if there is one, is done and counts; consumes the state."""
-        if self.late.run is None:
+        if self.background.run is None:
             return state, NOTHING
-        stats = self.late.result()
-        landed = update.land(state, self.late.run.results(), self.columns.chosen)
-        self.late.count()
-        return landed, stats
+        stats = self.background.result()
+        new = update.apply_sums(state, self.background.run.results(), self.columns.chosen)
+        self.background.count()
+        return new, stats
 
-    def settle(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:
+    def apply_pending(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:
         """Lets everything count: the pass beside steps, the sums, and the columns on the devices."""
         keeps = target is not records
         if not keeps:
-            state, _ = self._land(update, state)
-        elif self.late.run is None:
+            state, _ = self._finish_pass(update, state)
+        elif self.background.run is None:
             succeed_together(lambda: copying(records, target).run(lambda number, buffer: None))
         else:
-            self.late.repeat_into(target)
-            state = update.land(state, self.late.run.results(), self.columns.chosen)
+            self.background.repeat_into(target)
+            state = update.apply_sums(state, self.background.run.results(), self.columns.chosen)
         if keeps:
             target.pipeline.store.commit()
         if self.count:
             last = self._mean_pass(update, target, state)
             succeed_together(last.run)
-            state = update.land(state, last.results(), self.columns.chosen)
+            state = update.apply_sums(state, last.results(), self.columns.chosen)
             target.pipeline.store.commit()
         if self.columns.chosen:
             self.columns.move(target.pipeline, {})

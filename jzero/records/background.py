@@ -66,7 +66,7 @@ def prepare(update: RecordUpdate, records: Records, state: State, step: StepGrad
     return Prepared(run, Done(program, step, sums, {}))
 
 
-class Late:
+class BackgroundPass:
     """The pass over records that runs beside steps, if there is one.
 
     Attributes:
