@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jzero.analysis.hlo import Array, Computation, HloProgram, Instruction, parse_hlo
+from jzero.analysis.hlo import Computation, HloArray, HloProgram, Instruction, parse_hlo
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -40,7 +40,7 @@ class CompiledCollective:
     """
 
     kind: str
-    results: tuple[Array, ...]
+    results: tuple[HloArray, ...]
     times: int
     in_loop: bool
     group: tuple[int, ...]
@@ -201,7 +201,7 @@ def _walk(
 
 
 def _collective(
-    program: HloProgram, kind: str, instruction: Instruction, results: tuple[Array, ...]
+    program: HloProgram, kind: str, instruction: Instruction, results: tuple[HloArray, ...]
 ) -> CompiledCollective:
     group = _group(instruction.attributes) or tuple(range(program.num_devices))
     return CompiledCollective(kind, results, 1, False, group, instruction.op_name, instruction.name)
@@ -224,15 +224,15 @@ def _between_slices(kind: str, instruction: Instruction) -> CompiledCollective:
     return CompiledCollective(kind, instruction.results[:1], 1, False, group, instruction.op_name, instruction.name)
 
 
-def _results(instruction: Instruction) -> tuple[Array, ...]:
+def _results(instruction: Instruction) -> tuple[HloArray, ...]:
     """The arrays that a collective returns; the result of a start is `(operands, results, ...)`."""
     result = instruction.result
-    if not instruction.opcode.endswith("-start") or isinstance(result, Array):
+    if not instruction.opcode.endswith("-start") or isinstance(result, HloArray):
         return instruction.results
-    if instruction.opcode == "all-reduce-start" and isinstance(result[0], Array):
+    if instruction.opcode == "all-reduce-start" and isinstance(result[0], HloArray):
         return instruction.results  # in this form without the operands
     outputs = result[1]
-    return (outputs,) if isinstance(outputs, Array) else tuple(x for x in outputs if isinstance(x, Array))
+    return (outputs,) if isinstance(outputs, HloArray) else tuple(x for x in outputs if isinstance(x, HloArray))
 
 
 def _group(attributes: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from jzero.analysis.collectives import CompiledCollective
-from jzero.analysis.hlo import Array, Computation, HloProgram, Instruction
+from jzero.analysis.hlo import Computation, HloArray, HloProgram, Instruction
 from jzero.analysis.machines import Machine
 
 FREE = frozenset(
@@ -133,7 +133,7 @@ def _bytes(program: HloProgram, computation: Computation, x: Instruction) -> flo
     )
 
 
-def _in_memory(arrays: Sequence[Array]) -> int:
+def _in_memory(arrays: Sequence[HloArray]) -> int:
     return sum(x.num_bytes for x in arrays if not x.memory_space)
 
 

@@ -152,7 +152,7 @@ def restore_from(
     contents: Contents, adapted: StateAdapter, choice: Choice, *, data_iterator: object = None
 ) -> tuple[State, RestoreReport]:
     """Returns the state from a checkpoint, laid out like another one, and a report of what was restored."""
-    target = Target(adapted)
+    target = RestoreTarget(adapted)
     matched, report = everywhere(lambda: target.match(contents, choice))
     same = {"the training state": describe_plan(target.plan), "the checkpoint": f"checkpoint: {digest(contents.notes)}"}
     agree("restore_checkpoint", target.plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)
@@ -185,7 +185,7 @@ def _mover(contents: Contents, data_iterator: object) -> Callable[[], None]:
     return iterator_mover(data_iterator, positions["positions"])
 
 
-class Target:
+class RestoreTarget:
     """A state to restore into: its leaves in a checkpoint, and how they become stored arrays.
 
     Attributes:
@@ -337,7 +337,7 @@ def read_extra(contents: Contents) -> Any:
     return decode(encoded, arrays)
 
 
-def _own_state(contents: Contents, target: Target) -> ZeroOptState | None:
+def _own_state(contents: Contents, target: RestoreTarget) -> ZeroOptState | None:
     """Returns the noted loss scale and counter of updates; `None` if another program wrote the checkpoint."""
     if not contents.notes:
         return None

@@ -25,7 +25,7 @@ from jzero.engine.shared_leaves import SharedLeaves
 from jzero.layout.placement import memory_of
 
 T = TypeVar("T")
-Rule: TypeAlias = Callable[[ShardedParam, JaxprEqn, Sequence[jax.Array]], ShardedParam | None]
+ShardRule: TypeAlias = Callable[[ShardedParam, JaxprEqn, Sequence[jax.Array]], ShardedParam | None]
 
 
 class OwnPart(Protocol):
@@ -163,7 +163,7 @@ def _map_arrays(
     )
 
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, ShardRule] = {
     "convert_element_type": _cast,
     "copy": _same,
     "dynamic_slice": _dynamic_slice,

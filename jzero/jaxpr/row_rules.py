@@ -33,13 +33,13 @@ from jzero.jaxpr.row_facts import (
     without,
 )
 
-Rule: TypeAlias = Callable[[JaxprEqn, list[RowFacts]], RowFacts | Sequence[RowFacts]]
-RULES: dict[str, Rule] = {}
+RowRule: TypeAlias = Callable[[JaxprEqn, list[RowFacts]], RowFacts | Sequence[RowFacts]]
+RULES: dict[str, RowRule] = {}
 """By the name of a primitive."""
 
 
-def _rule(names: str) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
+def _rule(names: str) -> Callable[[RowRule], RowRule]:
+    def register(rule: RowRule) -> RowRule:
         RULES.update(dict.fromkeys(names.split(), rule))
         return rule
 

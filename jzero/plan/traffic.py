@@ -20,7 +20,7 @@ from jzero.layout.mesh import shard_axes
 from jzero.layout.route import Collective, Leg, Route, route_of
 from jzero.plan.state_layout import StateLayout
 
-Kind = TypeVar("Kind", bound=str)
+Q = TypeVar("Q", bound=str)
 
 
 class GatherPlan(NamedTuple):
@@ -119,7 +119,7 @@ class Traffic:
         """Whether gradients cross nodes once per step, however often their parameters are used."""
         return self.plan.config.secondary_grads and micro_batches > 1
 
-    def _kind(self, asked: Kind, leaf: StateLeaf) -> Kind | Literal["none"]:
+    def _kind(self, asked: Q, leaf: StateLeaf) -> Q | Literal["none"]:
         return "none" if asked == "none" or self._why_exact(leaf) else asked
 
     def _why_exact(self, leaf: StateLeaf) -> str:

@@ -14,7 +14,7 @@ from jzero.disk.pipeline import Pipeline
 from jzero.plan.plan import ZeroPlan
 from jzero.records.records import Record, Records, first_holders
 
-Part: TypeAlias = tuple[int, jax.Device]
+DevicePart: TypeAlias = tuple[int, jax.Device]
 """One device's part of a parameter."""
 Index: TypeAlias = tuple[slice | np.ndarray, ...]
 
@@ -63,7 +63,7 @@ class DeviceColumns:
         arrays = [jax.device_put(there[first], d) for d, first in first_holders(self.plan, leaf).items()]
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
 
-    def move(self, pipeline: Pipeline, chosen: Mapping[int, jax.Array]) -> dict[Part, list[np.ndarray]]:
+    def move(self, pipeline: Pipeline, chosen: Mapping[int, jax.Array]) -> dict[DevicePart, list[np.ndarray]]:
         """Writes the columns on the devices into records; returns those that are chosen now, by field.
 
         Args:
@@ -71,7 +71,7 @@ class DeviceColumns:
           chosen: The columns to return.
         """
         columns_of = {(i, s.device): np.asarray(s.data) for i, x in chosen.items() for s in x.addressable_shards}
-        columns_read: dict[Part, list[np.ndarray]] = {}
+        columns_read: dict[DevicePart, list[np.ndarray]] = {}
 
         def visit(number: int, buffer: np.ndarray) -> None:
             record = self.records.index[number]

@@ -28,7 +28,7 @@ from jzero.arrays.processes import succeed_together
 from jzero.config.precision import scale_by, wide_dtype
 from jzero.disk.pipeline import RunStats
 from jzero.records.background import copying
-from jzero.records.columns import DeviceColumns, Part
+from jzero.records.columns import DeviceColumns, DevicePart
 from jzero.records.programs import RecordUpdate
 from jzero.records.records import Record, Records, first_holders
 from jzero.records.run import PartsOnHost, RecordPass, StepArrays, host_cpu
@@ -71,7 +71,7 @@ class ZenFlowSchedule(Schedule):
         assert records.plan.config.offload.zenflow is not None
         self.plan, self.settings = records.plan, records.plan.config.offload.zenflow
         self.columns = DeviceColumns(records)
-        self.sums: dict[Part, jax.Array] = {}
+        self.sums: dict[DevicePart, jax.Array] = {}
         self.count, self.version = 0, 0
         self.noted: Noted | None = None
         leaves = {i: self.plan.leaves[i].grad for i in self.plan.record_fields}

@@ -51,8 +51,8 @@ AT_ONCE = 2**24
 
 Nested: TypeAlias = Sequence[Sequence[Sequence[jax.Array]]]  # arrays by group, work and operand
 Rows: TypeAlias = Sequence[Sequence[jax.Array]]  # of the units of each group, by operand
-Batch: TypeAlias = Sequence[tuple[int, int] | None]  # for each device, group and number of its unit
-Batches: TypeAlias = Sequence[Batch]
+UnitBatch: TypeAlias = Sequence[tuple[int, int] | None]  # for each device, group and number of its unit
+UnitBatches: TypeAlias = Sequence[UnitBatch]
 Unit: TypeAlias = Callable[..., list[jax.Array]]  # of operands, and of the number of a unit in its group
 Swap: TypeAlias = Callable[[jax.Array], jax.Array]
 
@@ -168,7 +168,7 @@ def compute_owned(plan: ZeroPlan, works: Sequence[Work], read: Callable[[Var], j
 
 
 def _exchange_and_compute(
-    plan: ZeroPlan, groups: Sequence[_Group], batches: Batches, operands: Nested, shared: Nested
+    plan: ZeroPlan, groups: Sequence[_Group], batches: UnitBatches, operands: Nested, shared: Nested
 ) -> list[list[list[jax.Array]]]:
     """Computes all works, from shards of their operands to shards of their results."""
     axes = shard_axes(plan.config)
@@ -223,11 +223,11 @@ def _mapped(fn: Callable[[PyTree], PyTree], xs: PyTree, count: int, at_once: int
 
 
 def _in_batches(
-    groups: Sequence[_Group], batches: Batches, rows: Rows, units: Sequence[Unit], me: jax.Array, swap: Swap
+    groups: Sequence[_Group], batches: UnitBatches, rows: Rows, units: Sequence[Unit], me: jax.Array, swap: Swap
 ) -> dict[tuple[int, int], list[jax.Array]]:
     """Computes the other units: in each batch, a device computes one of some kind. Returns the rows of each unit."""
 
-    def packed(batch: Batch) -> Buffers:  # what this device has of each unit, for the device that computes it
+    def packed(batch: UnitBatch) -> Buffers:  # what this device has of each unit, for the device that computes it
         return rows_below([{} if x is None else pack_rows([y[x[1]][None] for y in rows[x[0]]]) for x in batch])
 
     arrived = exchanged(list(map(packed, batches)), swap)
@@ -242,7 +242,7 @@ def _in_batches(
 
 
 def _computed(
-    groups: Sequence[_Group], batch: Batch, arrived: Buffers, units: Sequence[Unit], me: jax.Array
+    groups: Sequence[_Group], batch: UnitBatch, arrived: Buffers, units: Sequence[Unit], me: jax.Array
 ) -> Buffers:
     """Computes the unit that this device has in a batch. Returns what it sends to each other device."""
     kinds = sorted({x[0] for x in batch if x is not None})

@@ -20,7 +20,7 @@ from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import Keys, TargetLeaf
 from jzero.checkpoint.matching import renamed_paths
-from jzero.checkpoint.restoring import PARAMS, Choice, Target, check_fit, warn_unless_complete
+from jzero.checkpoint.restoring import PARAMS, Choice, RestoreTarget, check_fit, warn_unless_complete
 from jzero.checkpoint.shards import place
 from jzero.layout.box import Box
 from jzero.layout.cut import Cut
@@ -83,7 +83,7 @@ def load_params(
     """
     adapted = adapt_sharded(state)
     check_alive(adapted.state)
-    target = Target(adapted)
+    target = RestoreTarget(adapted)
     choice = Choice(params_only=True, strict=strict, donate=donate)
     leaves = [leaf for leaf in target.leaves if choice.selector(adapted.state)(leaf)]
     if paths is not None:
@@ -92,7 +92,9 @@ def load_params(
     everywhere(lambda: found.check(path, paths, strict))
     matched, report = everywhere(lambda: target.match(found.contents(path), dataclasses.replace(choice, strict=False)))
     target.check_kept(matched)
-    target = Target(adapt_sharded(apply_pending(state, donate=donate)))  # a later step would change what was loaded
+    target = RestoreTarget(
+        adapt_sharded(apply_pending(state, donate=donate))
+    )  # a later step would change what was loaded
     if jax.process_count() > 1:
         for i, leaf in matched.items():
             target.leaves[i] = _in_long_runs(found.sources[leaf.keys][0].slowest, target.leaves[i])
