@@ -224,7 +224,7 @@ class _StepPrograms:
             "array": operands.arrays,
             "grads": [step_grads.grads[kernel.param].reduced],
             "params": [self.plan.flat_params(self.state.params)[kernel.param]],
-            "number": operands.numbers,
+            "scalar": operands.scalars,
         }
 
         def shapes(kinds: Sequence[str], shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
@@ -233,7 +233,7 @@ class _StepPrograms:
 
         start = jax.ShapeDtypeStruct((len(place.shape),), np.int32, sharding=at)
         fields, slices = shapes(["record"], place.shape), shapes(["array", "grads", "params"], place.shape)
-        return fields, slices, shapes(["number"], ()), start
+        return fields, slices, shapes(["scalar"], ()), start
 
     def _results(self, kernels: Sequence[RecordKernel]) -> dict[int, PyTree]:
         """Returns the new parameters that a pass makes, as shapes."""

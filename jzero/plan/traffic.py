@@ -145,7 +145,7 @@ class Traffic:
         return sum(x.num_bytes for x in self._gathers_in(micro_batches))
 
     def sent_bytes(self, *, micro_batches: int = 1) -> LevelBytes:
-        """See `ZeroPlan.sent_bytes`."""
+        """Returns the bytes that one device sends per step, within and between nodes."""
         found = self._gathers_in(micro_batches)
         within_nodes, *over_nodes = shard_axes(self.plan.config)
         for leaf in self.plan.leaves:

@@ -45,13 +45,13 @@ class Noted(NamedTuple):
     Attributes:
       step: The step's gradients, without arrays.
       program: The update by means of gradients.
-      numbers: Those that each of its kernels reads.
+      scalars: Those that each of its kernels reads.
       sums: Sums over parameters in records.
     """
 
     step: StepGrads
     program: UpdateProgram
-    numbers: list[list[jax.Array]]
+    scalars: list[list[jax.Array]]
     sums: dict[int, jax.Array]
 
 
@@ -146,7 +146,7 @@ class ZenFlowSchedule(Schedule):
         update.wait(sums)
         operands, _ = update.scalars(means, 0, state, light, sums)
         update.wait(operands)
-        self.noted = Noted(light, means, [x.numbers for x in operands], sums)
+        self.noted = Noted(light, means, [x.scalars for x in operands], sums)
         return Done(program, step, sums, {})
 
     def _add(self, step: StepGrads) -> None:
@@ -176,10 +176,10 @@ class ZenFlowSchedule(Schedule):
     def _mean_pass(self, update: RecordUpdate, records: Records, state: State) -> RecordPass:
         """Returns the pass with the mean of the gradients, with the numbers of the last step."""
         assert self.noted is not None
-        step, program, numbers, sums = self.noted
+        step, program, scalars, sums = self.noted
         now, _ = update.scalars(program, 0, state, step, sums)
         update.wait(now)
-        operands = [Operands(x.arrays, y) for x, y in zip(now, numbers, strict=True)]
+        operands = [Operands(x.arrays, y) for x, y in zip(now, scalars, strict=True)]
         params = update.params(state)
         arrays = StepArrays(self._means(), {i: params[i] for i in self.plan.record_fields})
         return RecordPass(records, update.programs, program, 0, operands, arrays)

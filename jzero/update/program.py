@@ -45,7 +45,7 @@ class OperandSource(NamedTuple):
 
     Attributes:
       kind: "record" (a field of its record), "grads" or "params" (the parameter's own, as the step has it), "positions"
-        (of elements in the natural array), "array" (any other, laid out like the gradient), or "number".
+        (of elements in the natural array), "array" (any other, laid out like the gradient), or "scalar".
       number: Which one, of several of a kind.
     """
 
@@ -93,7 +93,7 @@ class RecordKernel(NamedTuple):
       targets: What becomes of its results: the number of the field that it replaces, the dtype of a new parameter or
         its update, or a sum over several results.
       arrays: The operands of kind "array", in their order.
-      numbers: Those of kind "number".
+      scalars: Those of kind "scalar".
       structure: Equal for parameters that compute the same.
     """
 
@@ -102,11 +102,11 @@ class RecordKernel(NamedTuple):
     sources: tuple[OperandSource, ...]
     targets: tuple[int | DType | SumTarget, ...]
     arrays: tuple[Var, ...]
-    numbers: tuple[Var, ...]
+    scalars: tuple[Var, ...]
     structure: int
 
     def on(self, part: Part, read: Callable[[OperandSource], jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
-        """Returns what becomes of a piece of a part, by target: zeros as padding, and sums as numbers."""
+        """Returns what becomes of a piece of a part, by target: zeros as padding, and sums as scalars."""
         values = [part.positions() if x.kind == "positions" else read(x) for x in self.sources]
         outs = iter(self.kernel(values, shape))
 
@@ -180,7 +180,7 @@ class UpdateProgram:
         return step.eqn in self.sums and _in_records(self.fields_of(self.split.jaxpr.eqns[step.eqn].invars)) is not None
 
     def targets(self, i: int) -> dict[int, Var | DType]:
-        """Returns, by the numbers of a parameter's results, the field that each replaces, or its dtype."""
+        """Returns, by the indices of a parameter's results, the field that each replaces, or its dtype."""
         leaf, result, outs = self.plan.leaves[i], self.results.results[i], self.split.jaxpr.outvars
         is_away = leaf.param.memory != "device"
         pairs = [
@@ -229,19 +229,19 @@ class UpdateProgram:
     def _record_kernel(
         self, i: int, outputs: Sequence[Atom], targets: Sequence[int | DType | SumTarget]
     ) -> RecordKernel:
-        kernel, arrays, numbers = self.kernel(outputs), list[Var](), list[Var]()
+        kernel, arrays, scalars = self.kernel(outputs), list[Var](), list[Var]()
 
         def source(v: Var) -> OperandSource:
             field = self.fields.get(v)
             if field is not None and field.source.kind != "array":
                 return field.source
-            kind, of = ("array", arrays) if _compat.type_of(v).shape else ("number", numbers)
+            kind, of = ("array", arrays) if _compat.type_of(v).shape else ("scalar", scalars)
             of.append(v)
             return OperandSource(kind, len(of) - 1)
 
         sources = tuple(map(source, kernel.reads))
         structure = self.number_of(kernel.piece())
-        return RecordKernel(i, kernel, sources, tuple(targets), tuple(arrays), tuple(numbers), structure)
+        return RecordKernel(i, kernel, sources, tuple(targets), tuple(arrays), tuple(scalars), structure)
 
     @functools.cached_property
     def needs_grads(self) -> bool:
