@@ -116,8 +116,8 @@ class Search:
         """Returns the candidates to try after one that takes more than its estimate: more micro-batches."""
         num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
         is_searched = self.base.node_axis is None
-        late = x.config.secondary_grads or (is_searched and x.config.secondary_params)  # see `_levels`
-        config = dataclasses.replace(x.config, secondary_grads=late)
+        once = x.config.secondary_grads or (is_searched and x.config.secondary_params)  # see `_levels`
+        config = dataclasses.replace(x.config, secondary_grads=once)
         return list(self._micro_batches(config, num_replicas, x.remat, first=2 * x.accumulate_steps))
 
     def why_not_on_disk(self, offload: Offload) -> str:
@@ -224,9 +224,9 @@ class Search:
         while steps <= self.max_steps and self._splits(plan, steps):
             memory = self.memory(config, num_replicas, steps, recompute)
             shape = {str(name): int(size) for name, size in plan.mesh.shape.items()}
-            late = config.secondary_grads and (steps > 1 or self.base.secondary_grads)  # of one, it changes nothing
+            once = config.secondary_grads and (steps > 1 or self.base.secondary_grads)  # of one, it changes nothing
             yield Candidate(
-                dataclasses.replace(config, secondary_grads=late),
+                dataclasses.replace(config, secondary_grads=once),
                 shape,
                 steps,
                 recompute,

@@ -108,7 +108,7 @@ class Walk:
       axes: The manual mesh axes: ZeRO's and the replicas'.
       order: Records what happened so far, and makes gathers wait.
       held: The whole parameters that are kept.
-      pipelines_reductions: Whether loops run the hops between nodes of their reductions one iteration late.
+      pipelines_reductions: Whether loops run the hops between nodes of their reductions in the next iteration.
       depth: How many loops enclose this walk.
       gathered_rows: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
       meshes: Mesh facts about the jaxprs of this trace.

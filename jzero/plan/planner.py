@@ -70,9 +70,9 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
     update = _Update(tx, initialised, trace_update(tx, optimizer_inputs, initialised))
     plan = with_matrices(_choose_plan(state, update, config, mesh), update.jaxpr)
     if config.offload.delays_updates and not plan.has_records:
-        late, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")
+        name, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")
         raise ValueError(
-            f"`Offload.{late}` lets the update of what is on the host or on disk run beside the next step, but here is "
+            f"`Offload.{name}` lets the update of what is on the host or on disk run beside the next step, but here is "
             "nothing: the optimizer keeps nothing of a parameter's shape, or rules keep all of it on the devices. "
             f"Set `{off}`."
         )

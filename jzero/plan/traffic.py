@@ -153,9 +153,9 @@ class Traffic:
             if cut is None:
                 continue
             dtype = cast_dtype(leaf.compute_dtype, self.plan.config.policy.reduce)
-            late = self.is_reduced_once(micro_batches)
+            between_once = self.is_reduced_once(micro_batches)
             for x in self.route_of_gradient(leaf).reductions(cut.of_part(self.plan.mesh.shape), dtype):
-                once = self.plan.config.stage < 2 or (late and within_nodes not in x.axes)
+                once = self.plan.config.stage < 2 or (between_once and within_nodes not in x.axes)
                 found += [x] * (1 if once else micro_batches)
         between = sum(x.sent_bytes for x in found if not {*over_nodes}.isdisjoint(x.axes))
         return LevelBytes(round(sum(x.sent_bytes for x in found) - between), round(between))

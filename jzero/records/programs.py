@@ -108,7 +108,7 @@ class RecordUpdate:
 
     @jax.named_scope("zero_update")
     def _apply_sums(self, state: State, results: dict[int, jax.Array], chosen: dict[int, jax.Array]) -> State:
-        return self._with_params(state, self.tx.with_late_results(state.params, results, chosen))
+        return self._with_params(state, self.tx.with_record_results(state.params, results, chosen))
 
 
 def _mean(leaf: StateLeaf) -> jax.ShapeDtypeStruct:

@@ -39,10 +39,10 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
 
     Example:
       >>> offload = jzero.Offload(optimizer="host", compute="host", delay=1)
-      >>> late = jzero.shard_train_state(plain_state, config=jzero.ZeroConfig(stage=3, offload=offload))
+      >>> delayed = jzero.shard_train_state(plain_state, config=jzero.ZeroConfig(stage=3, offload=offload))
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
-      >>> late, _ = step(late, jnp.ones((8, 512)))
-      >>> int(late.step), int(jzero.apply_pending(late).step)
+      >>> delayed, _ = step(delayed, jnp.ones((8, 512)))
+      >>> int(delayed.step), int(jzero.apply_pending(delayed).step)
       (0, 1)
     """
     check("donate", donate, FLAG)
