@@ -106,19 +106,7 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     logging.getLogger("jzero").info("Tracing the step.")
     programs = step_programs(fn, placed, keywords, platform, _compiler(topology, compiler_options))
     facts = _facts(fn, placed, programs, platform)
-    notes = _notes_on_programs(programs)
-    host_state = arrays_on_host(used) if used is not None and isinstance(fn, TrainStep) else 0
-    if used is not None and host_state and (platform == "cpu" or not used.names_host_memory):
-        notes.append(
-            "The compiler for these devices does not distinguish host memory: host bytes are the plan's, and chunks in "
-            "transit count as temporaries."
-        )
-    calls = host_calls(facts.programs[0])
-    if calls.total:
-        notes.append(
-            f"The schedule overlaps {calls.covered} of {calls.total} calls of the host's CPU with other work; their "
-            "time is not in the timeline."
-        )
+    notes = [*_notes_on_programs(programs), *_notes_on_host(fn, facts, used)]
     if _recomputes_by_default(fn, placed, keywords):
         notes.append(RECOMPUTED)
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
@@ -192,6 +180,23 @@ def _notes_on_programs(programs: Sequence[StepProgram]) -> list[str]:
         f"of {largest.name}, including what the others leave on a device. The timeline covers {programs[0].name} "
         "alone: the time of the records depends on the disk and on the host (`jzero doctor --disk`)."
     ]
+
+
+def _notes_on_host(fn: Any, facts: Compiled, plan: ZeroPlan | None) -> list[str]:
+    notes = []
+    is_one_memory = facts.platform == "cpu" or (plan is not None and not plan.names_host_memory)
+    if is_one_memory and plan is not None and isinstance(fn, TrainStep) and arrays_on_host(plan):
+        notes.append(
+            "The compiler for these devices does not distinguish host memory: host bytes are the plan's, and chunks in "
+            "transit count as temporaries."
+        )
+    calls = host_calls(facts.programs[0])
+    if calls.total:
+        notes.append(
+            f"The schedule overlaps {calls.covered} of {calls.total} calls of the host's CPU with other work; their "
+            "time is not in the timeline."
+        )
+    return notes
 
 
 def _recomputes_by_default(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""How one leaf of a state is stored, and how it travels.
+"""How one leaf of a state is stored, and how it travels. Nothing here knows a whole state or a program.
 
 Read `box` (parts of arrays), `mesh` (axes, memories), `set_mesh` (what a program has set beside it), `platform` (what
 compilers do differently), `cut` (over devices, with padding), `blocks` (as integers), `parts` (beside other mesh axes),

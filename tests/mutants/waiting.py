@@ -5,24 +5,24 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     # Waiting rules.
     Mutant(
-        "no_fence",
+        "second_gathers_do_not_wait",
         "engine/order.py",
-        "fence = platform.fence if differentiates and plan.regathers else None",
-        "fence = None",
-        "test_fences.py::test_operands_of_barriers",
+        "second_gather = platform.second_gather if differentiates and plan.regathers else None",
+        "second_gather = None",
+        "test_waits.py::test_operands_of_barriers",
     ),
     Mutant(
         "large_parameters_wait_for_one_element",
         "engine/order.py",
-        'self.fence == "light" and num_bytes(arrays.values()) > num_bytes(again.values())',
-        'self.fence == "light"',
-        "test_fences.py::test_operands_of_barriers",
+        'how == "light" and num_bytes(arrays.values()) <= num_bytes(again.values())',
+        "False",
+        "test_waits.py::test_operands_of_barriers",
         "tpu",
     ),
     Mutant(
         "loops_do_not_wait",
         "engine/waits.py",
-        "eqn = self.delay(eqn, _carried(eqn), due)",
+        "eqn = self.delay(eqn, _carried(eqn), self.due + self.latest)",
         "pass",
         "test_waiting.py::test_the_backward_loop_waits_for_the_gradient_of_the_head",
         "gpu",
@@ -125,9 +125,9 @@ MUTANTS = [
     Mutant(
         "blocks_wait_for_the_next_one",
         "engine/waits.py",
-        "due = self.last if self.is_in_blocks else self.reduced",
-        "due = self.reduced",
-        "test_fences.py::test_blocks_wait_for_the_gradients_of_the_one_after_the_next",
+        "self.delay(eqn, cotangent, self.due)",
+        "self.delay(eqn, cotangent, self.due + self.latest)",
+        "test_waits.py::test_blocks_wait_for_the_gradients_of_the_one_after_the_next",
     ),
     Mutant(
         "twice_the_bound",
@@ -138,7 +138,7 @@ MUTANTS = [
         "plain",
     ),
     Mutant(
-        "calls_gather_without_a_fence",
+        "calls_gather_without_waiting",
         "engine/rules.py",
         "again = tuple(i for i, x in enumerate(shared.leaves) if walk.order.was_gathered(x))",
         "again = ()",

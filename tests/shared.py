@@ -1,0 +1,39 @@
+"""Steps and optimizers that tests share, so that each program is compiled once in a process.
+
+    step = shared.make_train_step(models.mlp_loss, accumulate_steps=2)
+    state, metrics = step(shared.mlp_state(3), models.mlp_batch(16))
+
+A step compiles anew for every optimizer that is not the same object, and `jzero.make_train_step` returns a new step
+each time: about a second for a small model, where a step that is shared takes milliseconds. Take jzero's own where a
+test looks at what happens while a step is traced, or changes jzero.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import optax
+
+import jzero
+from tests import models
+
+make_train_step = functools.cache(jzero.make_train_step)
+make_eval_step = functools.cache(jzero.make_eval_step)
+
+adamw = functools.cache(optax.adamw)
+sgd = functools.cache(optax.sgd)
+
+
+@functools.cache
+def config(stage: Literal[0, 1, 2, 3], **fields: Any) -> jzero.ZeroConfig:
+    """Returns a configuration at which small leaves are cut, too."""
+    return jzero.ZeroConfig(stage=stage, **{"persistence_threshold": 0} | fields)
+
+
+def mlp_state(
+    stage: Literal[0, 1, 2, 3], tx: Any = None, sizes: tuple[int, ...] = models.TWO_LAYERS, **fields: Any
+) -> Any:
+    """Returns a new sharded state of `models.mlp_loss`; a step may donate it. `fields` are those of `ZeroConfig`."""
+    state = jzero.TrainState.create(params=models.mlp_params(sizes=sizes), tx=tx or adamw(1e-3))
+    return jzero.shard_train_state(state, config=config(stage, **fields))
