@@ -48,7 +48,7 @@ MODELS = {
     "llama_125m": Model(functools.partial(llama, LLAMA_125M, scanned=False, remat=False), (1, 1.5, 2, 3, 4, 6, 10)),
     "moe": Model(moe, (1.5, 2, 2.5, 3, 4, 6.5, 12)),
 }
-THOROUGH = {"RIVALS": 5, "NEAR": 0.8}
+THOROUGH = {"RIVALS": 5, "SURE_SHARE": 0.8}
 """Settings of `jzero.analysis.confirm` to compile more."""
 
 

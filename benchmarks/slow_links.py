@@ -36,11 +36,11 @@ import jzero
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.machines import machine
-from jzero.analysis.memory import memory_of
+from jzero.analysis.memory import compiled_memory
 from jzero.analysis.schedule import simulate
-from jzero.analysis.sent import sent
 from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.analysis.traced import trace_program
+from jzero.analysis.traced_collectives import traced_collectives
 from jzero.analysis.violations import Compiled, find_violations
 
 WIDTH, LAYERS, VOCAB, LENGTH, HEADS, ROWS = 2048, 8, 8192, 1024, 16, 2
@@ -141,10 +141,10 @@ def compiled(kind: str, topology: str, steps: int) -> dict[str, Any]:
     facts = Compiled(
         (program,),
         collectives,
-        tuple(sent(traced.jaxpr)),
+        tuple(traced_collectives(traced.jaxpr)),
         tuple(trace_program(traced.jaxpr, [1] * len(traced.jaxpr.in_avals)).transfers),
         "gpu",
-        memory_of(compiled, "gpu", 0),
+        compiled_memory(compiled, "gpu", 0),
         returns_state=True,
         micro_batches=steps,
     )

@@ -17,7 +17,7 @@ _IMPORTS = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"").body
 _HOME = dict(sorted((x.name, line.module) for line in _IMPORTS if isinstance(line, ast.ImportFrom) for x in line.names))
 __all__ = list(_HOME)
 
-_ROOMS_OF_STATES = ("jzero.analysis", "jzero.checkpoint", "jzero.state", "jzero.step", "jzero.weights")
+_ROOMS_OF_STATES = ("jzero.analysis", "jzero.checkpoint", "jzero.debug", "jzero.state", "jzero.step", "jzero.weights")
 """Their functions do not depend on the mesh that the program has set, see [Note: The mesh that is set]."""
 
 

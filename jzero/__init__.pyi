@@ -22,6 +22,13 @@ from jzero.config.precision import DynamicLossScale as DynamicLossScale
 from jzero.config.precision import Precision as Precision
 from jzero.config.quantization import Quantization as Quantization
 from jzero.config.zero import ZeroConfig as ZeroConfig
+from jzero.debug.deviations import EquivalenceReport as EquivalenceReport
+from jzero.debug.equivalence import check_equivalence as check_equivalence
+from jzero.debug.inspect import get_full_grad as get_full_grad
+from jzero.debug.inspect import get_full_opt_state as get_full_opt_state
+from jzero.debug.inspect import get_full_param as get_full_param
+from jzero.debug.inspect import set_full_opt_state as set_full_opt_state
+from jzero.debug.inspect import set_full_param as set_full_param
 from jzero.deepspeed.conversion import from_deepspeed as from_deepspeed
 from jzero.deepspeed.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
 from jzero.deepspeed.estimator import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
@@ -63,11 +70,6 @@ from jzero.state.gather import natural_params as natural_params
 from jzero.state.gather import unshard_train_state as unshard_train_state
 from jzero.state.gather import update_params as update_params
 from jzero.state.init import init_train_state as init_train_state
-from jzero.state.inspect import get_full_grad as get_full_grad
-from jzero.state.inspect import get_full_opt_state as get_full_opt_state
-from jzero.state.inspect import get_full_param as get_full_param
-from jzero.state.inspect import set_full_opt_state as set_full_opt_state
-from jzero.state.inspect import set_full_param as set_full_param
 from jzero.state.offload import offload_train_state as offload_train_state
 from jzero.state.offload import reload_train_state as reload_train_state
 from jzero.state.pending import apply_pending as apply_pending
@@ -75,8 +77,6 @@ from jzero.state.shard import abstract_train_state as abstract_train_state
 from jzero.state.shard import plan_train_state as plan_train_state
 from jzero.state.shard import shard_train_state as shard_train_state
 from jzero.state.train_state import TrainState as TrainState
-from jzero.step.deviations import EquivalenceReport as EquivalenceReport
-from jzero.step.equivalence import check_equivalence as check_equivalence
 from jzero.step.eval_step import make_eval_step as make_eval_step
 from jzero.step.overflow import LossScaleError as LossScaleError
 from jzero.step.train_step import make_train_step as make_train_step

@@ -146,7 +146,7 @@ def contained_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
         yield open_jaxpr(jaxpr)[0]
 
 
-def shape_of(kind: core.AbstractValue) -> jax.ShapeDtypeStruct:
+def shape_struct_of(kind: core.AbstractValue) -> jax.ShapeDtypeStruct:
     """Returns a type without its mesh, unless that is set, with Explicit axes; varying axes need the current one."""
     assert isinstance(kind, core.ShapedArray)
     of_mesh: dict[str, Any] = {}
@@ -373,10 +373,10 @@ def array_type(
 
 
 def new_equation(
-    primitive: Primitive, inputs: Sequence[Atom], outputs: Sequence[Var], params: Params, near: JaxprEqn | None
+    primitive: Primitive, inputs: Sequence[Atom], outputs: Sequence[Var], params: Params, scope: JaxprEqn | None
 ) -> JaxprEqn:
     """Returns an equation, in the scopes and settings of another one."""
-    info, ctx = (None, None) if near is None else (near.source_info, near.ctx)
+    info, ctx = (None, None) if scope is None else (scope.source_info, scope.ctx)
     return core.new_jaxpr_eqn(list(inputs), list(outputs), primitive, params, core.no_effects, info, ctx)
 
 
@@ -404,11 +404,11 @@ def literal(value: ArrayLike, aval: core.AbstractValue) -> Literal:
     return core.Literal(value, aval)
 
 
-def moved(eqn: JaxprEqn, inputs: Sequence[Atom], outputs: Sequence[Var], near: JaxprEqn | None) -> JaxprEqn:
+def moved(eqn: JaxprEqn, inputs: Sequence[Atom], outputs: Sequence[Var], scope: JaxprEqn | None) -> JaxprEqn:
     """Returns an equation with other inputs and outputs, in the scopes of another one."""
     info = eqn.source_info
-    if near is not None:
-        info = near.source_info.replace(name_stack=near.source_info.name_stack + info.name_stack)
+    if scope is not None:
+        info = scope.source_info.replace(name_stack=scope.source_info.name_stack + info.name_stack)
     return eqn.replace(invars=list(inputs), outvars=list(outputs), source_info=info)
 
 

@@ -24,7 +24,7 @@ def short_loops_too(monkeypatch):
 
 def on(platform, monkeypatch):
     """Has steps traced as for such devices."""
-    facts = {name: getattr(PLATFORMS[platform], name) for name in ("fence", "postpones", "prefetches")}
+    facts = {name: getattr(PLATFORMS[platform], name) for name in ("second_gather", "postpones", "prefetches")}
     monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(**facts))
 
 

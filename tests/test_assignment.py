@@ -18,9 +18,9 @@ def units_of(schedule, num_devices):
     for kind, rounds in enumerate(schedule.rounds):
         for device in range(num_devices):
             yield from ((device, kind, device * rounds + r) for r in range(rounds))
-    for slot in schedule.slots:
-        assert len(slot) == num_devices
-        yield from ((device, *unit) for device, unit in enumerate(slot) if unit is not None)
+    for batch in schedule.per_device_batches:
+        assert len(batch) == num_devices
+        yield from ((device, *unit) for device, unit in enumerate(batch) if unit is not None)
 
 
 @given(kinds, st.integers(1, 70))
@@ -43,12 +43,12 @@ def test_units_whose_state_lies_on_a_device_are_computed_there(kinds, num_device
     counts, costs = (rounds * num_devices, *counts), (cost, *costs)
     schedule = assign(counts, costs, num_devices, in_rounds=[True] + [False] * len(kinds))
     assert schedule.rounds[0] == rounds
-    assert not [unit for slot in schedule.slots for unit in slot if unit is not None and unit[0] == 0]
+    assert not [unit for batch in schedule.per_device_batches for unit in batch if unit is not None and unit[0] == 0]
 
 
-def test_rounds_come_first_unless_slots_are_much_faster():
+def test_rounds_come_first_unless_batches_are_much_faster():
     even = assign([16], [3.0], 8)
-    assert (even.rounds, even.slots) == ([2], [])
+    assert (even.rounds, even.per_device_batches) == ([2], [])
     # Nine equal units of two kinds, and one large unit: on top of a full share, it would bound all devices.
     large = assign([24, 1], [1.0, 6.0], 4)
     assert max(large.loads) == 8.0

@@ -157,7 +157,7 @@ def test_all_reduce_and_slice_on_request():
 
 @pytest.mark.parametrize("scan", [True, slow(False)])
 def test_gathered_weights_do_not_survive_to_the_backward_pass(scan):
-    """Counted on the lowered program: with regathering, each kernel is gathered behind a fence or in its own loop."""
+    """Counted on the lowered program: with regathering, each kernel is gathered behind a barrier or in its own loop."""
     _, kept = _lowered(3, scan=scan, reshard_after_forward=False)
     _, dropped = _lowered(3, scan=scan)
     few, many = (in_line(lowered.as_text()).count("stablehlo.all_gather") for lowered in (kept, dropped))

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 from jzero.jaxpr import row_rules
-from jzero.jaxpr.row_facts import Kind
+from jzero.jaxpr.row_facts import RowKind
 from tests.test_rows import ROWS, TIME, WIDTH, facts
 
 RIGHT, WRONG = [], []
@@ -351,7 +351,7 @@ def deviations(losses=None):
 @pytest.mark.parametrize("fn", RIGHT, ids=lambda fn: fn.__name__)
 def test_no_false_alarm_for_means_over_independent_rows(fn):
     found = loss_facts(fn)
-    assert found.kind in (Kind.LINEAR, Kind.SAME)
+    assert found.kind in (RowKind.LINEAR, RowKind.SAME)
     assert not found.is_sum
     assert found.coupled is None
     assert deviations()[fn] < 1e-5
@@ -389,4 +389,8 @@ def test_a_rule_that_fails_makes_values_unknown(monkeypatch):
 
     monkeypatch.setattr(row_rules, "RULES", dict.fromkeys(row_rules.RULES, fail))
     found = facts(lambda p, x, t, n, key: ((x @ p["w"]).mean(), p["at"] + 1, lax.pmean(x.sum(), "data")))
-    assert [(x.kind, x.differs) for x in found] == [(Kind.UNKNOWN, True), (Kind.SAME, False), (Kind.SAME, False)]
+    assert [(x.kind, x.differs) for x in found] == [
+        (RowKind.UNKNOWN, True),
+        (RowKind.SAME, False),
+        (RowKind.SAME, False),
+    ]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import strategies as st
 
 from jzero.data.interleave import Lanes
-from jzero.data.order import Order
-from jzero.data.position import Position, Schedule
+from jzero.data.order import EpochOrder
+from jzero.data.position import BatchSchedule, Position
 
 SIZES = st.integers(1, 60)
 few = hypothesis.settings(max_examples=8, deadline=None)  # Grain's permutation is slow for small sizes
@@ -21,24 +21,24 @@ def places(order, epoch):
 @few
 @hypothesis.given(SIZES, st.integers(0, 2**40), st.integers(0, 5), st.none() | st.integers(1, 70))
 def test_an_epoch_has_each_example_once(num_examples, seed, epoch, window):
-    order = Order(num_examples=num_examples, seed=seed, shuffle=True, window=window)
+    order = EpochOrder(num_examples=num_examples, seed=seed, shuffle=True, window=window)
     assert sorted(places(order, epoch)) == list(range(num_examples))
 
 
 def test_orders_differ_by_epoch_and_seed_and_are_not_shared():
     orders = {
-        (seed, epoch): Order(num_examples=200, seed=seed, shuffle=True) for seed in range(3) for epoch in range(3)
+        (seed, epoch): EpochOrder(num_examples=200, seed=seed, shuffle=True) for seed in range(3) for epoch in range(3)
     }
     found = {tuple(places(order, epoch)) for (_, epoch), order in orders.items()}
     assert len(found) == 9, "the second epoch of seed 0 is not the first of seed 1 either"
     assert tuple(range(200)) not in found
-    assert places(Order(num_examples=200, seed=1, shuffle=False), 2) == list(range(200))
+    assert places(EpochOrder(num_examples=200, seed=1, shuffle=False), 2) == list(range(200))
 
 
 @few
 @hypothesis.given(SIZES, st.integers(3, 20), st.integers(0, 3))
 def test_windows_hold_neighbors(num_examples, window, epoch):
-    found = places(Order(num_examples=num_examples, seed=5, shuffle=True, window=window), epoch)
+    found = places(EpochOrder(num_examples=num_examples, seed=5, shuffle=True, window=window), epoch)
     windows = [sorted(found[i : i + window]) for i in range(0, num_examples, window)]
     expected = [list(range(i, min(i + window, num_examples))) for i in range(0, num_examples, window)]
     assert sorted(windows) == expected
@@ -49,7 +49,7 @@ def test_windows_hold_neighbors(num_examples, window, epoch):
 def test_windows_are_shuffled_inside_and_among_themselves():
     offsets = set()
     for epoch in range(2):
-        found = places(Order(num_examples=240, seed=5, shuffle=True, window=30), epoch)
+        found = places(EpochOrder(num_examples=240, seed=5, shuffle=True, window=30), epoch)
         firsts = [min(found[i : i + 30]) for i in range(0, 240, 30)]
         assert firsts != sorted(firsts)
         offsets |= {
@@ -75,7 +75,9 @@ def test_schedule_is_that_of_brute_force(data):
     drop = data.draw(st.booleans())
     hypothesis.assume(not drop or batch_size <= num_examples)
     start = data.draw(st.tuples(st.integers(0, num_epochs), st.integers(0, num_examples - 1)))
-    schedule = Schedule(num_examples=num_examples, batch_size=batch_size, num_epochs=num_epochs, drop_remainder=drop)
+    schedule = BatchSchedule(
+        num_examples=num_examples, batch_size=batch_size, num_epochs=num_epochs, drop_remainder=drop
+    )
     expected = brute_force(num_examples, batch_size, num_epochs, drop, start)
     assert schedule.num_batches(Position(*start)) == len(expected)
     for number, (epoch, chunk) in enumerate(expected):
@@ -92,7 +94,7 @@ def test_schedule_is_that_of_brute_force(data):
 
 
 def test_schedule_without_end():
-    schedule = Schedule(num_examples=5, batch_size=2, num_epochs=None, drop_remainder=False)
+    schedule = BatchSchedule(num_examples=5, batch_size=2, num_epochs=None, drop_remainder=False)
     assert schedule.num_batches(Position(7, 3)) is None
     assert schedule.span(3_000_000, Position(7, 4)).epoch == 7 + 1 + 2_999_999 // 3
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.analysis.stages import stages_of
+from jzero.analysis.step_programs import step_programs
 from jzero.records.run import RecordPass
 from jzero.state.record_states import record_update
 from tests import models
@@ -22,7 +22,7 @@ LATE = {"optimizer": "host", "compute": "host", "delay": 1}
 
 def stages(state):
     step = jzero.make_train_step(loss_fn)
-    return stages_of(step, (state, models.mlp_batch(48)), {}, "cpu", lambda lowered: lowered.compile())
+    return step_programs(step, (state, models.mlp_batch(48)), {}, "cpu", lambda lowered: lowered.compile())
 
 
 KINDS = [("adamw", 1, "bf16"), ("lamb", 2, "fp32"), ("clip", 3, "fp16"), ("momentum", 0, "bf16")]
@@ -33,7 +33,9 @@ CASES = [(*kind, offload) for kind in KINDS for offload in OFFLOADS]
 @pytest.mark.parametrize(("name", "stage", "precision", "offload"), default_for([CASES[0], CASES[5], CASES[11]], CASES))
 def test_no_program_departs_from_the_plan(tmp_path, monkeypatch, name, stage, precision, offload):
     found = []
-    monkeypatch.setattr("jzero.analysis.analyze.stages_of", lambda *args: found.extend(stages_of(*args)) or found)
+    monkeypatch.setattr(
+        "jzero.analysis.analyze.step_programs", lambda *args: found.extend(step_programs(*args)) or found
+    )
     folder = None if offload is LATE else tmp_path
     state = state_on_disk(folder, stage, precision, OPTIMIZERS[name](), **offload)
     report = jzero.analyze(jzero.make_train_step(loss_fn), state, models.mlp_batch(48))

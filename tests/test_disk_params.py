@@ -16,7 +16,7 @@ from jax import lax
 import jzero
 from jzero.disk import rows
 from jzero.disk.files import PAGE, DiskError, page_aligned
-from jzero.disk.rows import Row, RowReader, take_row
+from jzero.disk.rows import RowReader, StoredRow, take_row
 from jzero.disk.stores import DiskStore, RamStore
 from jzero.state.record_states import for_loss, records_of
 from tests.checkpoint_states import arrays, assert_same_bits, whole
@@ -298,7 +298,7 @@ def test_a_thousand_steps_do_not_hang(scratch):
 # The reader by itself.
 
 COUNTS = (3, 5)
-STACK = [Row((2 * i, 2 * i + 1), COUNTS, (2, 4), np.dtype(np.int16)) for i in range(4)]  # each in two records
+STACK = [StoredRow((2 * i, 2 * i + 1), COUNTS, (2, 4), np.dtype(np.int16)) for i in range(4)]  # each in two records
 
 
 def reader_of_rows(threads=2):

@@ -1,5 +1,6 @@
 """The documentation: its code runs, prints what it says, and leaves out no name and no note."""
 
+import ast
 import os
 import re
 import socket
@@ -163,6 +164,15 @@ def test_every_note_is_under_design():
     ]
     assert len(written) > 20
     assert sorted(listed) == sorted(written)
+
+
+def test_every_room_says_in_which_order_to_read_its_files():
+    rooms = sorted((ROOT / "jzero").glob("*/__init__.py"))
+    assert len(rooms) > 15
+    for room in rooms:
+        files = {path.stem for path in room.parent.glob("[!_]*.py")}
+        named = re.findall(r"`([a-z0-9_]+)`", ast.get_docstring(ast.parse(room.read_text())))
+        assert sorted(named) == sorted(files), room.parent.name
 
 
 @pytest.fixture(scope="module")

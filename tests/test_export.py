@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from jzero.checkpoint.parts import Part, read_parts
+from jzero.checkpoint.parts import ArrayPart, read_parts
 from jzero.layout.box import Box
 from tests.checkpoint_states import linen_state, nnx_state, sharded
 from tests.export_states import ODD, numbers, odd_state
@@ -227,7 +227,7 @@ def test_parts_are_read_ahead_up_to_a_limit(tmp_path):
             )
 
     contents = types.SimpleNamespace(errors=contextlib.nullcontext)
-    parts = [Part(Array(), Box((i,), (size,))) for i, size in ((0, 10), (10, 10), (20, 10), (30, 50), (80, 5))]
+    parts = [ArrayPart(Array(), Box((i,), (size,))) for i, size in ((0, 10), (10, 10), (20, 10), (30, 50), (80, 5))]
     values = read_parts(contents, parts, limit=80)
     seen = []
     for x in values:

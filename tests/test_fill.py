@@ -16,7 +16,7 @@ from jzero.analysis import fill
 from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.fill import Filling, _gathered_again
 from jzero.analysis.machines import machine
-from jzero.analysis.sent import sent
+from jzero.analysis.traced_collectives import traced_collectives
 from tests.test_keep import LAYERS, loss_fn, make_params, scan_loss, stacked_params
 from tests.tiers import default_for
 
@@ -92,7 +92,7 @@ def test_weights_that_are_used_many_times_come_first():
     draw = lambda *shape: np.random.default_rng(0).normal(size=shape).astype(np.float32)
     params = {"first": draw(23, 256), "shared": draw(256, 256), "last": draw(256, 248)}
     state, batch, step = make_state(params), make_batch(8), jzero.make_train_step(loss)
-    order = _gathered_again(sent(step.trace(state, batch).jaxpr), jzero.plan_of(state), 1)
+    order = _gathered_again(traced_collectives(step.trace(state, batch).jaxpr), jzero.plan_of(state), 1)
     assert [path for path, _ in order] == ["shared", "last"]  # the first is not needed again
 
 

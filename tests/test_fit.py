@@ -130,14 +130,14 @@ def test_more_micro_batches_where_a_step_takes_more_than_reckoned(monkeypatch):
 
 def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
     """As that for TPUs does; its figure is of temporaries alone, so none is given."""
-    compiled = compiled_step.stages_of
+    compiled = compiled_step.step_programs
 
     def refuse_stage_0(step, args, *rest):
         if not jzero.plan_of(args[0]).config.stage:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
         return compiled(step, args, *rest)
 
-    monkeypatch.setattr(compiled_step, "stages_of", refuse_stage_0)
+    monkeypatch.setattr(compiled_step, "step_programs", refuse_stage_0)
     choice = fitted(1000, max_accumulate_steps=1, remat=(None,))
     first, *_ = choice.tried
     assert (first.config.stage, first.refused, first.compiled_peak) == (0, True, None)

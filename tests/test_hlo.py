@@ -8,7 +8,7 @@ import pytest
 
 from jzero.analysis.collectives import find_collectives
 from jzero.analysis.costs import flops_of
-from jzero.analysis.hlo import Array, parse_hlo
+from jzero.analysis.hlo import HloArray, parse_hlo
 from jzero.analysis.machines import machine
 from jzero.analysis.schedule import HostCalls, host_calls, simulate
 
@@ -56,7 +56,7 @@ def test_program_as_data():
     program = parse_hlo(GPU)
     assert (program.entry, program.num_devices, set(program.computations)) == ("main", 8, {"main", "body", "condition"})
     body = program.computations["body"]
-    assert body.by_name["ag"].result[1] == (Array("bf16", (1024, 256)), Array("bf16", (128,)))
+    assert body.by_name["ag"].result[1] == (HloArray("bf16", (1024, 256)), HloArray("bf16", (128,)))
     assert body.by_name["ag"].operands == ("w.0", "b.0")
     assert body.by_name["ag"].op_name == "jit(step)/while/body/all_gather"
     assert body.source("whole").name == "ag" or body.source("whole").opcode == "all-gather-done"

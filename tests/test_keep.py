@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis.sent import sent
+from jzero.analysis.traced_collectives import traced_collectives
 from tests import engine_losses
 from tests.block_models import num_activations
 from tests.tiers import singles
@@ -91,7 +91,7 @@ def default_traced(loss_fn):
 
 def gathers(jaxpr):
     counts = collections.Counter()
-    for x in sent(jaxpr):
+    for x in traced_collectives(jaxpr):
         counts[x.path] += x.times * x.gathers
     return counts
 
@@ -170,7 +170,7 @@ def test_a_cast_weight_travels_narrow_to_a_call():
             x = layer(jax.tree.map(narrow, block), x)
         return jnp.square(x.astype(jnp.float32)).mean()
 
-    found = {x.path: jnp.dtype(x.dtype) for x in sent(traced(casting, ALL)) if x.gathers}
+    found = {x.path: jnp.dtype(x.dtype) for x in traced_collectives(traced(casting, ALL)) if x.gathers}
     assert {found.pop("embed")} == {jnp.dtype("float32")}
     assert set(found.values()) == {jnp.dtype("bfloat16")}
     assert gathers(traced(casting, ALL)) == dict.fromkeys(PATHS, 1)

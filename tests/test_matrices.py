@@ -167,7 +167,7 @@ def test_devices_exchange_a_share_of_each_matrix_and_gather_nothing(kind, stage)
     assert "dot_general" not in {eqn.primitive.name for eqn in outside(program)}
     assert not {c.kind for c in found} - {"all-to-all", "all-reduce"}
     kernels = [leaf.param for leaf in plan.leaves if leaf.path.endswith(("a", "odd"))]
-    # In a slot, each device has room for the largest matrix of any device, in and out.
+    # In a batch, each device has room for the largest matrix of any device, in and out.
     largest = max(math.prod(leaf.shape[-2:]) for leaf in kernels)
     matrices = sum(leaf.size for leaf in kernels)
     assert 0 < sent(found, "all-to-all") <= 1.1 * 2 * matrices / plan.num_shards + 2 * len(kernels) * largest

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import jzero
 import jzero.hf
-from jzero.analysis.ledger import Ledger
+from jzero.analysis.memory_table import MemoryTable
 from jzero.cli.account import account
 from jzero.cli.commands import app
 from jzero.cli.decoder import make_loss, make_state
-from jzero.cli.request import Request
-from jzero.cli.sizes import NAMED, NEAR, count, model_sizes, parse_count
+from jzero.cli.request import PlanRequest
+from jzero.cli.sizes import NAMED, TOLERANCE, count, model_sizes, parse_count
 from jzero.cli.source import load_source
 from jzero.plan.state_bytes import BytesPerDevice
 from jzero.plan.table import format_bytes
@@ -37,7 +37,7 @@ STATES = BytesPerDevice(3 * GIB, GIB, 8 * GIB)
 
 
 def test_a_ledger_says_what_it_knows():
-    known = Ledger(STATES, 18 * GIB, 17 * GIB, 20 * GIB)
+    known = MemoryTable(STATES, 18 * GIB, 17 * GIB, 20 * GIB)
     assert (known.states_bytes, known.step_bytes, known.peak, known.left, known.fits) == (
         12 * GIB, 6 * GIB, 17 * GIB, 3 * GIB, True,
     )  # fmt: skip
@@ -53,10 +53,10 @@ def test_a_ledger_says_what_it_knows():
 @pytest.mark.parametrize(
     ("ledger", "fits", "verdict"),
     [
-        (Ledger(STATES, limit=20 * GIB), None, "the states leave 8.00 GiB for the step"),
-        (Ledger(STATES, limit=10 * GIB), False, "does not fit: the states alone take 2.00 GiB more"),
-        (Ledger(STATES, 18 * GIB, limit=10 * GIB), False, "does not fit: the step takes 8.00 GiB more"),
-        (Ledger(STATES, 18 * GIB), None, None),
+        (MemoryTable(STATES, limit=20 * GIB), None, "the states leave 8.00 GiB for the step"),
+        (MemoryTable(STATES, limit=10 * GIB), False, "does not fit: the states alone take 2.00 GiB more"),
+        (MemoryTable(STATES, 18 * GIB, limit=10 * GIB), False, "does not fit: the step takes 8.00 GiB more"),
+        (MemoryTable(STATES, 18 * GIB), None, None),
     ],
 )
 def test_a_ledgers_verdict(ledger, fits, verdict):
@@ -67,20 +67,20 @@ def test_a_ledgers_verdict(ledger, fits, verdict):
 
 def test_a_ledger_of_states_that_are_more_than_the_peak():
     """Stage 1 adds up whole gradients only if there are several micro-batches; the plan counts them."""
-    step = str(Ledger(STATES, 11 * GIB)).splitlines()[1]
+    step = str(MemoryTable(STATES, 11 * GIB)).splitlines()[1]
     assert "estimated  -1.00 GiB" in step
     assert "never exist at once" in step
 
 
 def test_what_is_small_beside_the_rest_has_a_unit_of_its_own():
-    found = str(Ledger(BytesPerDevice(3 * GIB, 2**20, 0), 3 * GIB + 2**21)).splitlines()
+    found = str(MemoryTable(BytesPerDevice(3 * GIB, 2**20, 0), 3 * GIB + 2**21)).splitlines()
     assert found[0] == "states  exact      3.00 GiB  parameters 3.00, gradients 1.00 MiB, optimizer 0.00"
     assert found[1].startswith("step    estimated  1.00 MiB")
 
 
 def test_a_small_ledger_has_small_units():
     assert "12.00 KiB  parameters 3.00, gradients 1.00, optimizer 8.00" in str(
-        Ledger(BytesPerDevice(3072, 1024, 8192), host=512)
+        MemoryTable(BytesPerDevice(3072, 1024, 8192), host=512)
     )
 
 
@@ -162,17 +162,17 @@ def test_deepspeeds_formula_is_that_of_the_layout(ask, tmp_path):
     """Where its documentation has one, with optimizer state on the host as without."""
     (tmp_path / "whole.py").write_text("from tests.cli_models import factory\n")
     for stage, on_device, on_host in ((1, "4 + 12/N", "4"), (2, "4 + 16/N", "2"), (3, "18/N", "2/N")):
-        request = Request(model="whole:factory", devices=8, stage=stage)
+        request = PlanRequest(model="whole:factory", devices=8, stage=stage)
         table = ask(f"estimate --deepspeed whole:factory --stage {stage} --num-gpus-per-node 8")["rows"]
         table = [x for x in table if x["zero_init"] is not False and not x["cpu_offload_params"]]
         rows = {x["cpu_offload"]: x["gpu_bytes"] for x in table}
         for terms, offload in ((on_device, {}), (on_host, {"optimizer": "host"})):
             config = dataclasses.replace(request.config, offload=jzero.Offload(**offload))
-            found = account(request, load_source(request), Ledger(BytesPerDevice(1, 1, 1)), config=config)
+            found = account(request, load_source(request), MemoryTable(BytesPerDevice(1, 1, 1)), config=config)
             assert found.deepspeed_bytes == rows[bool(offload)]
             assert f"{format_bytes(rows[bool(offload)])} ({terms} bytes per parameter, " in str(found)
         config = dataclasses.replace(request.config, offload=jzero.Offload(optimizer="host", ratio=0.5))
-        found = account(request, load_source(request), Ledger(BytesPerDevice(1, 1, 1)), config=config)
+        found = account(request, load_source(request), MemoryTable(BytesPerDevice(1, 1, 1)), config=config)
         assert "DeepSpeed" not in str(found)
     text = ask("fit whole:factory --topology h100:8 --stage 3 --hbm-bytes 2e6 --no-confirm", text=True)
     assert "\non host  exact" in text
@@ -236,7 +236,7 @@ def test_other_numbers_come_as_near_as_the_guide_says():
     guides = {path.name: path.read_text() for path in (ROOT / "docs" / "guides").glob("*.md")}
     says = r"From (\w+) parameters on, the\s+model is within (\d+) % of the number, below that within (\d+) %, or"
     start, near, less_near = re.search(says, guides["command_line.md"]).groups()
-    assert int(less_near) == 100 * NEAR  # or it is an error
+    assert int(less_near) == 100 * TOLERANCE  # or it is an error
     named = {text for guide in guides.values() for text in re.findall(r"--params ([\w.]+)", guide)}
     assert "2851e6" in named
     numbers = {parse_count(text) for text in named} - {parse_count(text) for text in NAMED}

@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.debug import inspect
 from jzero.plan.plan import ZeroPlan
-from jzero.state import inspect
 from tests.plan_states import STAGES, abstract_mesh, abstract_state, gpt_shapes, plan_for
 from tests.tiers import singles
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.analysis.collectives import bytes_on_port
-from jzero.analysis.sent import sent
+from jzero.analysis.traced_collectives import traced_collectives
 from jzero.layout.cut import Cut
 from tests.quantized import BATCH, FLAT, SECONDARY, STEPS, TWO, TWO_HOPS, WIDTH, config_of, numpy_rounded
 from tests.test_two_hops import LAYERS, loss_fn, unrolled_loss
@@ -239,7 +239,7 @@ def test_tensor_parallel_parameters_are_rounded_part_by_part():
 def between_nodes(step, state, least=0):
     """Returns the bytes that one step sends from a device to another node; of hops of more than `least` elements."""
     traced = step.trace(state, BATCH).jaxpr
-    hops = [(x.times, hop) for x in sent(traced) for hop in x.collectives if hop.axes == ("node",)]
+    hops = [(x.times, hop) for x in traced_collectives(traced) for hop in x.collectives if hop.axes == ("node",)]
     return sum(times * hop.sent_bytes for times, hop in hops if hop.num_elements > least)
 
 
@@ -341,5 +341,5 @@ def test_bytes_on_network_ports_are_those_of_the_formula():
     ],
 )
 def test_bytes_on_one_port_by_hand(kind, num_devices, num_nodes, want):
-    sent = (num_devices - 1) / num_devices
-    assert bytes_on_port(kind, sent, num_devices, num_nodes) == pytest.approx(want)
+    traced_collectives = (num_devices - 1) / num_devices
+    assert bytes_on_port(kind, traced_collectives, num_devices, num_nodes) == pytest.approx(want)

@@ -145,7 +145,7 @@ def test_collectives_count_over_all_axes_of_the_batch():
 @pytest.mark.parametrize(
     "check",
     [
-        "jaxpr.row_rules.literal",
+        "jaxpr.row_rules.facts_of_literal",
         "step.loss.results_of",
         "step.row_check._trouble",
         "step.inputs.find_closed_over",

@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 
 import jzero
-from jzero.analysis.relocation import relaid
-from jzero.analysis.sent import sent
+from jzero.analysis.replanning import relaid
+from jzero.analysis.traced_collectives import traced_collectives
 from jzero.layout.mesh import num_along
 from jzero.layout.platform import PLATFORMS
 from tests import light_decoder, models
@@ -156,7 +156,7 @@ def test_only_the_parts_of_devices_cross_nodes(stage):
     assert all(
         row.axis in ("node", "data") for row in report.collectives if row.kind != "all-reduce" or row.elements > 100
     )
-    for x in sent(step.trace(state, tokens).jaxpr):
+    for x in traced_collectives(step.trace(state, tokens).jaxpr):
         between, within = x.collectives if x.gathers else x.collectives[::-1]
         assert (between.axes, within.axes) == (("node",), ("data",))
         assert (between.num_devices, within.num_devices) == (2, 4)
@@ -185,7 +185,7 @@ def test_bytes_between_nodes_do_not_grow_with_micro_batches(steps):
     loss = lambda p, x: jnp.square(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0] @ p["out"]).mean()
     step, batch = jzero.make_train_step(loss, accumulate_steps=steps), np.ones((48, 32), np.float32)
     moved = collections.Counter()
-    for x in sent(step.trace(state, batch).jaxpr):
+    for x in traced_collectives(step.trace(state, batch).jaxpr):
         for hop in x.collectives:
             moved[hop.axes[0], x.gathers] += x.times * hop.num_bytes
     size = sum(x.size for x in params.values())
@@ -251,9 +251,11 @@ def test_late_hops_change_no_bit(monkeypatch, sizes, options, fields, kinds):
     replica = {"replica_axis": "replica"} if "replica" in sizes else {}
     config = config_of(node_axis="node", quantization=jzero.Quantization(**kinds), **replica, **fields)
     at_once = train(few_loss, config, sizes, **options)
-    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(pipelines_reductions=True))
     step = jzero.make_train_step(few_loss, **options)
-    late = [x for x in sent(step.trace(abstract(make_few(), config, **sizes), BATCH).jaxpr) if not x.gathers]
+    late = [
+        x for x in traced_collectives(step.trace(abstract(make_few(), config, **sizes), BATCH).jaxpr) if not x.gathers
+    ]
     between = plan_levels(config, sizes)[1]
     times = [x.times for x in late if x.path == "stack/w" and x.eqn.params["route"] == between]
     assert max(times) == LAYERS * options.get("accumulate_steps", 1)
@@ -269,7 +271,7 @@ def plan_levels(config, sizes):
 
 def test_late_hops_are_as_planned(monkeypatch):
     """The loop's last turn is finished after it: one more hop, of zeros, at its start."""
-    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(pipelines_reductions=True))
     config = config_of(node_axis="node", secondary_params=True)
     state = abstract(make_few(np.float32), config, node=2, data=4)
     report = jzero.analyze(jzero.make_train_step(few_loss), state, BATCH)
@@ -280,7 +282,7 @@ def test_late_hops_are_as_planned(monkeypatch):
 
 def test_late_hops_divide_gradients_once(monkeypatch):
     """With a loss scale, gradients are divided before they are summed: within a node, and not again between nodes."""
-    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(pipelines_reductions=True))
     params = {"stack": {"w": make_params(np.float32)["stack"]["w"]}, "frozen": np.eye(2, dtype=np.float32)}
     precision = jzero.Precision(compute_dtype="float16", loss_scale=256.0)
     state = sharded(params, config_of(node_axis="node", precision=precision), node=2, data=3)

@@ -19,7 +19,7 @@ from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.products import mixes
 from jzero.plan.opt_leaves import find_owners
-from jzero.update.split import REDUCTIONS, Kind, kernel_of, split
+from jzero.update.split import REDUCTIONS, EquationKind, kernel_of, split_update
 from tests.drawn import to_jax
 from tests.survey import CLASSES, SHAPES, SURVEY
 from tests.tiers import default_for, slow
@@ -62,7 +62,7 @@ class Program:
             for v, owner in zip(flat.invars, owners, strict=True)
             if owner is not None and v.aval.shape == SHAPES[NAMES[owner]]
         }
-        self.split = split(flat, self.fields)
+        self.split = split_update(flat, self.fields)
 
     def of_kind(self, kind):
         return [eqn for eqn, k in zip(self.split.jaxpr.eqns, self.split.kinds, strict=True) if k is kind]
@@ -88,10 +88,10 @@ class Program:
             return env[v]
 
         for eqn, kind in zip(found.jaxpr.eqns, found.kinds, strict=True):
-            if kind is Kind.SUM:
+            if kind is EquationKind.SUM:
                 factors = [elements(v).astype(eqn.outvars[0].aval.dtype) for v in eqn.invars]
                 env[eqn.outvars[0]] = REDUCTIONS[eqn.primitive.name][0](functools.reduce(jnp.multiply, factors))
-            elif kind is not Kind.ELEMENT:
+            elif kind is not EquationKind.ELEMENT:
                 operands = list(map(value, eqn.invars))
                 with _compat.equation_context(eqn):  # as `evaluate` does, so that both run one program
                     env.update(zip(eqn.outvars, _compat.bind(eqn, operands), strict=True))
@@ -124,15 +124,15 @@ def make_update(name):
 def needs(update):
     """Returns the class of an update in the survey."""
     found = update.split
-    if update.of_kind(Kind.MIXED):
+    if update.of_kind(EquationKind.MIXED):
         return f"mixed by {', '.join(found.mixed)}"
     if any(map(mixes, found.jaxpr.eqns)):
         return "products"
     is_noise = lambda k: k.eqns and any(v.aval.shape for v in k.reads if v not in update.fields)
     kernels = [kernel_of(found, [v]) for v in found.jaxpr.outvars if not _compat.is_literal(v)]
-    if update.of_kind(Kind.WHOLE) or any(map(is_noise, kernels)):
+    if update.of_kind(EquationKind.WHOLE) or any(map(is_noise, kernels)):
         return "rows or noise"
-    state, sums = set(list(update.fields)[2 * len(NAMES) :]), update.of_kind(Kind.SUM)
+    state, sums = set(list(update.fields)[2 * len(NAMES) :]), update.of_kind(EquationKind.SUM)
     if any(state & set(kernel_of(found, eqn.invars).reads) for eqn in sums):
         return "sums of state"
     return "sums" if sums else "kernels"
@@ -217,8 +217,8 @@ def check_chain(chain):
         return [one(grads[k], moments[k]) for k in NAMES]
 
     program = Program(update, (values(1), values(2)), 2 * [*range(len(NAMES))])
-    assert not program.of_kind(Kind.WHOLE)
-    assert not program.of_kind(Kind.MIXED)
+    assert not program.of_kind(EquationKind.WHOLE)
+    assert not program.of_kind(EquationKind.MIXED)
     inputs = jax.tree.leaves((values(3), values(4)))
     assert_same(program.on_records(inputs, unequal=True), program.whole(inputs))
 

@@ -19,7 +19,7 @@ import jzero
 from jzero.arrays.threads import in_thread
 from jzero.disk.files import DiskError, UnnamedFile
 from jzero.disk.stores import RamStore
-from jzero.records import late
+from jzero.records import background
 from jzero.state.record_states import records_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
@@ -126,7 +126,7 @@ class Loop:
     def apply(self, grads, number, masks):
         self.params, self.state = update_chosen(grads, self.state, self.params, number, masks)
 
-    def land(self):
+    def finish_pass(self):
         if self.late is not None:
             self.apply(*self.late, jax.tree.map(np.logical_not, self.masks))
         self.late = None
@@ -144,21 +144,21 @@ class Loop:
         self.count += 1
         self.apply(scaled, t, self.masks)
         if (t + 1) % settings.update_interval == 0:
-            self.land()
+            self.finish_pass()
             self.begin(t)
             if not settings.overlap or (settings.topk_ratio and (t + 1) % settings.select_interval == 0):
-                self.land()
+                self.finish_pass()
         return float(loss)
 
     def begin(self, t):
         self.late = jax.tree.map(lambda x: x / self.count, self.sums), t
         self.sums, self.count = None, 0
 
-    def settle(self):
-        self.land()
+    def apply_pending(self):
+        self.finish_pass()
         if self.count:
             self.begin(self.step - 1)
-            self.land()
+            self.finish_pass()
 
 
 SETTINGS = {
@@ -201,7 +201,7 @@ def test_equals_a_loop_on_one_device(tmp_path, case, stage, where):
         last = loop.run(models.mlp_batch(48, seed=77, dtype=np.float64))
         assert np.isfinite(last)
         assert_close(arrays(jzero.gather_params(again)), arrays(loop.params))
-        settled.settle()
+        settled.apply_pending()
         assert_close(arrays(plain.params), arrays(settled.params))
         assert_close(arrays(plain.opt_state[0].nu), arrays(settled.state[0].nu))
 
@@ -360,7 +360,7 @@ def test_ctrl_c_while_a_step_waits_starts_no_second_update(monkeypatch):
     thread = threading.Thread(target=interrupt)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(RamStore, "write", slow)
-    monkeypatch.setattr(late, "in_thread", counted)
+    monkeypatch.setattr(background, "in_thread", counted)
     try:
         state, _ = step(state, models.mlp_batch(48, seed=0))  # its update begins
         with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ import jzero
 from jzero.analysis.limits import usable_bytes
 from jzero.analysis.machines import machine
 from jzero.cli.commands import app
-from jzero.cli.request import Request
+from jzero.cli.request import PlanRequest
 from jzero.cli.source import load_source
 from pictures.svg import STATES, Canvas, Plot, bars
 
@@ -75,7 +75,9 @@ def draw_devices() -> str:
         config = jzero.ZeroConfig(stage=stage, precision="bf16")
         points = []
         for k, n in enumerate(counts):
-            request = Request(params="7B", topology=f"h100:{n}", precision="bf16")
+            request = PlanRequest(
+                params="7B", topology=f"h100:{n}", precision="bf16"
+            )
             model = load_source(request).model
             memory = jzero.estimate_step_memory(
                 jzero.make_train_step(model.loss_fn),

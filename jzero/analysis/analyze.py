@@ -18,14 +18,14 @@ from jzero.analysis.buffers import Transfer
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.limits import this_machine, usable_bytes
 from jzero.analysis.machines import Machine, machine
-from jzero.analysis.relocation import mesh_of, move_to_mesh, plan_of_argument, relaid
+from jzero.analysis.replanning import mesh_of, move_to_mesh, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
-from jzero.analysis.sent import sent
-from jzero.analysis.stages import Compile, Stage, arrays_on_host, memory_of_stages, stages_of
 from jzero.analysis.step_memory import gathers_more, memory_of_trace
+from jzero.analysis.step_programs import Compile, StepProgram, arrays_on_host, memory_of_programs, step_programs
 from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.analysis.traced import trace_program
+from jzero.analysis.traced_collectives import traced_collectives
 from jzero.analysis.violations import Compiled, axes_of, find_violations
 from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
@@ -104,21 +104,9 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     platform = platform_of(_devices_of(mesh)[0])
     used = plan or (plans[0] if plans else None)
     logging.getLogger("jzero").info("Tracing the step.")
-    stages = stages_of(fn, placed, keywords, platform, _compiler(topology, compiler_options))
-    facts = _facts(fn, placed, stages, platform)
-    notes = _notes_on_stages(stages)
-    host_state = arrays_on_host(used) if used is not None and isinstance(fn, TrainStep) else 0
-    if used is not None and host_state and (platform == "cpu" or not used.names_host_memory):
-        notes.append(
-            "The compiler for these devices does not distinguish host memory: host bytes are the plan's, and chunks in "
-            "transit count as temporaries."
-        )
-    calls = host_calls(facts.programs[0])
-    if calls.total:
-        notes.append(
-            f"The schedule overlaps {calls.covered} of {calls.total} calls of the host's CPU with other work; their "
-            "time is not in the timeline."
-        )
+    programs = step_programs(fn, placed, keywords, platform, _compiler(topology, compiler_options))
+    facts = _facts(fn, placed, programs, platform)
+    notes = [*_notes_on_programs(programs), *_notes_on_host(fn, facts, used)]
     if _recomputes_by_default(fn, placed, keywords):
         notes.append(RECOMPUTED)
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
@@ -133,7 +121,7 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     if isinstance(fn, TrainStep) and plans:
         arguments = fn.abstract_arguments(*placed, **keywords)
         estimated = memory_of_trace(
-            stages[0].traced, arguments, plans[0], hardware, gpu=platform == "gpu", micro_batches=fn.micro.steps
+            programs[0].traced, arguments, plans[0], hardware, gpu=platform == "gpu", micro_batches=fn.micro.steps
         )
         excess = facts.memory.arguments / estimated.arguments - 1
         if excess > TILES_WORTH_A_NOTE:
@@ -155,26 +143,26 @@ def _compiler(topology: str | None, compiler_options: Mapping[str, Any] | None) 
     return compile_
 
 
-def _facts(fn: Any, args: Sequence[Any], stages: Sequence[Stage], platform: str) -> Compiled:
+def _facts(fn: Any, args: Sequence[Any], programs: Sequence[StepProgram], platform: str) -> Compiled:
     """Returns the facts to compare with the plan, of all programs of a step; records move nothing between devices.
 
     Args:
       fn: The step, or a jitted function.
       args: Its arguments.
-      stages: Its programs.
+      programs: Its programs.
       platform: The platform of the devices.
     """
-    shared = [x for x in stages if x.times == 1]
-    programs = tuple(x.program for x in shared)
+    shared = [x for x in programs if x.times == 1]
+    parsed = tuple(x.program for x in shared)
     jaxprs = [x.traced.jaxpr for x in shared]
     return Compiled(
-        programs=programs,
-        collectives=tuple(c for x in programs for c in program_collectives(x, unknown_trips=1)),
-        sent=tuple(x for jaxpr in jaxprs for x in sent(jaxpr)),
+        programs=parsed,
+        collectives=tuple(c for x in parsed for c in program_collectives(x, unknown_trips=1)),
+        sent=tuple(x for jaxpr in jaxprs for x in traced_collectives(jaxpr)),
         transfers=tuple(x for jaxpr in jaxprs for x in _transfers(jaxpr)),
         platform=platform,
-        memory=stages[0].memory if len(stages) == 1 else memory_of_stages(stages, args[0].tx.plan),
-        returns_state=isinstance(fn, TrainStep) or any(_returns(stages[-1].lowered.out_info, x) for x in args),
+        memory=programs[0].memory if len(programs) == 1 else memory_of_programs(programs, args[0].tx.plan),
+        returns_state=isinstance(fn, TrainStep) or any(_returns(programs[-1].lowered.out_info, x) for x in args),
         micro_batches=fn.micro.steps if isinstance(fn, TrainStep | ValueAndGrad) else 0,
     )
 
@@ -183,15 +171,32 @@ def _transfers(jaxpr: AnyJaxpr) -> Sequence[Transfer]:
     return trace_program(jaxpr, [1] * len(_compat.open_jaxpr(jaxpr)[0].invars)).transfers
 
 
-def _notes_on_stages(stages: Sequence[Stage]) -> list[str]:
-    if len(stages) == 1:
+def _notes_on_programs(programs: Sequence[StepProgram]) -> list[str]:
+    if len(programs) == 1:
         return []
-    largest = max(stages, key=lambda x: x.peak)
+    largest = max(programs, key=lambda x: x.peak)
     return [
-        f"The step is {len(stages)} programs, since its update runs on records outside of programs. The peak is that "
-        f"of {largest.name}, including what the others leave on a device. The timeline covers {stages[0].name} alone: "
-        "the time of the records depends on the disk and on the host (`jzero doctor --disk`)."
+        f"The step is {len(programs)} programs, since its update runs on records outside of programs. The peak is that "
+        f"of {largest.name}, including what the others leave on a device. The timeline covers {programs[0].name} "
+        "alone: the time of the records depends on the disk and on the host (`jzero doctor --disk`)."
     ]
+
+
+def _notes_on_host(fn: Any, facts: Compiled, plan: ZeroPlan | None) -> list[str]:
+    notes = []
+    is_one_memory = facts.platform == "cpu" or (plan is not None and not plan.names_host_memory)
+    if is_one_memory and plan is not None and isinstance(fn, TrainStep) and arrays_on_host(plan):
+        notes.append(
+            "The compiler for these devices does not distinguish host memory: host bytes are the plan's, and chunks in "
+            "transit count as temporaries."
+        )
+    calls = host_calls(facts.programs[0])
+    if calls.total:
+        notes.append(
+            f"The schedule overlaps {calls.covered} of {calls.total} calls of the host's CPU with other work; their "
+            "time is not in the timeline."
+        )
+    return notes
 
 
 def _recomputes_by_default(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:

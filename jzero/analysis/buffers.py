@@ -12,7 +12,7 @@ import jax
 from jzero._types import DType
 from jzero.analysis.sizes import bytes_of
 
-Kind = Literal["activations", "gradients", "gathered", "working"]
+BufferKind = Literal["activations", "gradients", "gathered", "working"]
 
 JOINED = ":concatenate"
 """The operation that compilers repeat for each reader instead of storing its result beside its operands."""
@@ -36,7 +36,7 @@ class Buffer:
     num_bytes: int
     name: str = ""
     times: int = 1
-    kind: Kind = "working"
+    kind: BufferKind = "working"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Product(NamedTuple):
 
 
 @dataclasses.dataclass
-class Operation:
+class BufferOperation:
     """An operation at one point of the program.
 
     Attributes:
@@ -110,7 +110,7 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Value:
+class BufferValue:
     """An array of the program: a buffer, or a fused value, computed from other values wherever it is read.
 
     Attributes:
@@ -128,7 +128,7 @@ class Value:
     name: str = ""
     parts: int = 1
     buffer: int | None = None
-    sources: tuple[Value, ...] = ()
+    sources: tuple[BufferValue, ...] = ()
     stack: int | None = None
     is_shared: bool = False
     is_costly: bool = False
@@ -152,7 +152,7 @@ class TracedProgram:
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        self.operations: list[Operation] = []
+        self.operations: list[BufferOperation] = []
         self.transfers: list[Transfer] = []
         self.flops = 0.0
         self.outputs: frozenset[int] = NOTHING
@@ -161,26 +161,26 @@ class TracedProgram:
         self.regathered: frozenset[int] = NOTHING
         self.transposed: set[int] = set()
         self.copies: dict[int, int] = {}
-        self._written: dict[Value, Value] = {}
+        self._written: dict[BufferValue, BufferValue] = {}
 
-    def argument(self, aval: jax.core.AbstractValue, parts: int = 1) -> Value:
+    def argument(self, aval: jax.core.AbstractValue, parts: int = 1) -> BufferValue:
         """Adds a value that exists before the program starts and after it ends."""
         self.buffers.append(Buffer(0))
-        return Value(bytes_of(aval) // parts, "", parts, buffer=len(self.buffers) - 1)
+        return BufferValue(bytes_of(aval) // parts, "", parts, buffer=len(self.buffers) - 1)
 
-    def finish(self, outputs: Sequence[Value], *, num_carry: int | None = None) -> TracedProgram:
+    def finish(self, outputs: Sequence[BufferValue], *, num_carry: int | None = None) -> TracedProgram:
         """Sets the values that outlive the program; in a loop, `num_carry` carried ones, then slices of stacks."""
         self.outputs = self.reads(outputs)
         stacked = [] if num_carry is None else outputs[num_carry:]
         self.result_bytes = self.bytes_to_store(outputs) + sum(2 * x.num_bytes for x in stacked if self.is_written(x))
         return self
 
-    def bytes_to_store(self, results: Iterable[Value]) -> int:
+    def bytes_to_store(self, results: Iterable[BufferValue]) -> int:
         """Returns the bytes read and written to compute the results that have no buffer yet."""
         fused = [x for x in results if not self.is_written(x)]
         return self.bytes_read(fused) + sum(x.num_bytes for x in fused)
 
-    def reads(self, values: Iterable[Value]) -> frozenset[int]:
+    def reads(self, values: Iterable[BufferValue]) -> frozenset[int]:
         """Returns the buffers that are read to compute values: their own, or those of their sources."""
         buffers, visited, pending = set(), set(), list(values)
         while pending:
@@ -193,15 +193,15 @@ class TracedProgram:
                 pending += x.sources
         return frozenset(buffers)
 
-    def is_written(self, x: Value) -> bool:
+    def is_written(self, x: BufferValue) -> bool:
         """Returns whether a value has a buffer."""
         return self._written.get(x, x).buffer is not None
 
-    def bytes_read(self, values: Iterable[Value]) -> int:
+    def bytes_read(self, values: Iterable[BufferValue]) -> int:
         """Returns the bytes of buffers that are read to compute values, each once; slices count alone."""
         sizes: dict[int, float] = {}
-        bounds: dict[Value, float] = {}
-        pending: list[tuple[Value, float]] = [(x, math.inf) for x in values]
+        bounds: dict[BufferValue, float] = {}
+        pending: list[tuple[BufferValue, float]] = [(x, math.inf) for x in values]
         while pending:
             x, most = pending.pop()
             x = self._written.get(x, x)
@@ -214,7 +214,7 @@ class TracedProgram:
                 pending += [(source, most) for source in x.sources]
         return int(sum(sizes.values()))
 
-    def write(self, x: Value, *, backward: bool, keep: bool = True) -> Value:
+    def write(self, x: BufferValue, *, backward: bool, keep: bool = True) -> BufferValue:
         """Returns a value in a buffer, written if it has none yet; later readers share that buffer only if `keep`."""
         if x.buffer is not None or not x.num_bytes:
             return x
@@ -222,7 +222,7 @@ class TracedProgram:
             reads, num_bytes = self.reads([x]), self.bytes_to_store([x])
             self.buffers.append(Buffer(x.num_bytes, x.name))
             written = len(self.buffers) - 1
-            self.operations.append(Operation(reads, (written,), backward, in_place=True, num_bytes=num_bytes))
+            self.operations.append(BufferOperation(reads, (written,), backward, in_place=True, num_bytes=num_bytes))
             done = dataclasses.replace(x, buffer=written, sources=())
             if not keep or x.name.endswith(JOINED):
                 return done

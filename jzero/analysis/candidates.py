@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jzero._text import Report, format_number, format_rows, picked, table_rows
-from jzero.analysis.ledger import Ledger
+from jzero.analysis.memory_table import MemoryTable
 from jzero.analysis.step_memory import StepMemory
 from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
@@ -19,10 +19,10 @@ T = TypeVar("T")
 CHOSEN = "chosen"
 """The verdict on the chosen candidate."""
 
-NEARLY = 1.01
+CLOSE_TO_BEST = 1.01
 """Costs within this ratio count as equal."""
 
-NEAR = 0.9
+SURE_SHARE = 0.9
 """An estimated peak can be 10 % off, or more: below this share of the limit it fits, above its inverse it does not."""
 
 
@@ -88,10 +88,10 @@ class Candidate:
         """Bytes on one device: the compiler's figure if known, else the estimate."""
         return self.memory.peak if self.compiled_peak is None else self.compiled_peak
 
-    def ledger(self, limit: int) -> Ledger:
+    def ledger(self, limit: int) -> MemoryTable:
         """Returns the account of its memory, with the limit on one device."""
         memory = self.memory
-        return Ledger(memory.states, memory.peak, self.compiled_peak, limit, memory.host, memory.disk)
+        return MemoryTable(memory.states, memory.peak, self.compiled_peak, limit, memory.host, memory.disk)
 
     @property
     def is_compiled(self) -> bool:
@@ -196,7 +196,7 @@ class Fit(Report):
         return self._choice.remat
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> MemoryTable:
         """The ledger of the chosen candidate, or of the smallest if nothing fits."""
         return (self.chosen or self.least).ledger(self.limit)
 
@@ -211,12 +211,12 @@ class Fit(Report):
             how = "estimated" if x.compiled_peak is None else "compiled"
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
             time = "" if x.memory.seconds is None else f"; a step takes {_milliseconds(x.best_cost())} ms"
-            return f"{self.machine}: {describe(x)} fits: {sizes}{time}"
+            return f"{self.machine}: {describe_candidate(x)} fits: {sizes}{time}"
         least = self.least
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} available"
         excess = least.lacks if least.lacks and least.peak <= self.limit else excess
         excess = "and the compiler rejects it: out of memory" if least.refused else excess
-        need = f"{describe(least)} with {format_bytes(least.peak)} per device"
+        need = f"{describe_candidate(least)} with {format_bytes(least.peak)} per device"
         return f"{self.machine}: nothing fits. The least is {need}, {excess}."
 
     def __str__(self) -> str:
@@ -308,13 +308,13 @@ def _why_not(x: Candidate, chosen: Candidate) -> str:
         ("disk", x.disk_seconds, chosen.disk_seconds),
         ("host", x.host_seconds or 0.0, chosen.host_seconds or 0.0),
     ):
-        if seconds > NEARLY * fewer:
+        if seconds > CLOSE_TO_BEST * fewer:
             return f"fits; waits {format_number(seconds, 3)} s for the {link}"
     cost, least = (x.best_cost(), chosen.best_cost()) if x.is_compiled else (x.cost(), chosen.cost())
-    if cost > NEARLY * least:
+    if cost > CLOSE_TO_BEST * least:
         measure = "communication" if x.memory.seconds is None else "time"
         return f"fits; {cost / max(least, 1e-30):.2f}x the {measure}"
-    if x.memory.flops > NEARLY * chosen.memory.flops:
+    if x.memory.flops > CLOSE_TO_BEST * chosen.memory.flops:
         return f"fits; {x.memory.flops / max(chosen.memory.flops, 1):.2f}x the arithmetic"
     if x.accumulate_steps > chosen.accumulate_steps:
         return "fits; more micro-batches"
@@ -327,7 +327,7 @@ def _keeps(x: Candidate) -> bool:
     return x.config.stage == 3 and not x.config.reshard_after_forward
 
 
-def describe(x: Candidate) -> str:
+def describe_candidate(x: Candidate) -> str:
     """Returns how a candidate trains, in words."""
     parts = [f"stage {x.config.stage}"]
     num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)

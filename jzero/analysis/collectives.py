@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jzero.analysis.hlo import Array, Computation, Instruction, Program, parse_hlo
+from jzero.analysis.hlo import Computation, HloArray, HloProgram, Instruction, parse_hlo
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -40,7 +40,7 @@ class CompiledCollective:
     """
 
     kind: str
-    results: tuple[Array, ...]
+    results: tuple[HloArray, ...]
     times: int
     in_loop: bool
     group: tuple[int, ...]
@@ -127,7 +127,7 @@ def find_collectives(hlo_text: str) -> list[CompiledCollective]:
     return list(program_collectives(parse_hlo(hlo_text)))
 
 
-def program_collectives(program: Program, *, unknown_trips: int | None = None) -> Iterator[CompiledCollective]:
+def program_collectives(program: HloProgram, *, unknown_trips: int | None = None) -> Iterator[CompiledCollective]:
     """Yields every collective that a program runs; of branches, those of the one that sends most.
 
     Args:
@@ -138,7 +138,7 @@ def program_collectives(program: Program, *, unknown_trips: int | None = None) -
         yield from _walk(program, program.computations[program.entry], 1, False, unknown_trips)
 
 
-def collective_of(program: Program, instruction: Instruction) -> CompiledCollective | None:
+def collective_of(program: HloProgram, instruction: Instruction) -> CompiledCollective | None:
     """Returns the collective that an instruction is or starts, counted once, if it is one."""
     base = instruction.opcode.removesuffix("-start")
     if base == "recv" and (between := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)):
@@ -160,7 +160,7 @@ def collective_of(program: Program, instruction: Instruction) -> CompiledCollect
     return None
 
 
-def continues_collective(program: Program, instruction: Instruction) -> bool:
+def continues_collective(program: HloProgram, instruction: Instruction) -> bool:
     """Whether a fusion is a later part of an asynchronous collective that another one started."""
     if instruction.opcode != "fusion":
         return False
@@ -176,7 +176,7 @@ def _has_target(computation: Computation, target: str) -> bool:
 
 
 def _walk(
-    program: Program, computation: Computation, times: int | None, in_loop: bool, unknown_trips: int | None
+    program: HloProgram, computation: Computation, times: int | None, in_loop: bool, unknown_trips: int | None
 ) -> Iterator[CompiledCollective]:
     for instruction in computation.instructions:
         collective = collective_of(program, instruction)
@@ -201,7 +201,7 @@ def _walk(
 
 
 def _collective(
-    program: Program, kind: str, instruction: Instruction, results: tuple[Array, ...]
+    program: HloProgram, kind: str, instruction: Instruction, results: tuple[HloArray, ...]
 ) -> CompiledCollective:
     group = _group(instruction.attributes) or tuple(range(program.num_devices))
     return CompiledCollective(kind, results, 1, False, group, instruction.op_name, instruction.name)
@@ -224,15 +224,15 @@ def _between_slices(kind: str, instruction: Instruction) -> CompiledCollective:
     return CompiledCollective(kind, instruction.results[:1], 1, False, group, instruction.op_name, instruction.name)
 
 
-def _results(instruction: Instruction) -> tuple[Array, ...]:
+def _results(instruction: Instruction) -> tuple[HloArray, ...]:
     """The arrays that a collective returns; the result of a start is `(operands, results, ...)`."""
     result = instruction.result
-    if not instruction.opcode.endswith("-start") or isinstance(result, Array):
+    if not instruction.opcode.endswith("-start") or isinstance(result, HloArray):
         return instruction.results
-    if instruction.opcode == "all-reduce-start" and isinstance(result[0], Array):
+    if instruction.opcode == "all-reduce-start" and isinstance(result[0], HloArray):
         return instruction.results  # in this form without the operands
     outputs = result[1]
-    return (outputs,) if isinstance(outputs, Array) else tuple(x for x in outputs if isinstance(x, Array))
+    return (outputs,) if isinstance(outputs, HloArray) else tuple(x for x in outputs if isinstance(x, HloArray))
 
 
 def _group(attributes: str) -> tuple[int, ...]:

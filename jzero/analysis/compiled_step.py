@@ -8,9 +8,9 @@ import jax
 
 from jzero._types import PyTree, State
 from jzero.analysis.machines import Machine
-from jzero.analysis.relocation import plan_of_argument
+from jzero.analysis.replanning import plan_of_argument
 from jzero.analysis.schedule import simulate
-from jzero.analysis.stages import stages_of
+from jzero.analysis.step_programs import step_programs
 from jzero.analysis.topologies import topology_options
 from jzero.layout.mesh import platform_of
 from jzero.step.train_step import TrainStep
@@ -45,13 +45,13 @@ def compile_step(
     platform = platform_of(plan.mesh.devices.flat[0])
     options = (None if topology is None else topology_options(topology)) or None
     try:
-        stages = stages_of(step, placed, {"rng": rng}, platform, lambda x: x.compile(options))
+        programs = step_programs(step, placed, {"rng": rng}, platform, lambda x: x.compile(options))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return None
-    peak = max(stage.peak for stage in stages)
+    peak = max(x.peak for x in programs)
     if machine is None:
         return CompiledStep(peak, None)
-    timeline, _ = simulate(stages[0].program, machine)
+    timeline, _ = simulate(programs[0].program, machine)
     return CompiledStep(peak, timeline.seconds)

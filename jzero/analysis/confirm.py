@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from jzero.analysis.candidates import NEAR, Candidate, describe
+from jzero.analysis.candidates import SURE_SHARE, Candidate, describe_candidate
 from jzero.analysis.compiled_step import compile_step
 from jzero.analysis.search import Search, by_cost
 from jzero.analysis.step_memory import StepMemory
@@ -46,7 +46,7 @@ def _next(tried: Sequence[Candidate], limit: int) -> int | None:
     for i, x in enumerate(tried):
         if x.is_compiled and x.fits(limit):
             confirmed.add(x.memory)
-        elif not x.is_compiled and not x.lacks and NEAR * x.memory.peak <= limit:
+        elif not x.is_compiled and not x.lacks and SURE_SHARE * x.memory.peak <= limit:
             return i
         if len(confirmed) == (1 if x.memory.seconds is None else RIVALS):
             return None
@@ -69,7 +69,7 @@ def compiled(search: Search, x: Candidate) -> Candidate:
     """Returns a candidate with the compiler's figures."""
     num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
     placed, step = search.placed(x.config, num_replicas), search.step(x.accumulate_steps, x.remat)
-    logging.getLogger("jzero").info("Compiling %s.", describe(x))
+    logging.getLogger("jzero").info("Compiling %s.", describe_candidate(x))
     figures = compile_step(step, (placed, search.batch, search.rng), search.topology, search.hardware)
     if figures is None:
         return dataclasses.replace(x, refused=True)

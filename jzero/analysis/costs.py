@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from jzero.analysis.collectives import CompiledCollective
-from jzero.analysis.hlo import Array, Computation, Instruction, Program
+from jzero.analysis.hlo import Computation, HloArray, HloProgram, Instruction
 from jzero.analysis.machines import Machine
 
 FREE = frozenset(
@@ -26,7 +26,7 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
-def compute_seconds(program: Program, computation: Computation, instruction: Instruction, machine: Machine) -> float:
+def compute_seconds(program: HloProgram, computation: Computation, instruction: Instruction, machine: Machine) -> float:
     """Returns the seconds that an instruction keeps a device busy, without loops and calls."""
     if instruction.opcode in FREE or instruction.target.startswith(_BOOKKEEPING):
         return 0.0
@@ -50,7 +50,7 @@ def unknown_kernel(instruction: Instruction) -> bool:
     return "gemm" not in instruction.target and "matmul" not in instruction.target and not instruction.called
 
 
-def flops_of(program: Program, computation: Computation, x: Instruction) -> Iterator[tuple[float, str, bool]]:
+def flops_of(program: HloProgram, computation: Computation, x: Instruction) -> Iterator[tuple[float, str, bool]]:
     """Yields the operations of each product in an instruction, its dtype, and whether it asks for full precision."""
     highest = "operand_precision={highest" in x.attributes
     if x.opcode == "dot" or "gemm" in x.target or "matmul" in x.target:
@@ -110,7 +110,7 @@ def _valid_positions(window: dict[str, str], d: int, size: int, kernel: int, out
     return sum(0 <= place <= last and place % dilate == 0 for place in places)
 
 
-def _bytes(program: Program, computation: Computation, x: Instruction) -> float:
+def _bytes(program: HloProgram, computation: Computation, x: Instruction) -> float:
     """Bytes to and from main memory; what is in faster memory (`S(1)`) is free."""
     read = [_in_memory(computation.arrays(name)) for name in x.operands]
     written = _in_memory(x.results)
@@ -133,11 +133,11 @@ def _bytes(program: Program, computation: Computation, x: Instruction) -> float:
     )
 
 
-def _in_memory(arrays: Sequence[Array]) -> int:
+def _in_memory(arrays: Sequence[HloArray]) -> int:
     return sum(x.num_bytes for x in arrays if not x.memory_space)
 
 
-def _bytes_read(program: Program, called: Computation, index: int, size: int) -> int:
+def _bytes_read(program: HloProgram, called: Computation, index: int, size: int) -> int:
     """Bytes that a fusion reads of one parameter; only the slices if it, or a fusion in it, only slices it."""
     parameter = next((x for x in called.instructions if x.opcode == "parameter" and x.operands == (str(index),)), None)
     if parameter is None or not size:
@@ -159,7 +159,7 @@ def _bytes_read(program: Program, called: Computation, index: int, size: int) ->
     return min(size, sliced)
 
 
-def _bytes_written(program: Program, called: Computation, x: Instruction) -> int:
+def _bytes_written(program: HloProgram, called: Computation, x: Instruction) -> int:
     """Bytes that a fusion writes; only the update if it, or a fusion in it, updates an array in place."""
     root = called.root
     outputs = root.operands if root.opcode == "tuple" else (root.name,)

@@ -28,13 +28,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from jzero._types import PyTree, State
-from jzero.analysis.candidates import NEAR
+from jzero.analysis.candidates import SURE_SHARE
 from jzero.analysis.compiled_step import CompiledStep, compile_step
 from jzero.analysis.limits import hardware_of, limit_of
 from jzero.analysis.machines import Machine
-from jzero.analysis.relocation import plan_of_argument, relaid
-from jzero.analysis.sent import Sent, sent
+from jzero.analysis.replanning import plan_of_argument, relaid
 from jzero.analysis.step_memory import StepMemory, memory_of_step
+from jzero.analysis.traced_collectives import TracedCollective, traced_collectives
 from jzero.arrays.processes import agree
 from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, check, number, optional
@@ -119,7 +119,7 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
             stacklevel=2,
         )
         return step
-    chosen = filling.confirmed(limit) if confirm and devices is not None else filling.longest(NEAR * limit)
+    chosen = filling.confirmed(limit) if confirm and devices is not None else filling.longest(SURE_SHARE * limit)
     return filling.step_keeping(chosen) if chosen else step
 
 
@@ -155,7 +155,10 @@ class Filling:
         state, batch, rng = self.arguments
         traced = self.step.trace(state, batch, rng=rng)
         self._estimates[0] = memory_of_step(self.step, self.arguments, self.machine, traced)
-        again, time = _gathered_again(sent(traced.jaxpr), self.plan, self.step.micro.steps), self._estimates[0].time
+        again, time = (
+            _gathered_again(traced_collectives(traced.jaxpr), self.plan, self.step.micro.steps),
+            self._estimates[0].time,
+        )
         has_busy_links = time is not None and time.communication > BUSY_LINKS * time.compute
         self.paths = [path for path, is_row in again if has_busy_links or not is_row]
         self.is_all = len(self.paths) == len(again)
@@ -228,7 +231,7 @@ class Filling:
             figures = self.compiled[number] = self._compile(number)
             estimated = self.estimated(number).peak
             if figures is None:
-                fails, number = number, self.longest(NEAR * estimated)
+                fails, number = number, self.longest(SURE_SHARE * estimated)
                 continue
             fits = figures.peak <= limit
             longest, fails = (number, fails) if fits else (longest, number)
@@ -251,7 +254,7 @@ class Filling:
         return compile_step(step, self.arguments, self.topology, self.machine)
 
 
-def _gathered_again(moved: Iterable[Sent], plan: ZeroPlan, micro_batches: int) -> list[tuple[str, bool]]:
+def _gathered_again(moved: Iterable[TracedCollective], plan: ZeroPlan, micro_batches: int) -> list[tuple[str, bool]]:
     """Returns the parameters that a step gathers more than once, in the order to keep them, and whether by rows."""
     shapes = {x.path: x.shape for x in _params(plan)}
     times, rows = collections.Counter[str](), dict[str, bool]()

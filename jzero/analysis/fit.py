@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from jzero._types import PyTree, State, TrainStateLike
-from jzero.analysis.candidates import CHOSEN, NEAR, RECOMPUTED, Candidate, Fit, choose, judge
+from jzero.analysis.candidates import CHOSEN, RECOMPUTED, SURE_SHARE, Candidate, Fit, choose, judge
 from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.confirm import confirm as confirmed
 from jzero.analysis.fill import Filling
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.limits import USABLE, hardware_of, limit_of
-from jzero.analysis.relocation import plan_of_argument
+from jzero.analysis.replanning import plan_of_argument
 from jzero.analysis.search import Search, Stage
 from jzero.analysis.step_memory import gathers_more
 from jzero.config.offload import Offload
@@ -191,7 +191,7 @@ def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None
         topology=search.topology,
         compiled={} if x.compiled_peak is None else {0: CompiledStep(x.compiled_peak, x.compiled_seconds)},
     )
-    number = filling.confirmed(search.limit) if compiles else filling.longest(NEAR * search.limit)
+    number = filling.confirmed(search.limit) if compiles else filling.longest(SURE_SHARE * search.limit)
     if not number:
         return None
     figures = filling.compiled.get(number)
@@ -203,7 +203,7 @@ def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None
 
 def _notes_on(search: Search, chosen: Candidate) -> list[str]:
     memory, notes = chosen.memory, []
-    if not chosen.is_compiled and chosen.peak > NEAR * search.limit:
+    if not chosen.is_compiled and chosen.peak > SURE_SHARE * search.limit:
         notes.append(CLOSE.format(share=chosen.peak / search.limit))
     if memory.host and search.host.host_bytes is None:
         notes.append(HOST.format(num_bytes=format_bytes(search.host.devices * memory.host)))

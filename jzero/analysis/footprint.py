@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from jzero.analysis.buffers import Buffer, Kind, Operation, TracedProgram
+from jzero.analysis.buffers import Buffer, BufferKind, BufferOperation, TracedProgram
 from jzero.analysis.postponed import postpone_gradients
 
 
@@ -21,7 +21,7 @@ class Footprint:
     """
 
     peak: int
-    at_peak: Mapping[Kind, int]
+    at_peak: Mapping[BufferKind, int]
     residuals: tuple[Buffer, ...]
 
 
@@ -42,7 +42,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, is_
     }
     last = _last_uses(program, gpu=gpu)
     residuals = _find_residuals(program, last)
-    kinds: list[Kind] = ["activations" if i in residuals else x.kind for i, x in enumerate(program.buffers)]
+    kinds: list[BufferKind] = ["activations" if i in residuals else x.kind for i, x in enumerate(program.buffers)]
     sizes = [x.num_bytes for x in program.buffers]
     for i in () if gpu else (*program.regathered, *program.copies.values()):
         sizes[i] = 0
@@ -86,7 +86,7 @@ def regathered_bytes(sizes: list[int], limit: float) -> int:
     return together if together <= limit else max(sizes, default=0)
 
 
-def _no_bytes() -> dict[Kind, int]:
+def _no_bytes() -> dict[BufferKind, int]:
     return {"activations": 0, "gradients": 0, "gathered": 0, "working": 0}
 
 
@@ -105,7 +105,7 @@ def _last_uses(program: TracedProgram, *, gpu: bool) -> dict[int, int]:
     return last
 
 
-def _find_reused(op: Operation, live: set[int], sizes: list[int], last: Mapping[int, int], t: int) -> set[int]:
+def _find_reused(op: BufferOperation, live: set[int], sizes: list[int], last: Mapping[int, int], t: int) -> set[int]:
     """Returns the buffers that an operation reads last and whose memory its outputs of equal size take over."""
     dying = [i for i in op.reads if i in live and last[i] <= t]
     reused: set[int] = set()

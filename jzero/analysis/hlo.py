@@ -23,7 +23,7 @@ TRIVIAL = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-elem
 """Opcodes that forward an array unchanged."""
 
 
-class Array(NamedTuple):
+class HloArray(NamedTuple):
     """Shape and element type of one array on one device, and the memory it is in: 0 is the device's main memory."""
 
     dtype: str
@@ -41,7 +41,7 @@ class Array(NamedTuple):
         return -(-self.size * dtype_bits(self.dtype) // 8)
 
 
-Shape: TypeAlias = "Array | tuple[Shape, ...]"
+Shape: TypeAlias = "HloArray | tuple[Shape, ...]"
 """The type of a result."""
 
 
@@ -58,7 +58,7 @@ class Instruction:
     Attributes:
       name: Its name, unique in the program.
       opcode: Such as `dot`, `fusion`, `all-gather-start`.
-      result: An `Array`, or nested tuples of them.
+      result: An `HloArray`, or nested tuples of them.
       operands: Names of instructions of the same computation; for a constant its text.
       called: Names of the computations that it runs, loop conditions not counted.
       attributes: The text after the operands.
@@ -74,7 +74,7 @@ class Instruction:
     is_root: bool
 
     @functools.cached_property
-    def results(self) -> tuple[Array, ...]:
+    def results(self) -> tuple[HloArray, ...]:
         """All arrays of its result."""
         return _flat(self.result)
 
@@ -110,7 +110,7 @@ class Computation:
         """The instruction that it returns."""
         return next(x for x in reversed(self.instructions) if x.is_root)
 
-    def arrays(self, name: str) -> tuple[Array, ...]:
+    def arrays(self, name: str) -> tuple[HloArray, ...]:
         """The arrays that the instruction `name` returns; none if there is no such instruction."""
         return self.by_name[name].results if name in self.by_name else ()
 
@@ -123,7 +123,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloProgram:
     """A compiled program.
 
     Attributes:
@@ -168,7 +168,7 @@ class Program:
         return None
 
 
-def parse_hlo(text: str) -> Program:
+def parse_hlo(text: str) -> HloProgram:
     """Returns HLO text, such as `compiled.as_text()`, as data.
 
     Example:
@@ -191,7 +191,7 @@ def parse_hlo(text: str) -> Program:
         elif line == "}":
             computations[name] = Computation(name, tuple(lines))
     counts = [re.search(rf"{key}=(\d+)", text.split("\n", 1)[0]) for key in ("num_partitions", "replica_count")]
-    return Program(computations, entry, math.prod(int(match.group(1)) for match in counts if match))
+    return HloProgram(computations, entry, math.prod(int(match.group(1)) for match in counts if match))
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -217,7 +217,7 @@ def _type(line: str, at: int) -> tuple[Shape, int]:
             return (), line.find(" ", at)
         space = re.search(r"S\((\d+)\)", match.group(3) or "")
         dims = tuple(int(d) for d in re.findall(r"\d+", match.group(2)))
-        return Array(match.group(1), dims, int(space.group(1)) if space else 0), match.end()
+        return HloArray(match.group(1), dims, int(space.group(1)) if space else 0), match.end()
     items, at = [], at + 1
     while line[at] != ")":
         skipped = re.compile(r"(?:[, ]|/\*.*?\*/)+").match(line, at)
@@ -239,8 +239,8 @@ def _find_closing(line: str, at: int) -> int:
     return len(line)
 
 
-def _flat(result: Shape) -> tuple[Array, ...]:
-    return (result,) if isinstance(result, Array) else tuple(x for item in result for x in _flat(item))
+def _flat(result: Shape) -> tuple[HloArray, ...]:
+    return (result,) if isinstance(result, HloArray) else tuple(x for item in result for x in _flat(item))
 
 
 def _constant(computation: Computation, name: str) -> int | None:

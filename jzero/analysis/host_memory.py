@@ -80,4 +80,4 @@ class HostMemory:
 
 def _waits(seconds: float, memory: StepMemory, offload: Offload) -> float:
     """Returns how long a step waits for an update's transfers; the passes hide those of a late one."""
-    return max(0.0, seconds - (memory.seconds or 0.0)) if offload.is_late else seconds
+    return max(0.0, seconds - (memory.seconds or 0.0)) if offload.delays_updates else seconds

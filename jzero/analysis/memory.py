@@ -31,7 +31,7 @@ class Memory:
     host: int
 
 
-def memory_of(compiled: jax.stages.Compiled, platform: str, host_state: int = 0) -> Memory:
+def compiled_memory(compiled: jax.stages.Compiled, platform: str, host_state: int = 0) -> Memory:
     """Returns the memory of a compiled program.
 
     Args:

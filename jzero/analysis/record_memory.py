@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from jzero.analysis.buffers import Kind
+from jzero.analysis.buffers import BufferKind
 from jzero.analysis.footprint import regathered_bytes
 from jzero.jaxpr.sizes import itemsize
 from jzero.plan.plan import ZeroPlan
 
 
-def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[Kind, int]:
+def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[BufferKind, int]:
     """Returns the bytes at the peak of an update on records, by purpose.
 
     Args:

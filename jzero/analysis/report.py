@@ -12,8 +12,8 @@ from typing import Any
 from jzero._text import Report, as_data, format_rows, picked, table_rows
 from jzero.analysis.collectives import CompiledCollective, bytes_on_port
 from jzero.analysis.figure import draw
-from jzero.analysis.ledger import Ledger
 from jzero.analysis.memory import Memory
+from jzero.analysis.memory_table import MemoryTable
 from jzero.analysis.schedule import Timeline
 from jzero.analysis.step_memory import StepMemory, activation_lines
 from jzero.analysis.trace_file import trace_of
@@ -119,7 +119,7 @@ class AnalysisReport(Report):
         return sum(row.nic_bytes for row in self.collectives)
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> MemoryTable:
         """The account of a training step's memory.
 
         Raises:
@@ -128,7 +128,7 @@ class AnalysisReport(Report):
         if self.plan is None:
             raise ValueError(f"There are no states to account for: {NO_PLAN}")
         estimated = None if self.estimated is None else self.estimated.peak
-        return Ledger(self.plan.bytes_per_device, estimated, self.memory.peak, self.limit, self.memory.host)
+        return MemoryTable(self.plan.bytes_per_device, estimated, self.memory.peak, self.limit, self.memory.host)
 
     def verify(self) -> None:
         """Raises if the compiled program departs from the plan.

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from jzero.analysis.collectives import CompiledCollective, collective_of, continues_collective
 from jzero.analysis.costs import collective_seconds, compute_seconds, unknown_kernel
-from jzero.analysis.hlo import Computation, Instruction, Program
+from jzero.analysis.hlo import Computation, HloProgram, Instruction
 from jzero.analysis.machines import Machine
 
 MAX_SPANS = 2000
@@ -40,7 +40,7 @@ class HostCalls(NamedTuple):
     covered: int
 
 
-def host_calls(program: Program) -> HostCalls:
+def host_calls(program: HloProgram) -> HostCalls:
     """Returns the calls of the host's CPU; one in a loop counts once."""
     total = covered = 0
     for computation in program.computations.values():
@@ -105,7 +105,7 @@ class Timeline:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
 
 
-def simulate(program: Program, machine: Machine) -> tuple[Timeline, list[str]]:
+def simulate(program: HloProgram, machine: Machine) -> tuple[Timeline, list[str]]:
     """Returns the timeline of one step by [Note: The model of the machine], and remarks on unknowns."""
     run = _Run(program, machine)
     if program.entry:
@@ -118,7 +118,7 @@ def simulate(program: Program, machine: Machine) -> tuple[Timeline, list[str]]:
 class _Run:
     """The state of the simulation."""
 
-    def __init__(self, program: Program, machine: Machine) -> None:
+    def __init__(self, program: HloProgram, machine: Machine) -> None:
         self.program = program
         self.machine = machine
         self.now = 0.0

@@ -15,12 +15,12 @@ import jax
 from jax.sharding import Mesh
 
 from jzero._types import PyTree, State, TrainStateLike
-from jzero.analysis.candidates import NEARLY, Candidate, recomputation_rank
+from jzero.analysis.candidates import CLOSE_TO_BEST, Candidate, recomputation_rank
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.machines import Machine
-from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
-from jzero.analysis.stages import check_update_of
+from jzero.analysis.replanning import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_memory import StepMemory, memory_of_step
+from jzero.analysis.step_programs import check_update_of
 from jzero.config.offload import Offload
 from jzero.config.quantization import Quantization
 from jzero.config.zero import ZeroConfig
@@ -51,7 +51,7 @@ def by_cost(x: Candidate) -> tuple[float, ...]:
 
 
 def _steps(x: float) -> int:
-    return round(math.log(max(x, 1e-12)) / math.log(NEARLY))
+    return round(math.log(max(x, 1e-12)) / math.log(CLOSE_TO_BEST))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,8 +116,8 @@ class Search:
         """Returns the candidates to try after one that takes more than its estimate: more micro-batches."""
         num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
         is_searched = self.base.node_axis is None
-        late = x.config.secondary_grads or (is_searched and x.config.secondary_params)  # see `_levels`
-        config = dataclasses.replace(x.config, secondary_grads=late)
+        once = x.config.secondary_grads or (is_searched and x.config.secondary_params)  # see `_levels`
+        config = dataclasses.replace(x.config, secondary_grads=once)
         return list(self._micro_batches(config, num_replicas, x.remat, first=2 * x.accumulate_steps))
 
     def why_not_on_disk(self, offload: Offload) -> str:
@@ -224,9 +224,9 @@ class Search:
         while steps <= self.max_steps and self._splits(plan, steps):
             memory = self.memory(config, num_replicas, steps, recompute)
             shape = {str(name): int(size) for name, size in plan.mesh.shape.items()}
-            late = config.secondary_grads and (steps > 1 or self.base.secondary_grads)  # of one, it changes nothing
+            once = config.secondary_grads and (steps > 1 or self.base.secondary_grads)  # of one, it changes nothing
             yield Candidate(
-                dataclasses.replace(config, secondary_grads=late),
+                dataclasses.replace(config, secondary_grads=once),
                 shape,
                 steps,
                 recompute,

@@ -18,9 +18,9 @@ from jzero.analysis.buffers import Buffer
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.record_memory import update_at_peak
-from jzero.analysis.relocation import plan_of_argument, relaid
+from jzero.analysis.replanning import plan_of_argument, relaid
 from jzero.analysis.sizes import bytes_of
-from jzero.analysis.stages import arrays_on_host
+from jzero.analysis.step_programs import arrays_on_host
 from jzero.analysis.step_time import StepTime, step_time, traffic_of
 from jzero.analysis.traced import trace_program
 from jzero.config.zero import ZeroConfig

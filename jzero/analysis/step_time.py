@@ -1,6 +1,6 @@
 """The time of a traced step on a machine, estimated without a compiler.
 
-In: a traced program, its mesh and a machine. Out: seconds of computation, of communication, and of the whole step.
+    step_time(program, traffic, machine, micro_batches) -> StepTime
 
 [Note: How time is estimated]
 Rates are those of [Note: The model of the machine], for the operations of the trace instead of a compiled schedule. A
@@ -23,7 +23,7 @@ import numpy as np
 
 from jzero._text import format_number
 from jzero._types import DType
-from jzero.analysis.buffers import Operation, TracedProgram, Transfer
+from jzero.analysis.buffers import BufferOperation, TracedProgram, Transfer
 from jzero.analysis.collectives import bytes_on_port
 from jzero.analysis.costs import rate_of
 from jzero.analysis.machines import Machine
@@ -61,7 +61,7 @@ class StepTime:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """What a collective sends in all its runs.
 
     Attributes:
@@ -75,7 +75,9 @@ class Traffic:
     seconds: float = 0.0
 
 
-def step_time(program: TracedProgram, traffic: Sequence[Traffic], machine: Machine, micro_batches: int) -> StepTime:
+def step_time(
+    program: TracedProgram, traffic: Sequence[CollectiveTraffic], machine: Machine, micro_batches: int
+) -> StepTime:
     """Returns the time of a step; see [Note: How time is estimated].
 
     Args:
@@ -93,7 +95,7 @@ def step_time(program: TracedProgram, traffic: Sequence[Traffic], machine: Machi
     return StepTime(compute, update, communication, after, longer + exposed + max(update, after))
 
 
-def _exposed_at_ends(program: TracedProgram, traffic: Sequence[Traffic], micro_batches: int) -> float:
+def _exposed_at_ends(program: TracedProgram, traffic: Sequence[CollectiveTraffic], micro_batches: int) -> float:
     """Returns the seconds of collectives that nothing overlaps: each micro-batch's first gather and last reduction.
 
     With several micro-batches, also of those that run once after them.
@@ -106,15 +108,15 @@ def _exposed_at_ends(program: TracedProgram, traffic: Sequence[Traffic], micro_b
     return sum(after_all) + sum(ends)
 
 
-def traffic_of(x: Transfer, mesh: AnyMesh, machine: Machine | None) -> Traffic:
+def traffic_of(x: Transfer, mesh: AnyMesh, machine: Machine | None) -> CollectiveTraffic:
     """Returns what a collective along axes of a mesh sends in a step."""
     size = math.prod(int(mesh.shape[axis]) for axis in x.axes if axis in mesh.shape)
     sent = x.times * sent_bytes(x.kind, x.num_bytes, size)
     if machine is None:
-        return Traffic(sent)
+        return CollectiveTraffic(sent)
     on_port = _bytes_on_port(x, sent, mesh, machine.devices_per_node)
     network = machine.inter_link_bytes_per_s or math.inf
-    return Traffic(sent, on_port, max(sent / machine.intra_link_bytes_per_s, on_port / network))
+    return CollectiveTraffic(sent, on_port, max(sent / machine.intra_link_bytes_per_s, on_port / network))
 
 
 def _bytes_on_port(x: Transfer, sent: float, mesh: AnyMesh, devices_per_node: int) -> float:
@@ -143,12 +145,12 @@ def _find_normalizing(program: TracedProgram) -> set[int]:
     Their readers read their inputs too, and the backward pass does not need their results.
     """
     operations = program.operations
-    readers: dict[int, list[Operation]] = {}
+    readers: dict[int, list[BufferOperation]] = {}
     for x in operations:
         for i in x.reads:
             readers.setdefault(i, []).append(x)
 
-    def is_fused(x: Operation) -> bool:
+    def is_fused(x: BufferOperation) -> bool:
         reading = [y for i in x.writes for y in readers.get(i, ())]
         is_stored = not program.outputs.isdisjoint(x.writes) or any(y.backward != x.backward for y in reading)
         return x.reduces and not is_stored and any(x.reads <= y.reads for y in reading)
@@ -156,7 +158,7 @@ def _find_normalizing(program: TracedProgram) -> set[int]:
     return {t for t, x in enumerate(operations) if is_fused(x)}
 
 
-def _operation_seconds(x: Operation, machine: Machine) -> float:
+def _operation_seconds(x: BufferOperation, machine: Machine) -> float:
     if x.inner is not None:
         return x.times * _compute_seconds(x.inner, machine)
     moved = x.num_bytes / machine.hbm_bytes_per_s

@@ -30,7 +30,7 @@ from jax.experimental import topologies
 from jzero.analysis.accelerators import GPUS, KIB, TPUS, GpuFacts, TpuFacts
 from jzero.analysis.machines import GPUS_PER_HOST, chips_of_host, parse_machine
 
-Kind = Literal["gpu", "tpu"]
+AcceleratorKind = Literal["gpu", "tpu"]
 
 
 def topology_devices(name: str) -> list[jax.Device]:
@@ -77,7 +77,7 @@ def topology_options(name: str) -> dict[str, str | bool]:
     return {"xla_gpu_experimental_use_collective_kernels": ""}
 
 
-def missing_compiler(kind: Kind) -> str | None:
+def missing_compiler(kind: AcceleratorKind) -> str | None:
     """Returns what is missing to compile for machines that you do not have; `None` if nothing is.
 
     Args:
@@ -211,7 +211,7 @@ def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(key, None)
 
 
-def _require_compiler(name: str, kind: Kind) -> None:
+def _require_compiler(name: str, kind: AcceleratorKind) -> None:
     missing = missing_compiler(kind)
     if missing is not None:
         raise ImportError(f"Compiling for {name!r} needs {missing}.")

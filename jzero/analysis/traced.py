@@ -40,7 +40,16 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
-from jzero.analysis.buffers import SLICES, Buffer, Kind, Operation, Product, TracedProgram, Transfer, Value
+from jzero.analysis.buffers import (
+    SLICES,
+    Buffer,
+    BufferKind,
+    BufferOperation,
+    BufferValue,
+    Product,
+    TracedProgram,
+    Transfer,
+)
 from jzero.analysis.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
 from jzero.engine.placed import PLACED, collectives_of, gather_p, operations_of
 from jzero.jaxpr.interpret import Piece, propagate
@@ -85,12 +94,12 @@ def trace_program(jaxpr: AnyJaxpr, parts: Sequence[int]) -> TracedProgram:
 def _run(
     program: TracedProgram,
     jaxpr: AnyJaxpr,
-    inputs: Sequence[Value],
+    inputs: Sequence[BufferValue],
     name: str,
     *,
     backward: bool,
     used: Sequence[bool] | None = None,
-) -> list[Value]:
+) -> list[BufferValue]:
     """Adds the equations that the used outputs of a jaxpr need. Returns its outputs; unused ones have no buffer."""
     jaxpr, _ = _compat.open_jaxpr(jaxpr)
     used = used or [True] * len(jaxpr.outvars)
@@ -99,7 +108,7 @@ def _run(
     eqns = [eqn for eqn, _ in equations]
     uses = collections.Counter(v for eqn in eqns for v in {v for v in eqn.invars if not _compat.is_literal(v)})
 
-    def apply(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    def apply(eqn: JaxprEqn, values: list[BufferValue]) -> list[BufferValue]:
         stack = str(eqn.source_info.name_stack)
         path = "/".join(filter(None, [name, stack]))
         is_read, is_shared = [v in variables for v in eqn.outvars], [uses[v] > 1 for v in eqn.outvars]
@@ -107,9 +116,10 @@ def _run(
 
     constants = [program.argument(v.aval) for v in jaxpr.constvars]
     piece = Piece(jaxpr.invars, outvars, eqns, jaxpr.constvars)
-    outputs = iter(propagate(piece, [*constants, *inputs], apply, lambda literal: Value(bytes_of(literal.aval))))
+    outputs = iter(propagate(piece, [*constants, *inputs], apply, lambda literal: BufferValue(bytes_of(literal.aval))))
     return [
-        next(outputs) if is_used else Value(bytes_of(v.aval)) for v, is_used in zip(jaxpr.outvars, used, strict=True)
+        next(outputs) if is_used else BufferValue(bytes_of(v.aval))
+        for v, is_used in zip(jaxpr.outvars, used, strict=True)
     ]
 
 
@@ -124,7 +134,7 @@ class _Visitor:
     name: str
     backward: bool
 
-    def __call__(self, inputs: list[Value]) -> list[Value]:
+    def __call__(self, inputs: list[BufferValue]) -> list[BufferValue]:
         kind = self.eqn.primitive.name
         if self.eqn.primitive in PLACED:
             return self._placed(inputs)
@@ -147,16 +157,16 @@ class _Visitor:
             return self._operation(inputs, inputs)
         return self._opaque(inputs)
 
-    def _fused(self, inputs: list[Value]) -> list[Value]:
+    def _fused(self, inputs: list[BufferValue]) -> list[BufferValue]:
         kind = self.eqn.primitive.name
         stack = inputs[0].stack if len(inputs) == 1 else None
         is_costly = kind in COSTLY or any(x.is_costly and not self.program.is_written(x) for x in inputs)
         return [
-            Value(*split[:1], f"{self.name}:{kind}", split[1], None, tuple(inputs), stack, shared, is_costly)
+            BufferValue(*split[:1], f"{self.name}:{kind}", split[1], None, tuple(inputs), stack, shared, is_costly)
             for split, shared in zip((_split(v.aval, inputs) for v in self.eqn.outvars), self.is_shared, strict=True)
         ]
 
-    def _write_beside(self, inputs: list[Value]) -> None:
+    def _write_beside(self, inputs: list[BufferValue]) -> None:
         """Writes expensive inputs of a backward reduction that others read too: a fusion can have several outputs."""
         pending = list(inputs) if self.backward else []
         while pending:
@@ -166,7 +176,7 @@ class _Visitor:
             elif x.buffer is None and not self.program.is_written(x):
                 pending += [y for y in x.sources if y.num_bytes >= x.num_bytes]
 
-    def _placed(self, inputs: list[Value]) -> list[Value]:
+    def _placed(self, inputs: list[BufferValue]) -> list[BufferValue]:
         """Adds the operations of a placed equation, with the transfers that its `Route` names."""
         before, barriers = len(self.program.transfers), list(self.program.barriers)
         outputs = _run(self.program, operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
@@ -179,7 +189,7 @@ class _Visitor:
         ]
         return outputs
 
-    def _barrier(self, inputs: list[Value]) -> list[Value]:
+    def _barrier(self, inputs: list[BufferValue]) -> list[BufferValue]:
         """Adds a barrier, which needs all its inputs as arrays."""
         start, waits = len(self.program.operations), len(self.program.reads(inputs)) > 1
         values = [self._write(x) for x in inputs]
@@ -191,10 +201,10 @@ class _Visitor:
                 self.program.operations[t].may_wait = True
         return values
 
-    def _write(self, x: Value) -> Value:
+    def _write(self, x: BufferValue) -> BufferValue:
         return self.program.write(x, backward=self.backward)
 
-    def _reshard(self, x: Value) -> Value:
+    def _reshard(self, x: BufferValue) -> BufferValue:
         """Adds the all-gather of a value that a sharding constraint splits less than before, outside `shard_map`."""
         sharding = self.eqn.params["sharding"]
         names = jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
@@ -209,7 +219,7 @@ class _Visitor:
         shard, x = self._write(x), dataclasses.replace(x, parts=parts)
         return self._operation([x], [shard], kind="gathered", moves=True)[0]
 
-    def _shard_map(self, inputs: list[Value]) -> list[Value]:
+    def _shard_map(self, inputs: list[BufferValue]) -> list[BufferValue]:
         jaxpr = next(_compat.contained_jaxprs(self.eqn))
         local = [dataclasses.replace(x, parts=1) for x in inputs]
         outputs = _run(self.program, jaxpr, local, self.name, backward=self.backward, used=self.used)
@@ -221,7 +231,7 @@ class _Visitor:
             results.append(dataclasses.replace(x, parts=max(1, bytes_of(v.aval) // max(1, bytes_of(inner.aval)))))
         return results
 
-    def _scan(self, inputs: list[Value]) -> list[Value]:
+    def _scan(self, inputs: list[BufferValue]) -> list[BufferValue]:
         num_consts, num_carry = _compat.scan_groups(self.eqn)
         jaxpr, _ = _compat.open_jaxpr(self.eqn.params["jaxpr"])
         length, num_outside = int(self.eqn.params["length"]), num_consts + num_carry
@@ -229,12 +239,12 @@ class _Visitor:
         arguments = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
         # Slices are read inside their stack, unless an operation needs one as an array of its own.
         arguments += [
-            Value(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
+            BufferValue(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
             for i, v in enumerate(jaxpr.invars[num_outside:], start=num_outside)
         ]
         outputs = _run(body, jaxpr, arguments, self.name, backward=self.backward)
         self.program.include(body.finish(outputs, num_carry=num_carry), times=length)
-        kind: Kind = "gradients" if self.backward else "working"
+        kind: BufferKind = "gradients" if self.backward else "working"
         # The compiler drops inputs that the body does not read.
         read = body.outputs.union(*(op.reads for op in body.operations))
         arrays = [self._write(x) for x, inside in zip(inputs, arguments, strict=True) if body.reads([inside]) & read]
@@ -247,7 +257,7 @@ class _Visitor:
             self.program.buffers[x.buffer].name = inside.name or f"{self.name}:carried"
         return results
 
-    def _transpose_stack(self, stack: Value) -> Value:
+    def _transpose_stack(self, stack: BufferValue) -> BufferValue:
         """Returns the copy of a stack in another layout, which every loop over it reads."""
         program = self.program
         assert stack.buffer is not None
@@ -255,10 +265,12 @@ class _Visitor:
             program.buffers.append(Buffer(stack.num_bytes, f"{self.name}:layout", kind="gathered"))
             index = program.copies[stack.buffer] = len(program.buffers) - 1
             moved = 2 * stack.num_bytes
-            program.operations.append(Operation(frozenset([stack.buffer]), (index,), self.backward, num_bytes=moved))
+            program.operations.append(
+                BufferOperation(frozenset([stack.buffer]), (index,), self.backward, num_bytes=moved)
+            )
         return dataclasses.replace(stack, buffer=program.copies[stack.buffer])
 
-    def _opaque(self, inputs: list[Value]) -> list[Value]:
+    def _opaque(self, inputs: list[BufferValue]) -> list[BufferValue]:
         """Adds an operation that needs its inputs as arrays: a product, collective, loop or kernel."""
         kind = self.eqn.primitive.name
         operands = inputs[1:] if kind == "cond" else []
@@ -278,7 +290,7 @@ class _Visitor:
                 num_bytes, num_elements = max(x.num_bytes, bytes_of(v.aval)), max(size_of(source.aval), size_of(v.aval))
                 transfer = Transfer(TRANSFERS[kind], num_bytes, num_elements, axes, scope=self.name)
                 self.program.transfers.append(transfer)
-        purpose: Kind = "gathered" if kind.startswith("all_gather") else "working"
+        purpose: BufferKind = "gathered" if kind.startswith("all_gather") else "working"
         if purpose == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
             self.program.transposed.add(inputs[0].stack)
         in_place, moves = kind in primitives_with(Trait.IN_PLACE), kind in TRANSFERS
@@ -287,11 +299,11 @@ class _Visitor:
             self.program.buffers[written[0].buffer or 0].num_bytes = 0
         return written
 
-    def _size_of(self, x: Value) -> int:
+    def _size_of(self, x: BufferValue) -> int:
         """Returns the bytes that a value takes: none if it is part of an argument."""
         return x.num_bytes if x.buffer is None else self.program.buffers[x.buffer].num_bytes
 
-    def _body(self, jaxpr: Jaxpr, operands: Sequence[Value]) -> TracedProgram:
+    def _body(self, jaxpr: Jaxpr, operands: Sequence[BufferValue]) -> TracedProgram:
         """Returns the program of a body; only a branch has the equation's operands as they are."""
         body = TracedProgram()
         parts = [x.parts for x in operands] or [1] * len(jaxpr.invars)
@@ -300,28 +312,28 @@ class _Visitor:
 
     def _operation(
         self,
-        inputs: Sequence[Value],
-        read: Sequence[Value],
+        inputs: Sequence[BufferValue],
+        read: Sequence[BufferValue],
         *,
         in_place: bool = False,
         inner: TracedProgram | None = None,
-        kind: Kind = "working",
+        kind: BufferKind = "working",
         moves: bool = False,
-    ) -> list[Value]:
+    ) -> list[BufferValue]:
         """Adds the operation, which reads `read` and writes all its outputs."""
         name = f"{self.name}:{self.eqn.primitive.name}"
         values, first = [], len(self.program.buffers)
         for i, v in enumerate(self.eqn.outvars):
             num_bytes, parts = _split(v.aval, inputs)
             self.program.buffers.append(Buffer(num_bytes, name, kind=kind))
-            values.append(Value(num_bytes, name, parts, buffer=first + i))
+            values.append(BufferValue(num_bytes, name, parts, buffer=first + i))
         writes = tuple(range(first, len(self.program.buffers)))
         gathers = moves and kind == "gathered"
         is_reduction = self.eqn.primitive.name in REDUCTIONS and not self.program.is_written(inputs[0])
         may_wait = product_flops(self.eqn) > 0 or (moves and not gathers) or is_reduction
         may_wait &= "rematted_computation" not in self.name  # what is recomputed stays in its block
         self.program.operations.append(
-            Operation(
+            BufferOperation(
                 reads=self.program.reads(read),
                 writes=writes,
                 backward=self.backward,
@@ -337,7 +349,9 @@ class _Visitor:
         )
         return values
 
-    def _bytes_moved(self, inputs: Sequence[Value], read: Sequence[Value], outputs: Sequence[Value]) -> int:
+    def _bytes_moved(
+        self, inputs: Sequence[BufferValue], read: Sequence[BufferValue], outputs: Sequence[BufferValue]
+    ) -> int:
         """Returns the bytes of device memory that an operation reads and writes."""
         kind = self.eqn.primitive.name
         if kind == "dynamic_update_slice":
@@ -356,7 +370,7 @@ def _product(eqn: JaxprEqn) -> Product | None:
     return Product(flops, _compat.type_of(eqn.invars[0]).dtype, highest)
 
 
-def _split(aval: jax.core.AbstractValue, inputs: Iterable[Value]) -> tuple[int, int]:
+def _split(aval: jax.core.AbstractValue, inputs: Iterable[BufferValue]) -> tuple[int, int]:
     """Returns a value's bytes on one device, and the number of devices that it is split among, judging by `inputs`."""
     num_bytes = bytes_of(aval)
     parts = max((x.parts for x in inputs if x.parts > 1 and 8 * x.num_bytes * x.parts >= num_bytes), default=1)

@@ -1,9 +1,10 @@
 """Finds the departures of a program from the plan, and of the compiled program from that.
 
-Each gather and reduction of the traced program names its parameter (`jzero.analysis.sent`), so it is compared with the
-plan by path. A compiled program has no such names, so it is compared with the traced one by kind of collective and
-bytes: a compiler can merge a second gather with the first, move a gather out of its loop, gather before a cast to 16
-bits or over other mesh axes first, and all-reduce instead of reduce-scattering. Each of these changes the sums.
+Each gather and reduction of the traced program names its parameter (`jzero.analysis.traced_collectives`), so it is
+compared with the plan by path. A compiled program has no such names, so it is compared with the traced one by kind of
+collective and bytes: a compiler can merge a second gather with the first, move a gather out of its loop, gather before
+a cast to 16 bits or over other mesh axes first, and all-reduce instead of reduce-scattering. Each of these changes the
+sums.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import numpy as np
 from jzero._types import DType
 from jzero.analysis.buffers import Transfer
 from jzero.analysis.collectives import CompiledCollective
-from jzero.analysis.hlo import Program
+from jzero.analysis.hlo import HloProgram
 from jzero.analysis.memory import Memory
-from jzero.analysis.sent import Fate, Sent
+from jzero.analysis.traced_collectives import Fate, TracedCollective
 from jzero.layout.mesh import AnyMesh, batch_axes, shard_axes
 from jzero.layout.route import Route
 from jzero.plan.plan import ZeroPlan
@@ -70,9 +71,9 @@ class Compiled:
       micro_batches: The micro-batches of a train step; 0 of other functions.
     """
 
-    programs: tuple[Program, ...]
+    programs: tuple[HloProgram, ...]
     collectives: tuple[CompiledCollective, ...]
-    sent: tuple[Sent, ...]
+    sent: tuple[TracedCollective, ...]
     transfers: tuple[Transfer, ...]
     platform: str
     memory: Memory
@@ -121,7 +122,7 @@ def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
             yield from _gather(x, gather, jnp.dtype(dtype), plan)
 
 
-def _route(x: Sent, planned: Route, *, once: bool) -> Iterator[Finding]:
+def _route(x: TracedCollective, planned: Route, *, once: bool) -> Iterator[Finding]:
     array, route = f"{_say(x)} ({x.path})", x.eqn.params["route"]
     if route not in (planned, *planned.levels):
         yield True, f"{array} travels over {route}, not {planned} as planned."
@@ -129,7 +130,7 @@ def _route(x: Sent, planned: Route, *, once: bool) -> Iterator[Finding]:
         yield True, f"{array} crosses nodes {x.times} times per step, once in the plan."
 
 
-def _gather(x: Sent, gather: GatherPlan, dtype: DType, plan: ZeroPlan) -> Iterator[Finding]:
+def _gather(x: TracedCollective, gather: GatherPlan, dtype: DType, plan: ZeroPlan) -> Iterator[Finding]:
     array = f"{_say(x)} ({x.path})"
     is_part = x.eqn.params["route"] in gather.route.levels[1:]  # in the dtype that it travels in
     if gather.kind != "none" and x.cut.blocks is None and not (is_part and jnp.dtype(x.dtype) == jnp.int8):
@@ -146,7 +147,7 @@ def _gather(x: Sent, gather: GatherPlan, dtype: DType, plan: ZeroPlan) -> Iterat
         yield True, f"A forward gather of {array} survives to the backward pass."
 
 
-def _say(x: Sent) -> str:
+def _say(x: TracedCollective) -> str:
     return str(jax.core.ShapedArray(x.cut.shape, x.dtype).str_short(short_dtypes=True))
 
 

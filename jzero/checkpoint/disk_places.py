@@ -1,7 +1,9 @@
 """Where records on disk lie in the arrays of a checkpoint.
 
-In: boxes of an array as it is stored, with padding and perhaps flattened. Out: boxes of the natural array,
-and back; and the chunks in which a natural array is written, so that each takes few records.
+    in_natural(place, leaf) -> list[PlacedBox]
+
+Stored arrays have padding and may be flattened; `in_stored` goes the other way. `chunk_shape` gives the chunks in which
+a natural array is written, so that each takes few records.
 
 [Note: Chunks of records]
 A chunk of a checkpoint is what one write makes, and what a reader must decode at once. So it should be a record, or as
@@ -26,7 +28,7 @@ from jzero.layout.records import record_boxes
 from jzero.plan.plan import ZeroPlan
 
 
-class Piece(NamedTuple):
+class PlacedBox(NamedTuple):
     """A box of a natural array, and its place in a box of the stored one."""
 
     natural: Box
@@ -67,11 +69,11 @@ def in_stored(place: Box, leaf: StateLeaf) -> Box:
     return Box((*place.start[:dim], *[0] * before, first), shape)
 
 
-def in_natural(place: Box, leaf: StateLeaf) -> list[Piece]:
+def in_natural(place: Box, leaf: StateLeaf) -> list[PlacedBox]:
     """Returns the boxes of the natural array that a box of the stored one holds; padding has none."""
     cut = leaf.cut
     if cut is None:
-        return [Piece(place, Box.whole(place.shape).slices)]
+        return [PlacedBox(place, Box.whole(place.shape).slices)]
     first = place.start[cut.stored_dim]
     stop = min(first + place.shape[cut.stored_dim], cut.natural_size)
     inner = leaf.shape[cut.dim :] if cut.flat else (cut.natural_size,)
@@ -82,6 +84,6 @@ def in_natural(place: Box, leaf: StateLeaf) -> list[Piece]:
         shape = (*place.shape[: cut.dim], *box.shape, *place.shape[tail])
         inside = [*Box.whole(place.shape).slices]
         inside[cut.stored_dim] = slice(done, done + box.size)
-        pieces.append(Piece(Box(start, shape), tuple(inside)))
+        pieces.append(PlacedBox(Box(start, shape), tuple(inside)))
         done += box.size
     return pieces

@@ -1,4 +1,6 @@
-"""From a checkpoint to records on disk: in go the stored arrays of a checkpoint, out come the records of a new state.
+"""From a checkpoint to records on disk: makes the records of a new state from the arrays of a checkpoint.
+
+    restore_records(contents, plan, leaves, old) -> RestoredRecords
 
 [Note: Restoring records]
 The new state gets records of its own, which are committed once every checksum agrees; until then the state to restore
@@ -24,11 +26,11 @@ from jzero._types import DType
 from jzero.checkpoint.checksum import over_processes, sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import reading, wrong_checksums
-from jzero.checkpoint.disk_places import Piece, in_natural
+from jzero.checkpoint.disk_places import PlacedBox, in_natural
 from jzero.checkpoint.disk_saving import masters_on_disk, one_device, owned_records
 from jzero.checkpoint.extras import everywhere
 from jzero.layout.casts import round_to
-from jzero.layout.misfits import describe_misfit
+from jzero.layout.dtype_range import describe_misfit
 from jzero.plan.plan import ZeroPlan
 from jzero.records.opening import open_records
 from jzero.records.records import Records
@@ -146,7 +148,9 @@ class _Run:
         pieces = in_natural(self.records.index[self.records.of_param[i][0]].stored, leaf)
         return max((x.natural.shape for x in pieces), key=math.prod, default=leaf.shape)
 
-    def _read(self, arrays: Mapping[int, Any], pieces: Sequence[Piece], shape: Sequence[int]) -> dict[int, np.ndarray]:
+    def _read(
+        self, arrays: Mapping[int, Any], pieces: Sequence[PlacedBox], shape: Sequence[int]
+    ) -> dict[int, np.ndarray]:
         """Returns one record of each array from the checkpoint, zero in the padding."""
         read = {}
         with reading(self.contents.state_directory):

@@ -30,7 +30,7 @@ from jzero.checkpoint.writer import Writer
 from jzero.config.settings import check, integer, one_of, optional
 from jzero.layout.set_mesh import in_own_mesh
 from jzero.state.adapter import StateAdapter, adapt_sharded
-from jzero.state.pending import apply_pending, settled_step
+from jzero.state.pending import apply_pending, step_after_pending
 
 
 class CheckpointManager:
@@ -148,7 +148,7 @@ class CheckpointManager:
           DiskError: What is on disk cannot be read, or is not what was written there.
           SystemExit: A SIGTERM arrived, and the state is saved.
         """
-        step = _whole_step(settled_step(adapt_sharded(state).state) if step is None else step)
+        step = _whole_step(step_after_pending(adapt_sharded(state).state) if step is None else step)
         self._notice.listen()
         now = self._notice.reached(step) and not self.preempted
         self.preempted = self.preempted or now
@@ -168,7 +168,7 @@ class CheckpointManager:
         if saved:
             if not now:
                 self._retention.check(metrics)
-            self._settle(despite_failure=now)
+            self._wait_for_previous(despite_failure=now)
             if goes_back:
                 self._writer.close()
             meet_all()
@@ -325,7 +325,7 @@ class CheckpointManager:
             steps = self._writer.steps()
         return max(self._seen or () if steps is None else steps, default=None)
 
-    def _settle(self, *, despite_failure: bool) -> None:
+    def _wait_for_previous(self, *, despite_failure: bool) -> None:
         """Waits for the previous save; if it failed, raises, or only warns if this save is the last chance."""
         try:
             self.wait()

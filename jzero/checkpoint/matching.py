@@ -65,7 +65,7 @@ def _format_list(title: str, entries: Sequence[str], max_lines: int = 20) -> lis
     return [f"  {title} ({len(entries)}):", *(f"    {entry}" for entry in entries[:max_lines]), *more]
 
 
-def match(
+def match_leaves(
     target_leaves: Sequence[TargetLeaf],
     contents: Contents,
     *,

@@ -26,7 +26,7 @@ LEAVES_BYTES = 3 << 23
 """Most bytes that `checked_boxes` holds, if no part is larger."""
 
 
-class Part(NamedTuple):
+class ArrayPart(NamedTuple):
     """A box of an array.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part(NamedTuple):
         return self.box.size * int(self.array.dtype.numpy_dtype.itemsize)
 
 
-def read_parts(contents: Contents, parts: Iterable[Part], limit: int) -> Iterator[np.ndarray]:
+def read_parts(contents: Contents, parts: Iterable[ArrayPart], limit: int) -> Iterator[np.ndarray]:
     """Yields parts of arrays in order.
 
     Args:
@@ -100,19 +100,19 @@ class _Sum:
     seen: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
 
 
-def _consecutive(array: Any, box: Box) -> list[Part]:
+def _consecutive(array: Any, box: Box) -> list[ArrayPart]:
     """Returns parts that divide a box along its first dimension, where chunks do, so that none is read twice."""
     dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
     if dim is None:
-        return [Part(array, box)]
+        return [ArrayPart(array, box)]
     row_bytes = math.prod(box.shape[dim + 1 :]) * int(array.dtype.numpy_dtype.itemsize)
     chunk = array.chunk_layout.read_chunk.shape[dim]
     rows = -(-PART_BYTES // (chunk * row_bytes)) * chunk
-    return [Part(array, x) for x in box.split((*box.shape[:dim], rows, *box.shape[dim + 1 :]))]
+    return [ArrayPart(array, x) for x in box.split((*box.shape[:dim], rows, *box.shape[dim + 1 :]))]
 
 
 def _checked(
-    contents: Contents, leaf: StoredLeaf, parts: Iterator[tuple[Part, np.ndarray]], sum_: _Sum
+    contents: Contents, leaf: StoredLeaf, parts: Iterator[tuple[ArrayPart, np.ndarray]], sum_: _Sum
 ) -> Iterator[np.ndarray]:
     """Yields parts of a leaf; once each element was there, compares its checksum."""
     for (_, box), x in parts:

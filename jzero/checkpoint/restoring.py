@@ -31,12 +31,12 @@ from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wron
 from jzero.checkpoint.disk_restoring import RestoredRecords, restore_records
 from jzero.checkpoint.extras import decode, everywhere, iterator_mover
 from jzero.checkpoint.leaves import Number, TargetLeaf, number_leaves, target_leaves
-from jzero.checkpoint.matching import RestoreReport, match
+from jzero.checkpoint.matching import RestoreReport, match_leaves
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
 from jzero.checkpoint.shards import read_shards
 from jzero.config.settings import FLAG, check_fields
+from jzero.layout.dtype_range import describe_misfit
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.misfits import describe_misfit
 from jzero.layout.placement import copy_array, on_device
 from jzero.layout.stored import InRecords
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
@@ -152,7 +152,7 @@ def restore_from(
     contents: Contents, adapted: StateAdapter, choice: Choice, *, data_iterator: object = None
 ) -> tuple[State, RestoreReport]:
     """Returns the state from a checkpoint, laid out like another one, and a report of what was restored."""
-    target = Target(adapted)
+    target = RestoreTarget(adapted)
     matched, report = everywhere(lambda: target.match(contents, choice))
     same = {"the training state": describe_plan(target.plan), "the checkpoint": f"checkpoint: {digest(contents.notes)}"}
     agree("restore_checkpoint", target.plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)
@@ -185,7 +185,7 @@ def _mover(contents: Contents, data_iterator: object) -> Callable[[], None]:
     return iterator_mover(data_iterator, positions["positions"])
 
 
-class Target:
+class RestoreTarget:
     """A state to restore into: its leaves in a checkpoint, and how they become stored arrays.
 
     Attributes:
@@ -205,7 +205,7 @@ class Target:
     def match(self, contents: Contents, choice: Choice) -> tuple[dict[int, StoredLeaf], RestoreReport]:
         """Returns the stored leaf for each leaf, by its index in `leaves`, and a report."""
         chosen = choice.selector(self.adapted.state)
-        return match(self.leaves, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
+        return match_leaves(self.leaves, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
 
     def _sources(self, own: ZeroOptState | None) -> tuple[TrainStateLike, list[tuple[Any, StateLeaf]]]:
         """Returns the stored state with sources as leaves, and each source with its layout, in `flat_state`'s order."""
@@ -337,7 +337,7 @@ def read_extra(contents: Contents) -> Any:
     return decode(encoded, arrays)
 
 
-def _own_state(contents: Contents, target: Target) -> ZeroOptState | None:
+def _own_state(contents: Contents, target: RestoreTarget) -> ZeroOptState | None:
     """Returns the noted loss scale and counter of updates; `None` if another program wrote the checkpoint."""
     if not contents.notes:
         return None

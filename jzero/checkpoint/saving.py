@@ -219,12 +219,14 @@ def _make_items(
         items[ITERATOR] = {"positions": exchange(lambda: items[ITERATOR])}
     plain, leaves, arrays = natural_state(train_state, plan)
     _check_storable(leaves)
-    arrays = [_near_unless_streamed(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
+    arrays = [_on_devices_unless_streamed(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
     sums = _checksums(arrays, leaves)
     if snapshot is not None:
         shares = everywhere(lambda: snapshot.examine(plan.flat_params(train_state.params)))
-        far = dict(zip(shares, over_processes(np.array(list(shares.values()), np.uint32)), strict=True))
-        sums = [far[x.path] if isinstance(x, InRecords) else value for x, value in zip(arrays, sums, strict=True)]
+        of_records = dict(zip(shares, over_processes(np.array(list(shares.values()), np.uint32)), strict=True))
+        sums = [
+            of_records[x.path] if isinstance(x, InRecords) else value for x, value in zip(arrays, sums, strict=True)
+        ]
     digests = {name: digest(x) for name, x in items.items() if name != EXTRA_ARRAYS}
     digests |= {f"{EXTRA_ARRAYS}/{name}": digest(x) for name, x in items.get(EXTRA_ARRAYS, {}).items()}
     notes = {
@@ -250,7 +252,7 @@ def _checksums(arrays: Sequence[Stored], leaves: Sequence[TargetLeaf]) -> list[i
     return [0 if isinstance(x, InRecords) else next(sums) for x in arrays]
 
 
-def _near_unless_streamed(x: Stored, leaf: TargetLeaf) -> Stored:
+def _on_devices_unless_streamed(x: Stored, leaf: TargetLeaf) -> Stored:
     """Returns an array. One on disk stays there if its records can be written; else it comes to memory."""
     if not isinstance(x, InRecords) or is_streamed(leaf.leaf):
         return x

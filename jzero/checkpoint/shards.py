@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from jzero._types import DType
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import TargetLeaf
-from jzero.checkpoint.parts import Part, read_parts
+from jzero.checkpoint.parts import ArrayPart, read_parts
 from jzero.layout.box import Box, padded
 from jzero.layout.placement import copy_array
 
@@ -28,7 +28,7 @@ def read_shards(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, Store
     """
     opened = contents.open({stored.keys: () for _, stored in leaves.values()})
     boxes = ((stored, x, Box.whole(stored.shape)) for leaf, stored in leaves.values() for x in _boxes_here(leaf))
-    parts = (Part(opened[stored.keys], inside) for stored, box, whole in boxes if (inside := box & whole))
+    parts = (ArrayPart(opened[stored.keys], inside) for stored, box, whole in boxes if (inside := box & whole))
     values = read_parts(contents, parts, AHEAD_BYTES)
 
     def read(target_leaf: TargetLeaf, dtype: DType) -> jax.Array:

@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 from jzero._text import Report, picked
-from jzero.analysis.ledger import Ledger
-from jzero.cli.request import Request
-from jzero.cli.source import Source
+from jzero.analysis.memory_table import MemoryTable
+from jzero.cli.request import PlanRequest
+from jzero.cli.source import ModelSource
 from jzero.config.offload import Offload
 from jzero.config.zero import ZeroConfig
 from jzero.deepspeed.formulas import BUFFER_FACTOR, find_row, tabulate
@@ -48,7 +48,7 @@ class Account(Report):
     """
 
     title: tuple[str, str]
-    ledger: Ledger
+    ledger: MemoryTable
     num_params: int
     num_devices: int
     config: ZeroConfig
@@ -77,7 +77,7 @@ class Account(Report):
 
 
 def account(
-    request: Request, source: Source, ledger: Ledger, *, config: ZeroConfig, result: Report | None = None
+    request: PlanRequest, source: ModelSource, ledger: MemoryTable, *, config: ZeroConfig, result: Report | None = None
 ) -> Account:
     """Returns the answer.
 
@@ -102,7 +102,7 @@ def account(
     return Account(title, ledger, num_params, number, config, formula, sizes, result)
 
 
-def _stored(request: Request, source: Source, config: ZeroConfig) -> str:
+def _stored(request: PlanRequest, source: ModelSource, config: ZeroConfig) -> str:
     """Returns how much of what is not trained is stored in few bits; the rest is whole, small or of an odd shape."""
     model = source.model
     plan = plan_train_state(model.state, config=config, mesh=request.mesh, trainable=model.trainable)

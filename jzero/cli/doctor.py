@@ -23,11 +23,11 @@ from jzero.analysis.topologies import missing_compiler
 from jzero.cli.disk_report import DiskReport, examine_disk
 from jzero.config.offload import Offload
 from jzero.config.zero import ZeroConfig
+from jzero.debug.equivalence import check_equivalence
 from jzero.layout.mesh import make_mesh
 from jzero.plan.table import format_bytes
 from jzero.state.shard import plan_train_state
 from jzero.state.train_state import TrainState
-from jzero.step.equivalence import check_equivalence
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 AXIS = "data"

@@ -1,6 +1,6 @@
 """The memory commands: `estimate` from sizes, `plan` leaf by leaf, `fit` by search, `analyze` by the compiler.
 
-All take a `Request` and print an `Account`, whose states are the same to the byte.
+All take a `PlanRequest` and print an `Account`, whose states are the same to the byte.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import jzero
-from jzero.cli.request import Request, takes_request
+from jzero.cli.request import PlanRequest, takes_request
 from jzero.cli.terminal import Json, Traceback, choose_devices, messages, show, warn
 
 if TYPE_CHECKING:
-    from jzero.cli.source import Source
+    from jzero.cli.source import ModelSource
 
 
 @takes_request
 def estimate(
-    request: Request,
+    request: PlanRequest,
     *,
     deepspeed: Annotated[
         bool, typer.Option("--deepspeed", help="Print DeepSpeed's own table instead, for each choice of its options.")
@@ -50,7 +50,7 @@ def estimate(
 
 
 @takes_request
-def plan(request: Request, *, as_json: Json = False, traceback: Traceback = False) -> None:
+def plan(request: PlanRequest, *, as_json: Json = False, traceback: Traceback = False) -> None:
     """Prints the placement of every parameter, the bytes per device, and the arrays that stay whole, with reasons."""
     with messages(traceback):
         choose_devices(request.topology, request.devices, plans_only=True)
@@ -60,7 +60,7 @@ def plan(request: Request, *, as_json: Json = False, traceback: Traceback = Fals
 
 @takes_request
 def analyze(
-    request: Request,
+    request: PlanRequest,
     *,
     accumulate_steps: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
     remat: Annotated[
@@ -102,7 +102,7 @@ def analyze(
 
 @takes_request
 def fit(
-    request: Request,
+    request: PlanRequest,
     *,
     hbm_bytes: Annotated[
         float | None,
@@ -132,7 +132,7 @@ def fit(
             hbm_bytes=None if hbm_bytes is None else int(hbm_bytes),
             config=request.config,
             trainable=user.trainable,
-            stages=(0, 1, 2, 3) if request.stage is None else (request.stage,),  # type: ignore[arg-type]  # as in `Request`
+            stages=(0, 1, 2, 3) if request.stage is None else (request.stage,),  # type: ignore[arg-type]  # as in `PlanRequest`
             offload=offload,
             host_bytes=host_bytes,
             confirm=confirm,
@@ -145,31 +145,31 @@ def fit(
         raise typer.Exit(1)
 
 
-def _planned(request: Request, *, with_leaves: bool = False) -> Any:
-    from jzero.analysis.ledger import Ledger
+def _planned(request: PlanRequest, *, with_leaves: bool = False) -> Any:
+    from jzero.analysis.memory_table import MemoryTable
 
     source = _load(request)
     user, config = source.model, request.config
     layout = jzero.plan_train_state(user.state, config=config, mesh=request.mesh, trainable=user.trainable)
     host, disk = layout.host_bytes_per_device.total, layout.disk_bytes_per_device
-    ledger = Ledger(layout.bytes_per_device, limit=request.limit, host=host, disk=disk)
+    ledger = MemoryTable(layout.bytes_per_device, limit=request.limit, host=host, disk=disk)
     return _account(request, source, ledger, config=config, result=layout if with_leaves else None)
 
 
-def _load(request: Request) -> Source:
+def _load(request: PlanRequest) -> ModelSource:
     from jzero.cli.source import load_source
 
     return load_source(request)
 
 
-def _account(request: Request, source: Source, ledger: Any, *, config: jzero.ZeroConfig, result: Any) -> Any:
+def _account(request: PlanRequest, source: ModelSource, ledger: Any, *, config: jzero.ZeroConfig, result: Any) -> Any:
     from jzero.cli.account import account
 
     return account(request, source, ledger, config=config, result=result)
 
 
 def _deepspeeds_table(
-    request: Request, largest_layer: str | None, per_node: int, num_nodes: int
+    request: PlanRequest, largest_layer: str | None, per_node: int, num_nodes: int
 ) -> jzero.MemoryEstimate:
     """Returns the table of a model, or that of two numbers."""
     from jzero.cli.sizes import parse_count

@@ -43,7 +43,7 @@ def _size(name: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class PlanRequest:
     """The options that all memory commands take. One of `model`, `folder` and `params` is given."""
 
     model: Annotated[
@@ -141,7 +141,7 @@ class Request:
         """A mesh without devices; `None` for those of this machine."""
         if self.topology is None and self.devices is None:
             return None
-        from jzero.analysis.relocation import abstract_mesh
+        from jzero.analysis.replanning import abstract_mesh
 
         return abstract_mesh(self.num_devices, {"data": self.num_devices})
 
@@ -187,14 +187,14 @@ class Request:
 
 
 def takes_request(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of a `Request`, the first parameter of a command, to its own."""
-    hints = typing.get_type_hints(Request, include_extras=True)
-    defaults = {field.name: field.default for field in dataclasses.fields(Request)}
+    """Adds the options of a `PlanRequest`, the first parameter of a command, to its own."""
+    hints = typing.get_type_hints(PlanRequest, include_extras=True)
+    defaults = {field.name: field.default for field in dataclasses.fields(PlanRequest)}
     _, *specific = inspect.signature(command, eval_str=True).parameters.values()
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
-        command(Request(**{name: options.pop(name) for name in hints}), **options)
+        command(PlanRequest(**{name: options.pop(name) for name in hints}), **options)
 
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)

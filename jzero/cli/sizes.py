@@ -29,7 +29,7 @@ NAMED: Mapping[str, Sizes] = {
 }
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 HEAD, VOCABULARY, WIDEST = 128, 32_000, 512 * 128
-NEAR = 0.1
+TOLERANCE = 0.1
 """How far the parameters of given sizes may be from the number asked for."""
 
 
@@ -66,7 +66,7 @@ def model_sizes(text: str, sizes: Mapping[str, int]) -> ModelConfig:
     else:
         config, target = _llama(NAMED[name], sizes), count(_llama(NAMED[name], {}))
     got = count(config)
-    if abs(got / target - 1) > NEAR:
+    if abs(got / target - 1) > TOLERANCE:
         raise _contradiction(text, target, got, sizes)
     return config
 

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.cli.decoder import ADAPTERS, make_loss, make_state
-from jzero.cli.request import SIZES, Request
+from jzero.cli.request import SIZES, PlanRequest
 from jzero.cli.sizes import model_sizes
 from jzero.cli.user_model import UserModel, load_model
 from jzero.weights.config import ModelConfig, read_sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model and its workload.
 
     Attributes:
@@ -37,7 +37,7 @@ class Source:
     sizes: ModelConfig | None = None
 
 
-def load_source(request: Request) -> Source:
+def load_source(request: PlanRequest) -> ModelSource:
     """Returns the model that is asked for.
 
     Raises:
@@ -58,7 +58,7 @@ def load_source(request: Request) -> Source:
     return _decoder(request, pathlib.Path(request.folder).resolve().name, read_sizes(request.folder))
 
 
-def _of_user(request: Request, name: str) -> Source:
+def _of_user(request: PlanRequest, name: str) -> ModelSource:
     unsupported = {"batch": request.batch, "seq": request.seq, "lora_rank": request.lora_rank or None, **request.sizes}
     if refused := [x for x, value in unsupported.items() if value is not None]:
         _refuse(refused, f"{name} returns its own state and batch", "`--model` and `--params`")
@@ -67,7 +67,7 @@ def _of_user(request: Request, name: str) -> Source:
     logging.getLogger("jzero").info("Calling %s.", name)
     model = load_model(name)
     arrays = [f"{x.dtype}[{','.join(map(str, np.shape(x)))}]" for x in jax.tree.leaves(model.batch)]
-    return Source(model, name, f"{', '.join(arrays[:3])}{', ...' * (len(arrays) > 3)}")
+    return ModelSource(model, name, f"{', '.join(arrays[:3])}{', ...' * (len(arrays) > 3)}")
 
 
 def _refuse(names: Any, why: str, those: str) -> None:
@@ -75,7 +75,7 @@ def _refuse(names: Any, why: str, those: str) -> None:
     raise ValueError(f"This model does not take {options}: {why}. They are for {those}.")
 
 
-def _decoder(request: Request, name: str, sizes: ModelConfig) -> Source:
+def _decoder(request: PlanRequest, name: str, sizes: ModelConfig) -> ModelSource:
     batch, seq = request.sequences()
     rank = request.lora_rank
     if request.quantize != "none" and not rank:
@@ -88,7 +88,7 @@ def _decoder(request: Request, name: str, sizes: ModelConfig) -> Source:
     state = jax.eval_shape(make_state(sizes, rank=rank, base_dtype=base_dtype or "float32"), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32)
     model = UserModel(state, make_loss(sizes), tokens, ADAPTERS if rank else None)
-    return Source(model, f"{name}: {_words(sizes)}", f"{batch} x {seq}", sizes)
+    return ModelSource(model, f"{name}: {_words(sizes)}", f"{batch} x {seq}", sizes)
 
 
 def _words(sizes: ModelConfig) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 from jzero.config.settings import FLAG, Setting, check_fields, integer, number, one_of, optional
 
 
-def num_bytes(least: int) -> Setting[int]:
+def byte_count(least: int) -> Setting[int]:
     """A number of bytes of at least `least`."""
     return integer(least, says=f"a number of bytes, an integer >= {least}")
 
@@ -172,8 +172,8 @@ class Offload:
             "optimizer": one_of("none", "host", "disk"),
             "params": one_of("none", "host", "disk"),
             "ratio": number("a number from 0 to 1", lambda x: 0 <= x <= 1),
-            "chunk_bytes": num_bytes(1),
-            "device_budget_bytes": optional(num_bytes(0)),
+            "chunk_bytes": byte_count(1),
+            "device_budget_bytes": optional(byte_count(0)),
             "compute": one_of("device", "host"),
             "delay": one_of(0, 1, says="0 or 1"),
             "zenflow": optional(Setting("a `jzero.ZenFlow`", _zenflow)),
@@ -235,9 +235,9 @@ class Offload:
     @property
     def uses_records(self) -> bool:
         """Whether offloaded optimizer state is in records, which programs do not see."""
-        return self.optimizer == "disk" or self.is_late
+        return self.optimizer == "disk" or self.delays_updates
 
     @property
-    def is_late(self) -> bool:
+    def delays_updates(self) -> bool:
         """Whether updates count later than the step that they belong to."""
         return bool(self.delay) or self.zenflow is not None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, ParamSpec, TypeVar
 
 from jzero.config.leaf_rule import LeafRule
-from jzero.config.offload import Offload, num_bytes
+from jzero.config.offload import Offload, byte_count
 from jzero.config.precision import Precision, resolve_precision
 from jzero.config.quantization import Quantization
 from jzero.config.settings import FLAG, Setting, check_fields, integer, one_of, optional
@@ -122,10 +122,10 @@ class ZeroConfig:
             "model_persistence_threshold": optional(elements),
             "padding_threshold": optional(elements),
             "reshard_after_forward": FLAG,
-            "prefetch_bytes": optional(num_bytes(0)),
+            "prefetch_bytes": optional(byte_count(0)),
             "reduce_scatter": FLAG,
-            "all_gather_bucket_bytes": optional(num_bytes(1)),
-            "reduce_bucket_bytes": optional(num_bytes(1)),
+            "all_gather_bucket_bytes": optional(byte_count(1)),
+            "reduce_bucket_bytes": optional(byte_count(1)),
         }
         check_fields(self, allowed)
         object.__setattr__(self, "precision", resolve_precision(self.precision))

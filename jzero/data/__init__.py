@@ -1,4 +1,8 @@
-"""Batches for ZeRO's steps: each process loads its own rows, in an order that does not depend on their number."""
+"""Batches for ZeRO's steps, read with Grain. Each process loads its own rows, in an order independent of their number.
+
+Read `loader`, `iterator`, `position` (in epochs) and `order` (of an epoch), `pipeline` (works ahead) with `examples`
+and `rows`, then `files` with `sequential` and `interleave`.
+"""
 
 try:
     import grain as _grain  # noqa: F401  # only for the message

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import grain
 
 from jzero.config.settings import check, integer
-from jzero.data.pipeline import Pipeline
+from jzero.data.pipeline import BatchPipeline
 from jzero.data.position import Position
 
 PyTree = Any
@@ -32,7 +32,7 @@ class LoaderIterator:
       8
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: BatchPipeline) -> None:
         self._pipeline = pipeline
         self._position = Position()
         self._ahead: list[Batches] = []  # at most one, while batches are made ahead

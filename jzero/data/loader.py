@@ -15,9 +15,9 @@ from jzero.arrays.processes import agree
 from jzero.config.settings import check, integer, optional
 from jzero.config.zero import ZeroConfig
 from jzero.data.iterator import LoaderIterator
-from jzero.data.order import MAX_SHUFFLED, Order
-from jzero.data.pipeline import OrderedExamples, Pipeline
-from jzero.data.position import Position, Schedule
+from jzero.data.order import MAX_SHUFFLED, EpochOrder
+from jzero.data.pipeline import BatchPipeline, OrderedExamples
+from jzero.data.position import BatchSchedule, Position
 from jzero.data.rows import local_rows
 from jzero.layout.mesh import make_mesh
 
@@ -91,7 +91,7 @@ def make_loader(
     """
     mesh = make_mesh() if mesh is None else mesh
 
-    def make() -> Pipeline:
+    def make() -> BatchPipeline:
         check("batch_size", batch_size, integer(1))
         check("num_epochs", num_epochs, optional(integer(1)))
         check("shuffle_window", shuffle_window, optional(integer(1)))
@@ -102,19 +102,19 @@ def make_loader(
             raise ValueError(f"`shuffle_window={shuffle_window}` means nothing without `shuffle=True`.")
         config = ZeroConfig(axis=axis, node_axis=node_axis, replica_axis=replica_axis)
         rows = local_rows(mesh, batch_size, config)
-        order = Order(num_examples=len(source), seed=seed, shuffle=shuffle, window=shuffle_window)
-        schedule = Schedule(
+        order = EpochOrder(num_examples=len(source), seed=seed, shuffle=shuffle, window=shuffle_window)
+        schedule = BatchSchedule(
             num_examples=len(source), batch_size=batch_size, num_epochs=num_epochs, drop_remainder=drop_remainder
         )
         _check_source(source, order, schedule)
         if getattr(source, "sequential", False):
             _check_sequential(order, num_workers)
-        return Pipeline(OrderedExamples(source, transform, order), schedule, rows, prefetch, num_workers)
+        return BatchPipeline(OrderedExamples(source, transform, order), schedule, rows, prefetch, num_workers)
 
     return Loader(agree("make_loader", mesh, make, lambda made: {"the data": made.description()}, wait_s=math.inf))
 
 
-def _check_source(source: Any, order: Order, schedule: Schedule) -> None:
+def _check_source(source: Any, order: EpochOrder, schedule: BatchSchedule) -> None:
     if not order.num_examples:
         raise ValueError("`source` is empty: there must be at least one example.")
     if order.num_examples == sys.maxsize:
@@ -131,7 +131,7 @@ def _check_source(source: Any, order: Order, schedule: Schedule) -> None:
         )
 
 
-def _check_sequential(order: Order, num_workers: int) -> None:
+def _check_sequential(order: EpochOrder, num_workers: int) -> None:
     if order.shuffle:
         raise ValueError(
             "Files that are read from their start cannot be shuffled by example: each would be read again for each of "
@@ -157,7 +157,7 @@ class Loader:
       (6, 3)
     """
 
-    _pipeline: Pipeline
+    _pipeline: BatchPipeline
 
     @property
     def batches_per_epoch(self) -> int:

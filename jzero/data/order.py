@@ -13,7 +13,7 @@ MAX_SHUFFLED = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Order:
+class EpochOrder:
     """A permutation of the examples for each epoch, computed place by place; nothing is stored.
 
     With a window, examples are shuffled within windows of that many neighbors, and the windows among themselves. The

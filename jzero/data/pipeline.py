@@ -14,8 +14,8 @@ import numpy as np
 from absl import flags
 
 from jzero.data.examples import WEIGHTS, Example, ExampleSpec, example_spec, stack
-from jzero.data.order import Order
-from jzero.data.position import Position, Schedule
+from jzero.data.order import EpochOrder
+from jzero.data.position import BatchSchedule, Position
 from jzero.data.rows import LocalRows
 
 PyTree = Any
@@ -24,7 +24,7 @@ PyTree = Any
 class OrderedExamples:
     """A source's examples by epoch and place, as leaves that can be stacked."""
 
-    def __init__(self, source: Any, transform: Callable[..., Any] | None, order: Order) -> None:
+    def __init__(self, source: Any, transform: Callable[..., Any] | None, order: EpochOrder) -> None:
         self.order = order
         self.fingerprint = str(getattr(source, "fingerprint", ""))
         self.sequential = bool(getattr(source, "sequential", False))
@@ -71,7 +71,7 @@ class LocalBatches:
     """
 
     examples: OrderedExamples
-    schedule: Schedule
+    schedule: BatchSchedule
     rows: tuple[int, ...]
     start: Position
 
@@ -88,7 +88,7 @@ class LocalBatches:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pipeline:
+class BatchPipeline:
     """Makes the batches of a loader.
 
     Attributes:
@@ -100,7 +100,7 @@ class Pipeline:
     """
 
     examples: OrderedExamples
-    schedule: Schedule
+    schedule: BatchSchedule
     rows: LocalRows
     prefetch: int
     num_workers: int

@@ -19,7 +19,7 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class BatchSpan:
     """The places `[start, stop)` of an epoch's order that make up one batch; fewer than its rows in a remainder."""
 
     epoch: int
@@ -28,7 +28,7 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
+class BatchSchedule:
     """Epochs split into batches. No batch spans two epochs.
 
     Attributes:
@@ -57,16 +57,16 @@ class Schedule:
         full_epochs = self.num_epochs - start.epoch - 1
         return self._num_batches(self.num_examples - start.example) + full_epochs * self.batches_per_epoch
 
-    def span(self, number: int, start: Position) -> Span:
+    def span(self, number: int, start: Position) -> BatchSpan:
         """Returns the places of the `number`-th batch after a position."""
         epoch, first = start.epoch, start.example + number * self.batch_size
         remaining = self._num_batches(self.num_examples - start.example)
         if number >= remaining:
             further, number = divmod(number - remaining, self.batches_per_epoch)
             epoch, first = epoch + 1 + further, number * self.batch_size
-        return Span(epoch, first, min(first + self.batch_size, self.num_examples))
+        return BatchSpan(epoch, first, min(first + self.batch_size, self.num_examples))
 
-    def after(self, span: Span) -> Position:
+    def after(self, span: BatchSpan) -> Position:
         """Returns the position after a batch."""
         if self._num_batches(self.num_examples - span.stop):
             return Position(span.epoch, span.stop)

@@ -103,19 +103,23 @@ def from_deepspeed(
         optimizer=optimizer_of(c) if optimizer is None else optimizer,
         schedule=scheduled(c).lr if optimizer is None else None,
     )
+    _warn(report)
+    return config, report
+
+
+def _warn(report: DeepSpeedReport) -> None:
     if report.refused:
         warnings.warn(
             f"jzero does not honour {_names(report.refused)} of this DeepSpeed configuration. `print(report)` tells "
             "why, and what to do instead.",
-            stacklevel=2,
+            stacklevel=3,
         )
     if report.open:
         warnings.warn(
             f"Nothing decides {_names(report.open)} of this DeepSpeed configuration, "
             'which are "auto" for a trainer to fill in: pass `auto={...}`.',
-            stacklevel=2,
+            stacklevel=3,
         )
-    return config, report
 
 
 def _names(rows: tuple[KeyVerdict, ...]) -> str:

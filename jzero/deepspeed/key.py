@@ -207,7 +207,7 @@ class KeyVerdict:
     is_undecided: bool = False
 
 
-class Entry(NamedTuple):
+class KeyEntry(NamedTuple):
     """A key of the file: the verdict of its row of the schema, and its value, if it has one that can be used."""
 
     row: KeyVerdict
@@ -238,7 +238,7 @@ class Parsed:
     keys: Mapping[str, Key]
     blocks: Mapping[str, tuple[KeyRule, ...]]
     types: Mapping[str, Type | None]
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, KeyEntry]
     problems: tuple[str, ...]
     num_devices: int | None
     has_batch_size: bool

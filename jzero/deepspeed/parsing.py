@@ -12,8 +12,8 @@ from jzero.deepspeed.key import (
     REQUIRED,
     USUAL,
     Block,
-    Entry,
     Key,
+    KeyEntry,
     KeyVerdict,
     Parsed,
     Ruling,
@@ -39,7 +39,7 @@ def parse(raw: Block, schema: Schema, **context: Any) -> Parsed:
         for name in parameter_names(kind):
             key = schema.keys[path := f"{block}.params.{name}"]
             keys[path] = dataclasses.replace(key, default=defaults.get(name, key.default))
-    entries: dict[str, Entry] = {}
+    entries: dict[str, KeyEntry] = {}
     problems = ["`bfloat16` and `bf16` are the same key: keep one."] if "bfloat16" in raw and "bf16" in raw else []
     leaves = list(_leaves(raw, schema))
     for path, written, value in leaves:
@@ -74,19 +74,19 @@ def _leaves(block: Block, schema: Schema, prefix: str = "", written: str = "") -
 
 def _read(
     path: str, written: str, value: Any, keys: Mapping[str, Key], schema: Schema, types: Mapping[str, Type | None]
-) -> Entry | str | None:
+) -> KeyEntry | str | None:
     """Returns what a file has at a path, or a problem, or `None` for nothing."""
     if path in keys:
         return _read_key(keys[path], path, written, value)
     if path in schema.blocks:
         if value is not None and value != {}:
             return f"`{written}` must be a block of keys: got {value!r}."
-        return None if path.endswith(".params") else Entry(KeyVerdict(written, value, "ignored", "empty"))
+        return None if path.endswith(".params") else KeyEntry(KeyVerdict(written, value, "ignored", "empty"))
     block, is_param, name = path.partition(".params.")
     if is_param and block in types:
         if types[block] is None:
             noun = {"scheduler": "schedule"}.get(block, block)
-            return Entry(KeyVerdict(written, value, "ignored", f"no {noun} reads it"))
+            return KeyEntry(KeyVerdict(written, value, "ignored", f"no {noun} reads it"))
         known = parameter_names(types[block])
         return f"`{written}` is not known." + _hint(name, known, f" There are {', '.join(known)}.")
     prefix = path.rpartition(".")[0]
@@ -97,7 +97,7 @@ def _read(
     if is_strict:
         return f"`{written}` is not a key that DeepSpeed knows.{hint}"
     verdict: Verdict = "refused" if hint else "ignored"
-    return Entry(KeyVerdict(written, value, verdict, f"unknown; DeepSpeed reads no such key.{hint}"))
+    return KeyEntry(KeyVerdict(written, value, verdict, f"unknown; DeepSpeed reads no such key.{hint}"))
 
 
 def _hint(name: str, names: Sequence[str], without: str = "", *, cutoff: float = ALIKE) -> str:
@@ -105,7 +105,7 @@ def _hint(name: str, names: Sequence[str], without: str = "", *, cutoff: float =
     return f" Did you mean `{close[0]}`?" if close else without
 
 
-def _read_key(key: Key, path: str, written: str, value: Any) -> Entry | str:
+def _read_key(key: Key, path: str, written: str, value: Any) -> KeyEntry | str:
     """Returns what a file has for a key, or a problem."""
     name, as_written = path.rpartition(".")[2], written.rpartition(".")[2]
     if value == AUTO:
@@ -113,9 +113,9 @@ def _read_key(key: Key, path: str, written: str, value: Any) -> Entry | str:
         is_undecided = key.verdict == "honoured"
         changes_numbers = not path.startswith("zero_optimization.") and name not in USUAL
         verdict: Verdict = "open" if is_undecided and changes_numbers else "ignored"
-        return Entry(KeyVerdict(written, value, verdict, f"{AUTO_NOTE}; here: {default}", is_undecided))
+        return KeyEntry(KeyVerdict(written, value, verdict, f"{AUTO_NOTE}; here: {default}", is_undecided))
     if value is None and key.default is None:
-        return Entry(KeyVerdict(written, value, "ignored", "null, as by default"))
+        return KeyEntry(KeyVerdict(written, value, "ignored", "null, as by default"))
     if (problem := key.kind.problem(value)) is not None:
         return f"`{written}` must be {problem}: got {value!r}."
     kept = key.kind.plain(value)
@@ -125,7 +125,7 @@ def _read_key(key: Key, path: str, written: str, value: Any) -> Entry | str:
         found = Ruling("refused", reason)
     elif key.verdict == "refused" and (kept == key.default or (isinstance(kept, Mapping) and not _is_on(kept))):
         found = Ruling("ignored", "off")
-    return Entry(KeyVerdict(written, value, *found), has_value=True, value=kept)
+    return KeyEntry(KeyVerdict(written, value, *found), has_value=True, value=kept)
 
 
 def _is_on(block: Block) -> bool:

@@ -1,4 +1,6 @@
-"""Records on their way through memory: in go a store and a visitor, out go the visited records into its other slot.
+"""Records on their way through memory, from one slot of a store into the other.
+
+    Pipeline(store, threads)
 
 [Note: Records in flight]
 Readers run ahead, the calling thread visits records in their order, writers follow. A fixed number of buffers goes

@@ -1,4 +1,6 @@
-"""Measures a disk alone: in goes a folder, out come rates of reads, of writes, and of both at once.
+"""Measures the rates of a disk alone: of reads, of writes, and of both at once.
+
+    measure_rates(folder, num_bytes) -> tuple[DiskRates, tuple[str, ...]]
 
 Nothing is computed and nothing waits for anything else, so no `Pipeline` can be faster for long. Rates for both
 directions at once are what counts: an update reads and writes as many bytes.

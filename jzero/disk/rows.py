@@ -1,4 +1,6 @@
-"""Rows of stacks for programs that run: in goes the number of a row, out come its bytes as an array.
+"""Rows of stacks for programs that run.
+
+    take_row(handle, shape, dtype) -> np.ndarray
 
 A program asks from inside, by a callback, so nothing here raises or waits without end, see [Note: Rows for programs].
 
@@ -31,7 +33,7 @@ WAIT_S = 20.0
 """Seconds until a program stops to wait for a row; XLA's clients for CPUs end a process after 40 in a gather."""
 
 
-class Row(NamedTuple):
+class StoredRow(NamedTuple):
     """Where a row is, and what it is.
 
     Attributes:
@@ -82,7 +84,7 @@ class RowReader:
       first: The number of each stack's first row; the others follow.
     """
 
-    def __init__(self, store: Store, stacks: Sequence[Sequence[Row]], threads: int) -> None:
+    def __init__(self, store: Store, stacks: Sequence[Sequence[StoredRow]], threads: int) -> None:
         self.ticket = next(_TICKETS)
         *self.first, _ = itertools.accumulate(map(len, stacks), initial=0)
         self._store, self._rows = store, [row for stack in stacks for row in stack]

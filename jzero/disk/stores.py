@@ -1,4 +1,6 @@
-"""Records of bytes in two slots: in go the sizes of the records, out come reads of one state and writes of the next.
+"""Records of bytes in two slots: reads of one state, and writes of the next.
+
+    DiskStore(folder, sizes, heads, *, checksum)
 
 [Note: Two slots]
 A step reads records from one slot and writes them to the other; `commit` exchanges the slots once all are written.

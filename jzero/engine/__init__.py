@@ -1,27 +1,12 @@
-"""The engine: computes loss and gradients on shards, in seven passes over one program.
+"""The engine computes loss and gradients on shards, in seven passes over one program. It knows no optimizer.
 
-Read the files in the order of the passes:
+Read `gradients`, which runs the passes, and their files in this order: `trace` (the loss as a jaxpr), `recompute` (adds
+checkpoints), `differentiate` (forward and backward pass become one jaxpr), `kernel_gradients` (products without
+transposes), `reduce_early` (each gradient is reduced where it is made), `waits` (for reductions, on GPUs), `walk`
+(gathers parameters where they are used). The result is a placed program, of the equations that `placed` defines.
 
-  * `trace` traces the loss as a jaxpr;
-  * `recompute` adds checkpoints, and turns repeated layers into calls of one function;
-  * `differentiate` makes forward and backward pass one jaxpr;
-  * `kernel_gradients` makes products of transposed products;
-  * `reduce_early` reduces each gradient where it is made;
-  * `waits` makes loops and blocks of the backward pass wait for these reductions, on GPUs;
-  * `walk` evaluates it, and gathers parameters where they are used.
-
-The result is a placed program: `placed` defines the equations for what travels.
-
-Then, by topic:
-
-  * `roles`: how the stages differ;
-  * `lazy`, `bundles`, `shard_rules`: partitioned parameters;
-  * `rules`, `loops`, `late`, `prefetch`, `meshes`: equations that contain jaxprs, and sharding constraints;
-  * `gradient_exits`, `makers`, `gradient_rules`: how gradients leave, and what runs on their shards;
-  * `order`: what a gather waits for;
-  * `outputs`, `written_variables`: values that a loss returns, and changes to a model's variables;
-  * `norms`: the global norm;
-  * `gradients`: runs all passes, inside `shard_map`.
-
-The engine knows no optimizer.
+Then, by topic: `roles` (how the stages differ); `lazy`, `shared_leaves` and `shard_rules` (partitioned parameters);
+`rules`, `loops`, `pipelined_reductions`, `prefetch` and `meshes` (equations that contain jaxprs, and constraints);
+`gradient_exits`, `def_use` and `gradient_rules` (how gradients leave, and what runs on their shards); `order` (what a
+gather waits for); `outputs`, `written_variables` and `merge` (what a loss returns and writes); `norms`.
 """

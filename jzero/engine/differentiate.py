@@ -128,7 +128,7 @@ def _program(
         (_, values), grads = jax.value_and_grad(objective, has_aux=True)(some, params, *rest)  # grads: [D, F] each
         return values, grads
 
-    kinds = list(map(_compat.shape_of, traced.jaxpr.in_avals))
+    kinds = list(map(_compat.shape_struct_of, traced.jaxpr.in_avals))
     ends = list(itertools.accumulate(traced.num_inputs, initial=0))
     groups = [kinds[a:b] for a, b in itertools.pairwise(ends)]  # params, carried, batch, key
     divisor = jax.ShapeDtypeStruct((), jnp.float32)  # 0 until the first micro-batch has set it

@@ -65,7 +65,7 @@ class Reduction:
 
     def for_row(self) -> Reduction | None:
         """Returns the reduction of one row of a stack; `None` if the rows are cut."""
-        # A turn makes one row, [D, F]. If the stack is cut over its rows, [L/N, D, F], one device alone holds that row.
+        # An iteration makes one row, [D, F]. If the stack is cut over its rows, [L/N, D, F], one device holds that row.
         return None if self.cut.dim == 0 else dataclasses.replace(self, cut=self.cut.drop_leading())
 
     def for_shape(self, shape: Sequence[int], dims: Sequence[int] | None = None) -> Reduction:

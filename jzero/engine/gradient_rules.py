@@ -1,6 +1,6 @@
 """Equations that run on shards of reduced gradients: they add, place or relabel.
 
-    GRADIENT_RULES[name](makers, eqn, reduction) -> Passed | None
+    GRADIENT_RULES[name](def_use, eqn, reduction) -> Passed | None
 
 A rule says how the inputs of an equation leave whose result leaves with a `Reduction`, and makes the shard of the
 result. The equations are the transposes of those that `shard_rules` apply to parameters. For a slice `w[i]`, [L, D, F]
@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding
 
 from jzero import _compat
 from jzero._compat import Atom
+from jzero.engine.def_use import DefUse
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
-from jzero.engine.makers import Makers
 from jzero.engine.shard_rules import widens
 from jzero.jaxpr.primitives import CALLS, REMAT
 
@@ -45,58 +45,58 @@ class Passed(NamedTuple):
     apply: Callable[[list[jax.Array]], jax.Array] | None
 
 
-def _same(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
-    return Passed({0: reduction}, lambda xs: xs[0]) if makers.is_free(eqn.invars[0]) else None  # [D/N, F], as it is
+def _same(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+    return Passed({0: reduction}, lambda xs: xs[0]) if def_use.is_free(eqn.invars[0]) else None  # [D/N, F], as it is
 
 
-def _cast(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+def _cast(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     """A widening cast: the gradient is reduced before it, in the narrower dtype."""
     old, new = _compat.type_of(eqn.invars[0]).dtype, jnp.dtype(eqn.params["new_dtype"])
     are_floating = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
     # After a narrowing cast less travels, so the gradient is reduced there and not followed further back.
-    return _same(makers, eqn, reduction) if are_floating and widens(old, new) else None
+    return _same(def_use, eqn, reduction) if are_floating and widens(old, new) else None
 
 
-def _constraint(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+def _constraint(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     sharding = _compat.sharding_said(eqn)
     if not isinstance(sharding, NamedSharding):
         return None
     # ZeRO's axes are manual here.
     axes = dict(sharding.mesh.shape) | {hop.axis: 1 for hop in reduction.route.hops}
     cut = reduction.cut.with_other_axes(sharding.spec, axes)
-    return _same(makers, eqn, dataclasses.replace(reduction, cut=cut) if cut.other_axes else reduction)
+    return _same(def_use, eqn, dataclasses.replace(reduction, cut=cut) if cut.other_axes else reduction)
 
 
-def _transpose(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+def _transpose(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     (x,), order = eqn.invars, tuple(eqn.params["permutation"])
-    maker = makers.find(x)
+    maker = def_use.find(x)
     # A transpose right after a product belongs to it: reducing before it would change the layout of a loop's stacks.
     is_apart = maker is not None and maker.primitive.name in {"scan"} | CALLS | REMAT
     # A flat cut runs over several dimensions, which a transpose would interleave.
-    if not makers.is_free(x) or reduction.cut.flat or not is_apart:
+    if not def_use.is_free(x) or reduction.cut.flat or not is_apart:
         return None
     inverse = [order.index(d) for d in range(len(order))]  # where each dimension of `x` is in the result
     return Passed({0: reduction.for_shape(_compat.type_of(x).shape, inverse)}, lambda xs: lax.transpose(xs[0], order))
 
 
-def _broadcast(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+def _broadcast(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     """A gradient of zeros, or one that gets new dimensions of size one."""
     x, shape = eqn.invars[0], _compat.type_of(eqn.outvars[0]).shape
-    if makers.is_zero(x):
+    if def_use.is_zero(x):
         return Passed({}, lambda xs: reduction.zeros())  # [D/N, F]: the zeros never exist whole
     dims = tuple(eqn.params["broadcast_dimensions"])
     added = [d for d in range(len(shape)) if d not in dims]
     is_relabelled = math.prod(_compat.type_of(x).shape) == math.prod(shape)  # no element is repeated
-    if not makers.is_free(x) or not is_relabelled or any(map(reduction.cut.cuts, added)):
+    if not def_use.is_free(x) or not is_relabelled or any(map(reduction.cut.cuts, added)):
         return None
     return Passed({0: reduction.for_shape(_compat.type_of(x).shape, dims)}, lambda xs: lax.expand_dims(xs[0], added))
 
 
-def _pad(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+def _pad(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     (x, value), widths = eqn.invars, [(int(a), int(b), int(c)) for a, b, c in eqn.params["padding_config"]]
     grows = all(low >= 0 and high >= 0 for low, high, _ in widths)  # a negative width drops elements
     pads_cut = any(any(w) and reduction.cut.cuts(d) for d, w in enumerate(widths))
-    if not makers.is_free(x) or not makers.is_zero(value) or not grows or pads_cut:
+    if not def_use.is_free(x) or not def_use.is_zero(value) or not grows or pads_cut:
         return None
     own = reduction.cut.for_shard(widths, lambda _: (0, 0, 0))
     return Passed(
@@ -104,11 +104,11 @@ def _pad(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     )
 
 
-def _update(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+def _update(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     zeros, x, *_ = eqn.invars  # for `w[i]`: [L, D, F], [1, D, F], then the indices
     sizes = zip(_compat.type_of(x).shape, _compat.type_of(zeros).shape, strict=True)
     is_partial = any(a != b and reduction.cut.cuts(d) for d, (a, b) in enumerate(sizes))  # a part of the cut dimension
-    if not makers.is_free(x) or not makers.is_zero(zeros) or is_partial:
+    if not def_use.is_free(x) or not def_use.is_zero(zeros) or is_partial:
         return None
 
     def apply(inputs: list[jax.Array]) -> jax.Array:
@@ -121,33 +121,33 @@ def _update(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | Non
     return Passed({1: reduction.for_shape(_compat.type_of(x).shape)}, apply)
 
 
-def _add(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+def _add(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     """See [Note: Several uses]."""
     x, y = eqn.invars
-    reductions = [how for v, how in makers.reductions.items() if v is x or v is y]
-    if not makers.is_free(x) or not makers.is_free(y) or any(other != reduction for other in reductions):
+    reductions = [how for v, how in def_use.reductions.items() if v is x or v is y]
+    if not def_use.is_free(x) or not def_use.is_free(y) or any(other != reduction for other in reductions):
         return None
-    are_parts = _is_part(makers, x, reduction) or _is_part(makers, y, reduction)
+    are_parts = _is_part(def_use, x, reduction) or _is_part(def_use, y, reduction)
     # Each summand is reduced by itself; then shards are added, [D/N, F].
-    if reductions or are_parts or (reduction.by_use and makers.is_loop_between(x, y)):
+    if reductions or are_parts or (reduction.by_use and def_use.is_loop_between(x, y)):
         return Passed({0: reduction, 1: reduction}, lambda xs: lax.add(*xs))
     return Passed(
         dict.fromkeys((0, 1), Unreduced(reduction.path, reduction.is_awaited)), None
     )  # whole: their sum is reduced
 
 
-def _is_part(makers: Makers, atom: Atom, reduction: Reduction) -> bool:
+def _is_part(def_use: DefUse, atom: Atom, reduction: Reduction) -> bool:
     """Whether a gradient is that of a part of a parameter, padded with zeros, and can be cut into shards."""
-    eqn = makers.find(atom)
+    eqn = def_use.find(atom)
     if eqn is None:
         return False
     if eqn.primitive.name == "add_any":
-        return any(_is_part(makers, v, reduction) for v in eqn.invars)
-    return eqn.primitive.name in PLACES and GRADIENT_RULES[eqn.primitive.name](makers, eqn, reduction) is not None
+        return any(_is_part(def_use, v, reduction) for v in eqn.invars)
+    return eqn.primitive.name in PLACES and GRADIENT_RULES[eqn.primitive.name](def_use, eqn, reduction) is not None
 
 
 PLACES = frozenset(["dynamic_update_slice", "pad"])
-GRADIENT_RULES: dict[str, Callable[[Makers, JaxprEqn, Reduction], Passed | None]] = {
+GRADIENT_RULES: dict[str, Callable[[DefUse, JaxprEqn, Reduction], Passed | None]] = {
     "add_any": _add,
     "broadcast_in_dim": _broadcast,
     "convert_element_type": _cast,

@@ -116,7 +116,7 @@ def bytes_of_kept_blocks(traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches
         return kept_bytes(local_step.joint([]).jaxpr)
 
 
-def evaluate(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
+def evaluate_loss(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
     """Evaluates a traced loss over the whole batch, inside `jit`. Gathers each parameter once per use."""
     return _run(traced, plan, inputs, WHOLE_BATCH, differentiates=False)
 
@@ -208,7 +208,7 @@ class _LocalStep:
             sums=self.sums,
             reduce_last=last,
             stage=stage,
-            is_late=plan.traffic.is_reduced_once(self.micro.steps) and not last,
+            reduces_once=plan.traffic.is_reduced_once(self.micro.steps) and not last,
         )
         return [
             make(leaf, self.gather_plan(leaf.param), plan.traffic.route_of_gradient(leaf), to_host=i in self.streamed)
@@ -310,8 +310,8 @@ class _LocalStep:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""
         leaves = jax.tree.leaves(inputs, is_leaf=is_lazy)
         order = Order.of(self.plan, differentiates=self.differentiates)
-        late = self.plan.config.stage == 3 and platform_facts(self.plan.mesh).hops_late
-        walk = start_walk(frozenset(batch_axes(self.plan.config)), order, hops_late=late)
+        pipelines = self.plan.config.stage == 3 and platform_facts(self.plan.mesh).pipelines_reductions
+        walk = start_walk(frozenset(batch_axes(self.plan.config)), order, pipelines_reductions=pipelines)
         with jax.named_scope("zero_compute"):
             # A loss may return a parameter itself, which is still lazy.
             outputs = walk.gather(walk(joint.jaxpr, leaves))

@@ -235,7 +235,7 @@ def defer(eqn: JaxprEqn, inputs: Sequence[Operand]) -> Deferred | None:
         return None
     key: Hashable
     try:
-        # By value, so that equations that do the same share one result within a `Bundle`.
+        # By value, so that equations that do the same share one result within a `SharedLeaves`.
         key = (eqn.primitive, tuple(sorted(eqn.params.items())), eqn.outvars[0].aval)
         hash(key)
     except TypeError:  # `eqn.params` cannot be sorted or hashed: the equation itself is the key

@@ -1,4 +1,4 @@
-"""Scans of the joint program: each turn (iteration) gathers its parameters.
+"""Scans of the joint program: each iteration gathers its parameters.
 
     scan(walk, eqn, inputs) -> Sequence[Value]
 
@@ -7,13 +7,13 @@ treated alike:
 
     c = scan[jaxpr={ lambda ; a:f32[8,512] w:f32[512,512]. let ... }] x ws        # ws: [L, 512, 512]
 
-runs over the stack of shards, [L, 512/N, 512], and each turn gathers its own row. A turn may also gather rows of the
+runs over the stack of shards, [L, 512/N, 512], and each iteration gathers its own row. It may also gather rows of the
 next one (`prefetch`).
 
 [Note: Residuals made of parameters]
 A forward loop returns its residuals as stacks: activations, and also values made of its parameters alone, such as a
-cast weight. The latter stay lazy: as the stack of shards that they came from, or as `Rows`, which a later loop gathers
-row by row. If a turn makes a new shard, the loop stacks the shards: 1/N of the bytes.
+cast weight. The latter stay lazy: as the stack of shards that they came from, or as `LazyRows`, which a later loop
+gathers row by row. If an iteration makes a new shard, the loop stacks the shards: 1/N of the bytes.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from jax.typing import ArrayLike
 
 from jzero import _compat
 from jzero._types import DType, Params, PyTree
-from jzero.engine.bundles import Bundle, Rows, Value
-from jzero.engine.late import without_last_hops
 from jzero.engine.lazy import Leaf, Operand, RowOf, ShardedParam, is_constant, is_cut, is_lazy
+from jzero.engine.pipelined_reductions import without_last_hops
 from jzero.engine.placed import reduce_p, wait
 from jzero.engine.prefetch import choose_prefetched
+from jzero.engine.shared_leaves import LazyRows, SharedLeaves, Value
 from jzero.engine.walk import Walk
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.primitives import CALLS, REMAT
 
-Late: TypeAlias = dict[int, jax.Array]
+Unfinished: TypeAlias = dict[int, jax.Array]
 """Rows of gradients before their last hop, by index of the result."""
 
-TurnOutputs: TypeAlias = tuple[list[list[jax.Array]], dict[int, jax.Array]]
-"""The arrays of each result of a turn, and the gathered rows that stay, by stack; or the same of all turns, stacked."""
+IterationOutputs: TypeAlias = tuple[list[list[jax.Array]], dict[int, jax.Array]]
+"""The arrays of each result of an iteration, and the gathered rows that it keeps, by stack; or of all, stacked."""
 
 Restore: TypeAlias = Callable[[list[jax.Array]], Value]
 """Makes the result of a loop from its stacked arrays."""
 
 
 Carry: TypeAlias = list["jax.Array | None"]
-"""The carried values of a turn; `None` for those that the body returns unchanged."""
+"""The carried values of an iteration; `None` for those that the body returns unchanged."""
 
 
 def scan(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     """Evaluates a scan."""
     loop = _Loop(walk, eqn, inputs)
-    end, (ys, staying) = loop.run()
-    for j, unsharded in staying.items():
+    end, (ys, kept_rows) = loop.run()
+    for j, unsharded in kept_rows.items():
         # [L, D, F]: the backward loop scans the rows that the forward loop gathered.
         walk.held.keep([dataclasses.replace(loop.params[j], wire_dtype=unsharded.dtype, unsharded=unsharded)])
     # Unchanged values never went through the loop, so lazy ones are still lazy.
@@ -70,7 +70,7 @@ class _Carried(NamedTuple):
     """A carried value.
 
     Attributes:
-      start: Its value before the first turn.
+      start: Its value before the first iteration.
       is_fixed: Whether the body returns it unchanged, so that it is a constant of the loop.
     """
 
@@ -82,13 +82,13 @@ class _Loop:
     """A scan and its inputs.
 
     Attributes:
-      consts: The constants of all turns; parameters that each turn uses whole are gathered before the loop.
+      consts: The constants of all iterations; parameters that each iteration uses whole are gathered before the loop.
       carried: The carried values.
       values: The scanned inputs, each made of some of `stacks`.
       stacks: The distinct arrays and lazy stacks that the loop slices.
       params: The lazy ones among `stacks`, by index.
-      late: By index of a stacked result: the hop of its reduction that runs one turn later.
-      restored: For each stacked result, a function that makes it from the stacked arrays of the turns; set by `turn`.
+      last_hops: By index of a stacked result: the hop of its reduction that runs one iteration later.
+      restored: For each stacked result, a function that makes it from the stacked arrays; set by `iteration`.
     """
 
     def __init__(self, walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> None:
@@ -97,16 +97,17 @@ class _Loop:
         first, num_carry = _compat.scan_groups(eqn)
         end = first + num_carry
         self.num_carry, self.length = num_carry, int(eqn.params["length"])
-        self.late: dict[int, Params] = {}
-        if walk.hops_late and self.length > 1:
-            self.jaxpr, self.late = without_last_hops(self.jaxpr, num_carry)
+        self.last_hops: dict[int, Params] = {}
+        if walk.pipelines_reductions and self.length > 1:
+            self.jaxpr, self.last_hops = without_last_hops(self.jaxpr, num_carry)
         fixed = [v is out for v, out in zip(body.invars[first:end], body.outvars, strict=False)]
         outside = _prepare_inputs(walk, body, inputs[:end], [*[True] * first, *fixed])
         self.consts = outside[:first]
         starts = [x if is_lazy(x) or hasattr(x, "dtype") else jnp.asarray(x) for x in outside[first:]]
         self.carried = [_Carried(x, is_fixed) for x, is_fixed in zip(starts, fixed, strict=True)]
         self.values = [
-            x if isinstance(x, Rows) else Rows((_make_sliceable(walk, x),), (), ((False, 0),), 0) for x in inputs[end:]
+            x if isinstance(x, LazyRows) else LazyRows((_make_sliceable(walk, x),), (), ((False, 0),), 0)
+            for x in inputs[end:]
         ]
         stacks = (stack for x in self.values for stack in x.stacks)
         self.stacks = [
@@ -115,79 +116,81 @@ class _Loop:
         self.params = {j: x for j, x in enumerate(self.stacks) if isinstance(x, ShardedParam)}
         self.restored: list[Restore] = []
 
-    def turn(self, carry: Carry, rows: list[Leaf], late: Late) -> tuple[Carry, Late, TurnOutputs]:
-        """Returns the carry, late results and outputs of one turn; finishes the `late` results of the turn before."""
-        finished = self.finish(late)
-        inner = self.walk.enter_block(of_loop=True)  # keeps what it gathers to the end of the turn
+    def iteration(
+        self, carry: Carry, rows: list[Leaf], unfinished: Unfinished
+    ) -> tuple[Carry, Unfinished, IterationOutputs]:
+        """Returns the carry, unfinished rows and outputs of one iteration; finishes those of the one before."""
+        finished = self.finish(unfinished)
+        inner = self.walk.enter_block(of_loop=True)  # keeps what it gathers to the end of the iteration
         left = iter(rows)
         values = [x.row([next(left) for _ in x.stacks]) for x in self.values]
         carried = [x.start if y is None else y for x, y in zip(self.carried, carry, strict=True)]
         outputs = inner(self.jaxpr, [*self.consts, *carried, *values])
-        self.gathered_rows = inner.gathered_rows  # what the turn gathered, for `_choose_prefetched`
-        # A carry has the same type in every turn, so it cannot be lazy; unchanged values leave it.
+        self.gathered_rows = inner.gathered_rows  # what the iteration gathered, for `_choose_prefetched`
+        # A carry has the same type in every iteration, so it cannot be lazy; unchanged values leave it.
         new: Carry = [*inner.gather([None if x.is_fixed else y for x, y in zip(self.carried, outputs, strict=False)])]
-        staying: dict[int, jax.Array] = {}
+        kept_rows: dict[int, jax.Array] = {}
         for j, (stack, row) in enumerate(zip(self.stacks, rows, strict=True)):
             unsharded = inner.held.get(row) if is_cut(stack) and stack.stays else None
-            staying |= {} if unsharded is None else {j: unsharded}  # [D, F]; the scan stacks them
+            kept_rows |= {} if unsharded is None else {j: unsharded}  # [D, F]; the scan stacks them
         ys = outputs[self.num_carry :]
-        results = [self._split_result(inner, finished.get(i, y), rows, staying) for i, y in enumerate(ys)]
+        results = [self._split_result(inner, finished.get(i, y), rows, kept_rows) for i, y in enumerate(ys)]
         self.restored = [restore for _, restore in results]
-        unfinished = {i: cast("jax.Array", ys[i]) for i in self.late}
-        return new, unfinished, ([arrays for arrays, _ in results], staying)
+        new_unfinished = {i: cast("jax.Array", ys[i]) for i in self.last_hops}
+        return new, new_unfinished, ([arrays for arrays, _ in results], kept_rows)
 
-    def finish(self, late: Late) -> Late:
-        """Returns late results of a turn after their last hop. [D/M, F] -> [D/N, F]."""
-        return {i: reduce_p.bind(x, **self.late[i]) for i, x in late.items()}
+    def finish(self, unfinished: Unfinished) -> dict[int, jax.Array]:
+        """Returns unfinished rows after their last hop. [D/M, F] -> [D/N, F]."""
+        return {i: reduce_p.bind(x, **self.last_hops[i]) for i, x in unfinished.items()}
 
-    def run(self) -> tuple[Carry, TurnOutputs]:
-        """Returns the final carry, and the stacked outputs of the turns."""
+    def run(self) -> tuple[Carry, IterationOutputs]:
+        """Returns the final carry, and the stacked outputs of the iterations."""
         init: Carry = [None if x.is_fixed else cast("jax.Array", x.start) for x in self.carried]
         options = {k: self.eqn.params[k] for k in ("length", "reverse", "unroll")}
         ahead = self._choose_prefetched(init)
         step = -1 if self.eqn.params["reverse"] else 1
-        start = jnp.asarray(self.length - 1 if step < 0 else 0, jnp.int32)  # the first turn's row
+        start = jnp.asarray(self.length - 1 if step < 0 else 0, jnp.int32)  # the first iteration's row
 
         def gather(rows: Mapping[int, ShardedParam]) -> dict[int, jax.Array]:
             # [D/N, F] -> [D, F]
             return {j: dataclasses.replace(x, unsharded=None, wire_dtype=ahead[j]).gather() for j, x in rows.items()}
 
-        def body(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
-            carry, late, prefetched, at = state  # prefetched: rows of this turn, number `at`, [D, F]
-            following = gather({j: _slice_row(self.params[j], at + step) for j in ahead})  # unused after the last turn
-            carry, late, (arrays, staying) = self.turn(carry, self._rows(stacks, prefetched), late)
-            outputs = arrays, self._after(staying, [*carry, *following.values()])
-            return (carry, late, following, at + step if ahead else None), outputs
+        def body(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, IterationOutputs]:
+            carry, unfinished, prefetched, index = state  # prefetched: rows of this iteration, number `index`, [D, F]
+            next_rows = gather({j: _slice_row(self.params[j], index + step) for j in ahead})  # the last are unused
+            carry, unfinished, (arrays, kept_rows) = self.iteration(carry, self._rows(stacks, prefetched), unfinished)
+            outputs = arrays, self._after(kept_rows, [*carry, *next_rows.values()])
+            return (carry, unfinished, next_rows, index + step if ahead else None), outputs
 
-        state: PyTree = init, self._none_late(), {}, None
+        state: PyTree = init, self._none_unfinished(), {}, None
         if ahead:
-            rows = {j: _slice_row(self.params[j], start) for j in ahead}  # of the first turn, [D/N, F]
+            rows = {j: _slice_row(self.params[j], start) for j in ahead}  # of the first iteration, [D/N, F]
             state = *state[:2], gather(self.walk.order.order_first_rows(self.stacks, rows, init)), start
-        (end, late, *_), (ys, staying) = lax.scan(body, state, self.stacks, **options)
-        for i, row in self.finish(late).items():  # the last turn's; the others are one turn late
+        (end, unfinished, *_), (ys, kept_rows) = lax.scan(body, state, self.stacks, **options)
+        for i, row in self.finish(unfinished).items():  # the last iteration's; each returned the row before its own
             (stack,) = ys[i]
             parts = [row[None], stack[:-1]] if step < 0 else [stack[1:], row[None]]
             ys[i] = [jnp.concatenate(parts)]
-        return end, (ys, staying)
+        return end, (ys, kept_rows)
 
-    def _after(self, staying: dict[int, jax.Array], others: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
-        """Returns the gathered rows that stay, not written to their stacks before the turn is done.
+    def _after(self, kept_rows: dict[int, jax.Array], others: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
+        """Returns the gathered rows that stay, not written to their stacks before the iteration is done.
 
         Otherwise the compiler for GPUs writes a row as early as it can, and so gathers it beside no computation.
         """
         if self.walk.order.ahead == 0:
-            return staying
-        behind, _ = wait([*staying.values()], [x for x in others if isinstance(x, jax.Array)], "barrier")
-        return dict(zip(staying, behind, strict=True))
+            return kept_rows
+        behind, _ = wait([*kept_rows.values()], [x for x in others if isinstance(x, jax.Array)], "barrier")
+        return dict(zip(kept_rows, behind, strict=True))
 
-    def _none_late(self) -> Late:
-        """Returns what the first turn finishes: zeros."""
+    def _none_unfinished(self) -> Unfinished:
+        """Returns what the first iteration finishes: zeros."""
         results = _compat.open_jaxpr(self.jaxpr)[0].outvars[self.num_carry :]
-        types = {i: _compat.type_of(results[i]) for i in self.late}
+        types = {i: _compat.type_of(results[i]) for i in self.last_hops}
         return {i: jnp.zeros(x.shape, x.dtype) for i, x in types.items()}  # [D/M, F]
 
     def _rows(self, stacks: Sequence[Leaf], prefetched: Mapping[int, jax.Array]) -> list[Leaf]:
-        """Returns one row of each stack, with the rows that were gathered in the turn before."""
+        """Returns one row of each stack, with the rows that were gathered in the iteration before."""
         # A stack may be scanned twice, but is gathered ahead once.
         at_hand = IdDict((self.params[j].shard, x) for j, x in prefetched.items())
 
@@ -200,43 +203,43 @@ class _Loop:
         return [row(j, x) for j, x in enumerate(stacks)]
 
     def _choose_prefetched(self, init: Carry) -> dict[int, DType]:
-        """Returns the stacks to gather one turn ahead, with the dtype of each gather."""
+        """Returns the stacks to gather one iteration ahead, with the dtype of each gather."""
         limit = self.walk.order.ahead
         if limit == 0 or self.length < 2 or not any(map(is_cut, self.stacks)):
             return {}
-        # A first trace shows what a turn gathers.
+        # A first trace shows what an iteration gathers.
         jax.eval_shape(
-            lambda init, stacks: self.turn(init, self._rows(_slice_rows(stacks, 0), {}), {})[2], init, self.stacks
+            lambda init, stacks: self.iteration(init, self._rows(_slice_rows(stacks, 0), {}), {})[2], init, self.stacks
         )
-        first: IdDict[jax.Array, tuple[int, DType]] = IdDict()  # by shard; a turn may gather a row more than once
+        first: IdDict[jax.Array, tuple[int, DType]] = IdDict()  # by shard; an iteration may gather a row more than once
         for row_of, dtype in self.gathered_rows:
             if row_of.depth == self.walk.depth + 1:  # not a row of a loop further out
                 first.setdefault(self.params[row_of.stack].shard, (row_of.stack, dtype))
         return choose_prefetched({j: (self.params[j], dtype) for j, dtype in first.values()}, self.length, limit)
 
     def _split_result(
-        self, inner: Walk, x: Value, rows: list[Leaf], staying: Mapping[int, jax.Array]
+        self, inner: Walk, x: Value, rows: list[Leaf], kept_rows: Mapping[int, jax.Array]
     ) -> tuple[list[jax.Array], Restore]:
-        """Returns a turn's arrays for one result, and a function that makes the result from the stacks of all turns.
+        """Returns an iteration's arrays for one result, and a function that makes the result from the stacks of all.
 
         See [Note: Residuals made of parameters].
         """
         number = IdDict((row.shard, j) for j, row in enumerate(rows) if isinstance(row, ShardedParam))
-        bundle = Bundle.of([x])
-        unsharded = {j for j in number.values() if j in staying or not is_cut(self.stacks[j])}
+        of_result = SharedLeaves.of([x])
+        unsharded = {j for j in number.values() if j in kept_rows or not is_cut(self.stacks[j])}
         is_unsharded = all(
-            isinstance(y, ShardedParam) and y.shard in number and number[y.shard] in unsharded for y in bundle.leaves
+            isinstance(y, ShardedParam) and y.shard in number and number[y.shard] in unsharded for y in of_result.leaves
         )
         # A value made of a parameter that stays is stacked whole, unless the parameter's whole rows are.
-        stays = any(isinstance(y, ShardedParam) and y.stays for y in bundle.leaves)
+        stays = any(isinstance(y, ShardedParam) and y.stays for y in of_result.leaves)
         if not is_lazy(x) or (stays and not is_unsharded):
             return [jnp.asarray(inner.gather([x])[0])], lambda ys: ys[0]
-        closed = IdDict((y, None) for y in jax.tree.leaves(self.consts))  # the same in all turns, so not stacked
+        closed = IdDict((y, None) for y in jax.tree.leaves(self.consts))  # the same in all iterations, so not stacked
         arrays: list[jax.Array] = []
         parts: list[Callable[[list[jax.Array]], Leaf]] = []
         places: list[tuple[bool, int]] = []
         shared: list[Value] = []
-        for leaf in bundle.leaves:
+        for leaf in of_result.leaves:
             array = leaf.shard if isinstance(leaf, ShardedParam) else leaf  # a shard is [D/N, F]
             if not isinstance(array, jax.core.Tracer) or array in closed:
                 places.append((True, len(shared)))
@@ -246,14 +249,14 @@ class _Loop:
             if isinstance(leaf, ShardedParam) and array in number:
                 parts.append(_restore_scanned(leaf, self.params[number[array]]))  # the stack that came in: no copy
             else:
-                parts.append(_restore_stacked(leaf, len(arrays)))  # made in the turn, stacked by the scan
+                parts.append(_restore_stacked(leaf, len(arrays)))  # made in the iteration, stacked by the scan
                 arrays.append(array)
-        (template,) = bundle.template
+        (expression,) = of_result.expressions
 
         def restore(ys: list[jax.Array]) -> Value:
             stacks = tuple(part(ys) for part in parts)
-            is_one = isinstance(template, int) and not shared and isinstance(stacks[0], ShardedParam)
-            return stacks[0] if is_one else Rows(stacks, tuple(shared), tuple(places), template)
+            is_one = isinstance(expression, int) and not shared and isinstance(stacks[0], ShardedParam)
+            return stacks[0] if is_one else LazyRows(stacks, tuple(shared), tuple(places), expression)
 
         return arrays, restore
 
@@ -265,10 +268,10 @@ def _restore_scanned(row: ShardedParam, stack: ShardedParam) -> Callable[[list[j
 
 
 def _restore_stacked(row: Value, index: int) -> Callable[[list[jax.Array]], Leaf]:
-    """Returns a function that makes a result from the stacked arrays, or shards, of the turns."""
+    """Returns a function that makes a result from the stacked arrays, or shards, of the iterations."""
     if not isinstance(row, ShardedParam):
         return lambda ys: ys[index]
-    layout = jax.tree.structure(dataclasses.replace(row, row_of=None, unsharded=None))  # no tracer may leave the turn
+    layout = jax.tree.structure(dataclasses.replace(row, row_of=None, unsharded=None))  # no tracer may leave the scan
 
     def restore(ys: list[jax.Array]) -> ShardedParam:
         stack: ShardedParam = layout.unflatten([ys[index]])
@@ -278,7 +281,7 @@ def _restore_stacked(row: Value, index: int) -> Callable[[list[jax.Array]], Leaf
 
 
 def _prepare_inputs(walk: Walk, body: Jaxpr, inputs: list[Value], fixed: list[bool]) -> list[Value]:
-    """Returns a loop's constants and initial carry; gathers parameters, except those that the turns only index."""
+    """Returns a loop's constants and initial carry; gathers parameters, except those that the iterations only index."""
     lazily = [
         is_lazy(x) and ((same and is_constant(x)) or _is_only_indexed(body, v))
         for x, v, same in zip(inputs, body.invars, fixed, strict=False)
@@ -289,7 +292,7 @@ def _prepare_inputs(walk: Walk, body: Jaxpr, inputs: list[Value], fixed: list[bo
 
 def _make_sliceable(walk: Walk, x: Operand) -> Leaf:
     """Returns an array, or a stack whose shards can be sliced; gathers other stacks whole, with a warning."""
-    # [L, D/N, F] has rows [D/N, F]. If cut over its rows, [L/N, D, F], a turn's row is on one device alone.
+    # [L, D/N, F] has rows [D/N, F]. If cut over its rows, [L/N, D, F], an iteration's row is on one device alone.
     if not is_lazy(x) or (isinstance(x, ShardedParam) and x.cut.dim > 0):
         return x
     if not is_constant(x) and x.shape not in walk.warned:  # warns once for the loop and its backward loop
@@ -304,16 +307,16 @@ def _make_sliceable(walk: Walk, x: Operand) -> Leaf:
     return walk.gather([x])[0]  # [L, D, F], whole
 
 
-def _slice_row(stack: ShardedParam, at: ArrayLike) -> ShardedParam:
+def _slice_row(stack: ShardedParam, index: ArrayLike) -> ShardedParam:
     """Returns one row of a lazy stack."""
-    (row,) = _slice_rows([stack], at)
+    (row,) = _slice_rows([stack], index)
     assert isinstance(row, ShardedParam)
     return row.drop_leading()  # [L, D/N, F] -> [D/N, F]
 
 
-def _slice_rows(stacks: list[Leaf], at: ArrayLike) -> list[Leaf]:
+def _slice_rows(stacks: list[Leaf], index: ArrayLike) -> list[Leaf]:
     """Returns the arrays of one row of each stack, as a scan would slice them."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), stacks)  # `unsharded`, too
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacks)  # `unsharded`, too
 
 
 def _is_only_indexed(jaxpr: Jaxpr, var: Var) -> bool:

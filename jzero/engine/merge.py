@@ -53,7 +53,7 @@ def _add_changes(x: jax.Array, before: jax.Array, sums: Sums) -> jax.Array:
     return before + sum_over(x.astype(dtype) - before, sums)
 
 
-class Rule(NamedTuple):
+class MergeRule(NamedTuple):
     """How the values that several devices wrote become one.
 
     Attributes:
@@ -70,12 +70,12 @@ class Rule(NamedTuple):
 
 REAL = (jnp.integer, jnp.floating)
 MERGES = {
-    "mean": Rule(lambda x, before, sums: average(x, sums), (jnp.inexact,)),
-    "summed": Rule(_add_changes, (jnp.number,)),
-    "per_example": Rule(lambda x, before, sums: gather_rows(x, sums), (np.generic,)),
-    "max": Rule(lambda x, before, sums: extreme(x, sums, lax.pmax), REAL, lambda x: widen(x).max(0)),
-    "min": Rule(lambda x, before, sums: extreme(x, sums, lax.pmin), REAL, lambda x: widen(x).min(0)),
-    "equal": Rule(lambda x, before, sums: from_first(x, sums), (np.generic,)),
+    "mean": MergeRule(lambda x, before, sums: average(x, sums), (jnp.inexact,)),
+    "summed": MergeRule(_add_changes, (jnp.number,)),
+    "per_example": MergeRule(lambda x, before, sums: gather_rows(x, sums), (np.generic,)),
+    "max": MergeRule(lambda x, before, sums: extreme(x, sums, lax.pmax), REAL, lambda x: widen(x).max(0)),
+    "min": MergeRule(lambda x, before, sums: extreme(x, sums, lax.pmin), REAL, lambda x: widen(x).min(0)),
+    "equal": MergeRule(lambda x, before, sums: from_first(x, sums), (np.generic,)),
 }
 """The rules by the words that a user says."""
 

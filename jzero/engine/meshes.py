@@ -27,10 +27,10 @@ from jax.sharding import NamedSharding
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
-from jzero.engine.bundles import Rows, Value
 from jzero.engine.lazy import is_lazy
 from jzero.engine.placed import PLACED
 from jzero.engine.shard_rules import constrain_lazy
+from jzero.engine.shared_leaves import LazyRows, Value
 from jzero.jaxpr.identity import IdDict
 from jzero.layout.mesh import with_axes
 
@@ -84,7 +84,7 @@ def names_mesh(eqn: JaxprEqn) -> bool:
 
 def constrain(x: Value, sharding: object, axes: frozenset[str]) -> Value:
     """Applies a sharding constraint without ZeRO's axes, which are manual inside the step."""
-    if not isinstance(sharding, NamedSharding) or isinstance(x, Rows):
+    if not isinstance(sharding, NamedSharding) or isinstance(x, LazyRows):
         return x
     mesh = jax.sharding.get_abstract_mesh()
     # No other axis has a second device: there is nothing to constrain.

@@ -7,12 +7,11 @@ a parameter twice, forward and backward, and a compiler would merge the two gath
 
     a = all_gather(w)   b = dot(x, a)   ...   c = all_gather(w)   d = dot(g, c)
 
-So the second gather waits for the other operands of its use: `w, g = zero_wait[how=barrier] w g`, see `placed`.
+So the second gather waits for the other operands of its use: `w, g = zero_wait[how=barrier] w g`, see
+[Note: Barriers and selects].
 
 [Note: Waiting rules]
-* A parameter that is gathered again waits for the arrays that it is used with. On TPUs a barrier writes its operands to
-  memory, so one element stands for arrays larger than the parameter. XLA for CPUs (jax 0.10) merges gathers across
-  barriers, so there one element selects the shard.
+* A parameter that is gathered again waits for the arrays that it is used with.
 * Gathers of a backward loop before its first turn wait for the initial carry. Otherwise they may run beside the head,
   whose own collectives then have nothing to hide behind (a scanned GPT with a tied head on 8 H200 exposed 43 % of its
   communication, not 26).
@@ -27,15 +26,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard
 
 import jax
-import jax.numpy as jnp
 
 from jzero.config.zero import may_prefetch
-from jzero.engine.bundles import Value
 from jzero.engine.lazy import Leaf, ShardedParam, is_cut, num_bytes
-from jzero.engine.placed import How, wait
+from jzero.engine.placed import can_be_awaited, wait
+from jzero.engine.shared_leaves import Value
 from jzero.jaxpr.identity import IdDict
-from jzero.layout.placement import memory_of
-from jzero.layout.platform import Fence, platform_facts
+from jzero.layout.platform import Wait, platform_facts
 from jzero.plan.plan import ZeroPlan
 
 
@@ -44,12 +41,12 @@ class Order:
     """The events so far in a sequence of equations, and the rules for values that wait for them.
 
     Attributes:
-      fence: How a second gather waits, see `PlatformFacts`; `None`: it need not wait.
+      second_gather: How a second gather waits, see `PlatformFacts`; `None`: it need not wait.
       limit: Most bytes to gather ahead of their use; `None`: the compiler decides.
       ahead: Most bytes that a loop gathers one turn ahead; `None`: a share of a turn, see `prefetch`.
     """
 
-    fence: Fence | None = None
+    second_gather: Wait | None = None
     limit: int | None = None
     ahead: int | None = 0
     _gathered: IdDict[jax.Array, None] = dataclasses.field(default_factory=IdDict)
@@ -64,9 +61,9 @@ class Order:
         ahead = config.prefetch_bytes
         if ahead is None and not (platform.prefetches and may_prefetch(config)):
             ahead = 0
-        fence = platform.fence if differentiates and plan.regathers else None
+        second_gather = platform.second_gather if differentiates and plan.regathers else None
         limit = config.prefetch_bytes if plan.regathers else None
-        return cls(fence, limit, ahead)
+        return cls(second_gather, limit, ahead)
 
     def enter_block(self) -> Order:
         """Returns the order of a loop body or a recomputed block: a separate program, which gathers only once."""
@@ -74,7 +71,7 @@ class Order:
 
     def enter_call(self, gathered: Iterable[Value]) -> Order:
         """Returns the order of a called function, given those of its inputs that were gathered before."""
-        order = Order(self.fence, None, self.ahead)
+        order = Order(self.second_gather, None, self.ahead)
         order.note_gathered(gathered)
         return order
 
@@ -107,26 +104,22 @@ class Order:
 
         A parameter that was gathered before waits for the arrays. With a limit, all parameters wait for earlier uses.
         """
-        again = {i: x for i, x in _find_cut(leaves).items() if self.was_gathered(x)}
-        leaves, waits = self._limit_prefetch(leaves)
-        arrays = {i: x for i, x in enumerate(leaves) if _is_activation(x)}
-        if not again or not arrays or self.fence is None or waits:
+        leaves, again, waits = self._begin_use(leaves)
+        how = self.second_gather
+        if how is None or waits:
             return leaves
-        is_light = self.fence == "light" and num_bytes(arrays.values()) > num_bytes(again.values())
-        how: How = "select" if self.fence == "data" else "light" if is_light else "barrier"
-        waiting = {i: x for i, x in _find_cut(leaves).items() if i in again}
-        delayed, behind = _delay(waiting, [*arrays.values()], how)
-        return _replace(leaves, {**delayed, **(dict(zip(arrays, behind, strict=True)) if how == "barrier" else {})})
+        arrays = {i: x for i, x in enumerate(leaves) if _is_activation(x)}
+        if how == "light" and num_bytes(arrays.values()) <= num_bytes(again.values()):
+            how = "barrier"
+        delayed, behind = _delay(again, [*arrays.values()], how)
+        return _replace(leaves, {**delayed, **dict(zip(arrays, behind, strict=True))})
 
     def order_block(self, operands: list[Value]) -> tuple[list[Value], bool]:
         """Returns the operands of a recomputed block, and whether its parameters may be gathered before it begins."""
-        again = [i for i, x in _find_cut(operands).items() if self.was_gathered(x)]
-        operands, may_be_ahead = self._limit_prefetch(operands)
-        cotangent = [x for x in operands if _is_activation(x)][-1:]  # jax puts it last
-        if self.fence == "data" and not may_be_ahead:
-            waiting = {i: x for i, x in _find_cut(operands).items() if i in again}
-            delayed, _ = _delay(waiting, cotangent)
-            operands = _replace(operands, delayed)
+        operands, again, may_be_ahead = self._begin_use(operands)
+        if self.second_gather == "select" and not may_be_ahead:  # else the block's own barrier keeps them apart
+            cotangent = [x for x in operands if _is_activation(x)][-1:]  # jax puts it last
+            operands = _replace(operands, _delay(again, cotangent)[0])
         return operands, may_be_ahead
 
     def order_first_rows(
@@ -140,16 +133,18 @@ class Order:
         self.note_gathered(_find_cut(stacks).values())
         return {**rows, **_delay(again, [x for x in carry if _is_number(x)])[0]}
 
-    def _limit_prefetch(self, leaves: list[Value]) -> tuple[list[Value], bool]:
+    def _begin_use(self, leaves: list[Value]) -> tuple[list[Value], dict[int, ShardedParam], bool]:
         """Records a use; with a limit, its gathers wait until enough earlier uses are done.
 
         Returns:
-          The values, and whether they wait and may be gathered ahead: more bytes than the limit may not.
+          The values, those that are gathered again, and whether they wait and may be gathered ahead: more bytes than
+          the limit may not.
         """
         cut = _find_cut(leaves)
+        again = [i for i, x in cut.items() if self.was_gathered(x)]
         self.note_gathered(cut.values())
         if self.limit is None or not cut:
-            return leaves, False
+            return leaves, {i: cut[i] for i in again}, False
         ahead = size = num_bytes(cut.values())
         waits_for: list[jax.Array] = []
         for i, (earlier, results) in reversed(list(enumerate(self._uses, 1))):
@@ -158,11 +153,12 @@ class Order:
                 waits_for = results
                 break
         self._uses.append((size, []))
-        return _replace(leaves, _delay(cut, waits_for)[0]), bool(waits_for) and size <= self.limit
+        delayed, _ = _delay(cut, waits_for)
+        return _replace(leaves, delayed), {i: delayed[i] for i in again}, bool(waits_for) and size <= self.limit
 
 
 def _delay(
-    params: Mapping[int, ShardedParam], others: Sequence[jax.Array], how: How = "select"
+    params: Mapping[int, ShardedParam], others: Sequence[jax.Array], how: Wait = "select"
 ) -> tuple[dict[int, ShardedParam], list[jax.Array]]:
     """Returns lazy parameters that are not gathered before others exist, and those others, behind the same barrier."""
     shards, behind = wait([x.shard for x in params.values()], others, how)
@@ -175,7 +171,7 @@ def _find_cut(leaves: Sequence[Value]) -> dict[int, ShardedParam]:
 
 
 def _is_number(x: object) -> TypeGuard[jax.Array]:
-    return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jnp.inexact)) and memory_of(x) == "device"
+    return isinstance(x, jax.Array) and can_be_awaited(jax.typeof(x))
 
 
 def _is_activation(x: object) -> TypeGuard[jax.Array]:

@@ -13,17 +13,24 @@ input, "input 3", and a reduction after its result: one function has one program
 call says which parameter that is.
 
 [Note: Barriers and selects]
-With `how="barrier"`, values stand behind a barrier with others: no compiler merges this gather with an earlier one of
-the same shard. But compilers for GPUs drop barriers before they schedule, and start the gather at any time. "select"
-makes a value depend on others: it selects the value by a comparison whose result is always the same, which no compiler
-finds out. That works everywhere, and costs a pass over the value. "light" is a barrier with one element of each.
+A value waits for others in one of three ways. Behind a "barrier" with them, a gather is not merged with an earlier one
+of the same shard. On TPUs a barrier writes its operands to memory, so a "light" one takes one element of each. But XLA
+for CPUs (jax 0.10) merges gathers across barriers, and compilers for GPUs drop barriers before they schedule, and start
+the gather at any time. "select" makes a value depend on others: it selects the value by a comparison whose result is
+always the same, which no compiler finds out. That works everywhere, and costs a pass over the value.
+
+    what waits                          for what                      CPUs      GPUs      TPUs
+    a second gather (`order`)           the operands of its use       select    barrier   light; barrier if small
+    a gather beyond a bound (`order`)   results of earlier uses       select    select    select
+    a loop's first gather (`order`)     the initial carry             select    select    select
+    a loop or block (`waits`)           gradients from before it      -         select    -
+    a row that stays (`loops`)          the results of its iteration  barrier   barrier   barrier
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +46,9 @@ from jzero.disk.rows import take_row
 from jzero.layout.casts import round_without_derivative
 from jzero.layout.cut import Cut
 from jzero.layout.placement import on_device
+from jzero.layout.platform import Wait
 from jzero.layout.route import Collective, Route
 from jzero.layout.sums import Sums
-
-How: TypeAlias = Literal["barrier", "light", "select"]
 
 
 def _gather(shard: jax.Array, *, cut: Cut, dtype: DType, route: Route, **_: object) -> jax.Array:
@@ -67,7 +73,7 @@ def _same(x: jax.Array, **_: object) -> jax.Array:
     return x
 
 
-def _wait(*values: jax.Array, n: int, how: How) -> list[jax.Array]:
+def _wait(*values: jax.Array, n: int, how: Wait) -> list[jax.Array]:
     """Returns the values: the first `n` do not exist before the others do; behind a "barrier", no other either."""
     waiting, others = list(values[:n]), list(values[n:])
     if how == "select":
@@ -89,25 +95,30 @@ def _select(values: Sequence[jax.Array], happened: Sequence[jax.Array]) -> list[
     ]
 
 
+def can_be_awaited(aval: jax.core.ShapedArray) -> bool:
+    """Whether values can wait for such an array: it has elements, inexact numbers on the device."""
+    is_number = bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+    return is_number and aval.size > 0 and aval.memory_space != jax.memory.Space.Host
+
+
 def first_elements(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns one element of each inexact array, the real part if it is complex; skips other and empty arrays.
+    """Returns one element of each array that can be awaited, the real part if it is complex.
 
     A value that waits for the element waits for the array.
     """
-    numbers = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
-    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in numbers]  # [1, ..., 1]
+    awaited = [x for x in values if can_be_awaited(jax.typeof(x))]
+    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in awaited]  # [1, ..., 1]
     return [lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x for x in firsts]
 
 
-def wait(values: Sequence[jax.Array], others: Sequence[jax.Array], how: How) -> tuple[list[jax.Array], list[jax.Array]]:
+def wait(
+    values: Sequence[jax.Array], others: Sequence[jax.Array], how: Wait
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns values that do not exist before others do, and those others, behind the same barrier if there is one."""
-    if how != "barrier":
-        others = [x for x in others if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if not values or not others:
         return list(values), list(others)
-    near = map(on_device, values)
-    done = wait_p.bind(*near, *others, n=len(values), how=how)
-    return done[: len(values)], done[len(values) :]
+    done = wait_p.bind(*map(on_device, values), *others, n=len(values), how=how)
+    return done[: len(values)], done[len(values) :] if how == "barrier" else list(others)
 
 
 def _differentiate(

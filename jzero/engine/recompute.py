@@ -46,7 +46,7 @@ from jzero.jaxpr.equations import equations_in
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import Piece, evaluate, propagate
 from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
-from jzero.jaxpr.repeats import Part, aval_bytes, keeps_heavy, split_into_parts
+from jzero.jaxpr.repeats import EquationRun, aval_bytes, keeps_heavy, split_into_parts
 from jzero.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
 from jzero.layout.mesh import HOST_MEMORY
 
@@ -128,7 +128,7 @@ def recompute(jaxpr: AnyJaxpr, remat: Remat, axis_env: AxisEnv) -> ClosedJaxpr:
       >>> "remat" in new or "checkpoint" in new
       True
     """
-    shapes = list(map(_compat.shape_of, jaxpr.in_avals))
+    shapes = list(map(_compat.shape_struct_of, jaxpr.in_avals))
     before = None
     if isinstance(remat, Keep):
         before = max(0, num_blocks(jaxpr) - remat.blocks) if remat.blocks else None
@@ -213,7 +213,7 @@ class _Rewrite:
         numbers = IdDict((x, self.structures(layers[x])) for x in shared)
         times = collections.Counter(numbers.values())
 
-        def apply(part: Part, values: list[jax.Array]) -> list[jax.Array]:
+        def apply(part: EquationRun, values: list[jax.Array]) -> list[jax.Array]:
             if is_cheap and part in layers and self._is_kept():
                 return self._call_shared(layers[part], values, _compat.bind, lambda layer: layer, KEPT_BLOCK)
             if part in numbers and times[numbers[part]] > 1:  # a layer that occurs once stays in place

@@ -38,9 +38,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jzero import _compat
 from jzero._compat import AnyJaxpr, Atom, J
 from jzero._types import Params
+from jzero.engine.def_use import DefUse
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
 from jzero.engine.gradient_rules import GRADIENT_RULES
-from jzero.engine.makers import Makers
 from jzero.engine.placed import named_p, reduce_p, unreduced_p
 from jzero.jaxpr.edit import Editor, params_of_call
 from jzero.jaxpr.equations import equations_of
@@ -86,10 +86,10 @@ def reduce_early(jaxpr: J, out_exits: Exits, in_exits: Exits = (), cache: Cache 
 
 
 class _Sweep:
-    """One sweep from the outputs of a program to the makers of its gradients.
+    """One sweep from the outputs of a program to the equations that make its gradients.
 
     Attributes:
-      makers: Facts about its values.
+      def_use: Facts about its values.
       exits: How each gradient leaves, as far as the sweep has come.
       shards: The variable that replaces each of them after its exit: the shard, or the marked gradient.
       eqns: The equations of the new program, the last one first.
@@ -98,7 +98,7 @@ class _Sweep:
     def __init__(self, jaxpr: Jaxpr, in_exits: Exits, cache: Cache) -> None:
         pairs = zip(jaxpr.invars, in_exits, strict=False)
         shards = {v: how for v, how in pairs if isinstance(how, Reduction)}  # [D/N, F]
-        self.makers, self.cache = Makers(jaxpr, shards), cache
+        self.def_use, self.cache = DefUse(jaxpr, shards), cache
         self.exits: dict[Var, GradientExit] = dict(shards)
         self.shards = {v: _compat.variable(how.shard_type()) for v, how in shards.items()}
         self.eqns: list[JaxprEqn] = []
@@ -106,7 +106,7 @@ class _Sweep:
     def request(self, v: Atom, how: GradientExit) -> Var:
         """Requests an exit for a gradient; returns the variable that replaces it. One with other readers exits here."""
         out = _compat.variable(how.shard_type() if isinstance(how, Reduction) else v.aval)
-        if isinstance(v, Literal) or not self.makers.is_free(v):
+        if isinstance(v, Literal) or not self.def_use.is_free(v):
             self.insert_exit(v, how, out)
             return out
         self.exits[v] = how
@@ -114,35 +114,35 @@ class _Sweep:
 
     def insert_exit(self, v: Atom, how: GradientExit, out: Var) -> None:
         """Prepends the reduction of a gradient, or the mark of one that is reduced later."""
-        near = self.makers.find(v)
+        maker = self.def_use.find(v)
         params: Params = {"path": how.path, "is_awaited": how.is_awaited}
         if isinstance(how, Unreduced):
-            self.eqns.append(_compat.new_equation(unreduced_p, [v], [out], params, near))
+            self.eqns.append(_compat.new_equation(unreduced_p, [v], [out], params, maker))
             return
-        shard = self.place(how, out, near)
+        shard = self.place(how, out, maker)
         params |= {"cut": how.cut, "dtype": how.dtype, "route": how.route, "sums": how.sums}
-        self.eqns.append(_compat.new_equation(reduce_p, [v], [shard], params, near))
+        self.eqns.append(_compat.new_equation(reduce_p, [v], [shard], params, maker))
 
-    def name(self, how: GradientExit | None, out: Var, near: JaxprEqn) -> Var:
+    def name(self, how: GradientExit | None, out: Var, maker: JaxprEqn) -> Var:
         """Prepends a shard's name if it comes out of a call; returns the call's result."""
-        if how is None or near.primitive.name not in CALLS:
+        if how is None or maker.primitive.name not in CALLS:
             return out
         result = _compat.variable(out.aval)
-        self.eqns.append(_compat.new_equation(named_p, [result], [out], {"path": how.path}, near))
+        self.eqns.append(_compat.new_equation(named_p, [result], [out], {"path": how.path}, maker))
         return result
 
-    def place(self, how: Reduction, out: Var, near: JaxprEqn | None) -> Var:
+    def place(self, how: Reduction, out: Var, scope: JaxprEqn | None) -> Var:
         """Prepends a shard's way to the host, if it goes there; returns the shard on the device."""
         if not how.to_host:
             return out
         shard = _compat.variable(how.on_device().shard_type())
-        self.compute(how.place, [shard], out, near)
+        self.compute(how.place, [shard], out, scope)
         return shard
 
-    def compute(self, fn: Callable[..., jax.Array], inputs: Sequence[Atom], out: Var, near: JaxprEqn | None) -> None:
+    def compute(self, fn: Callable[..., jax.Array], inputs: Sequence[Atom], out: Var, scope: JaxprEqn | None) -> None:
         """Prepends the equations of a function whose result is `out`."""
         ahead = Editor()
-        (result,) = ahead.trace(fn, inputs, near)
+        (result,) = ahead.trace(fn, inputs, scope)
         if not ahead.eqns:  # the result is an input, which `out` therefore stands for
             self.shards.update((v, out) for v, x in self.shards.items() if x is result)
             return
@@ -154,7 +154,7 @@ class _Sweep:
         exits: Exits = [self.exits.get(v) for v in eqn.outvars]
         name, how = eqn.primitive.name, exits[0] if len(exits) == 1 else None
         if isinstance(how, Reduction) and name in GRADIENT_RULES:
-            passed = GRADIENT_RULES[name](self.makers, eqn, how.on_device())
+            passed = GRADIENT_RULES[name](self.def_use, eqn, how.on_device())
             if passed is not None and passed.apply is not None:  # [D/N, F]
                 apply, place = passed.apply, how.place  # only the last shard of a chain moves to the host
                 read = self._mark(eqn, passed.inputs).invars
@@ -163,7 +163,7 @@ class _Sweep:
             if passed is not None:
                 eqn = self._mark(eqn, passed.inputs)
         if isinstance(how, Unreduced) and name == "add_any":
-            eqn = self._mark(eqn, {i: how for i, v in enumerate(eqn.invars) if self.makers.is_free(v)})  # summands
+            eqn = self._mark(eqn, {i: how for i, v in enumerate(eqn.invars) if self.def_use.is_free(v)})  # summands
         if any(isinstance(x, Reduction) for x in exits) and (name == "scan" or name in RUNS):
             eqn, exits = self._enter_loop(eqn, exits) if name == "scan" else self._enter_call(eqn, exits)
         for v, x in zip(eqn.outvars, exits, strict=True):
@@ -192,12 +192,12 @@ class _Sweep:
         return eqn.replace(outvars=outs, params=params), [None if isinstance(x, Reduction) else x for x in exits]
 
     def _enter_loop(self, eqn: JaxprEqn, exits: Exits) -> tuple[JaxprEqn, Exits]:
-        """Moves reductions into a loop: turns add shards to a carried gradient, and return shards of stacked ones."""
+        """Moves reductions into a loop, which adds shards to carried gradients, and returns shards of stacked ones."""
         num_consts, num_carry = _compat.scan_groups(eqn)
         inside: list[Reduction | None] = []
         for i, (how, start) in enumerate(zip(exits[:num_carry], eqn.invars[num_consts:], strict=False)):
             own = how.on_device() if isinstance(how, Reduction) else None
-            adds = own is not None and self.makers.is_free(start) and _adds_shards(eqn, num_consts + i, i, own)
+            adds = own is not None and self.def_use.is_free(start) and _adds_shards(eqn, num_consts + i, i, own)
             inside.append(own if adds else None)
         inside += [how.for_row() if isinstance(how, Reduction) else None for how in exits[num_carry:]]
         in_exits = [*[None] * num_consts, *inside[:num_carry]]
@@ -207,7 +207,7 @@ class _Sweep:
             if done is None or not isinstance(how, Reduction):
                 continue
             shard = self.shards[eqn.outvars[i]]
-            outs[i] = shard if done.to_host else self.place(how, shard, eqn)  # turns send rows, [D/N, F], to the host
+            outs[i] = shard if done.to_host else self.place(how, shard, eqn)  # iterations send rows to the host
             if i < num_carry:
                 inputs[num_consts + i] = self.request(inputs[num_consts + i], done)  # e.g. zeros, [L, D/N, F]
         after = [how if done is None else None for how, done in zip(exits, inside, strict=True)]
@@ -215,7 +215,7 @@ class _Sweep:
 
 
 def _adds_shards(eqn: JaxprEqn, place: int, index: int, how: Reduction) -> bool:
-    """Whether a scan adds to the carried gradient at `index` part by part, so that its turns can add shards.
+    """Whether a scan adds to the carried gradient at `index` part by part, so that its iterations can add shards.
 
     The body has it as its input number `place`.
     """

@@ -1,21 +1,23 @@
-"""The roles of a parameter: everything that differs between ZeRO's stages.
-
-    role                    held   the loss gets     its gradient is                    stage
-    REPLICATED              whole  the array         all-reduced at the end             0; leaves too small to cut
-    REDUCED_AT_END          whole  the array         reduce-scattered at the end        1 with micro-batches
-    REDUCED_EARLY         whole  the array         reduce-scattered where it is made  1, 2; small leaves at 3
-    SHARDED                 shard  a lazy parameter  reduce-scattered where it is made  3
-    SHARDED_REDUCED_AT_END  shard  a lazy parameter  reduce-scattered at the end        3 with `reduce="last"`
+"""The roles of a parameter in the loss: where its value is held, and where its gradient is reduced.
 
     Role.of(leaf, *, reduce_last) -> Role
 
-A `Parameter` has its value in the walk, and how its gradient leaves. "At the end" means after all micro-batches.
+    held    the loss gets      its gradient is                     stage
+    whole   the array          all-reduced at the end              0; leaves too small to cut
+    whole   the array          reduce-scattered at the end         1 with micro-batches; 2 with `reduce="last"`
+    whole   the array          reduce-scattered where it is made   1, 2; small leaves at 3
+    shard   a lazy parameter   reduce-scattered where it is made   3
+    shard   a lazy parameter   reduce-scattered at the end         3 with `reduce="last"`
+
+"At the end" means after all micro-batches. A `Parameter` also says how its gradient is summed and whether a step waits
+for it, which differ between stages, too. Elsewhere is decided what is cut (`jzero.plan`), and that stage 1 reduces at
+the end (`gradients`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,20 +34,24 @@ from jzero.layout.sums import Sums
 from jzero.plan.traffic import GatherPlan
 
 
-class Role(enum.Enum):
-    """A parameter's role: `(is held as a shard, its gradient is cut, its gradient is reduced as it is made)`."""
+class Role(NamedTuple):
+    """A parameter's role.
 
-    REPLICATED = (False, False, False)
-    REDUCED_AT_END = (False, True, False)
-    REDUCED_EARLY = (False, True, True)
-    SHARDED = (True, True, True)
-    SHARDED_REDUCED_AT_END = (True, True, False)
+    Attributes:
+      is_sharded: Whether its value is held as a shard.
+      cuts_gradient: Whether its gradient is cut.
+      reduces_early: Whether its gradient is reduced where it is made.
+    """
+
+    is_sharded: bool
+    cuts_gradient: bool
+    reduces_early: bool
 
     @classmethod
     def of(cls, leaf: LeafPlan, *, reduce_last: bool) -> Role:
         """Returns the role of a parameter; with `reduce_last`, gradients are reduced after all micro-batches."""
         is_cut = leaf.grad.cut is not None
-        return cls((leaf.param.cut is not None, is_cut, is_cut and not reduce_last))
+        return cls(leaf.param.cut is not None, is_cut, is_cut and not reduce_last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Parameter:
       reduce_last: Whether gradients are reduced once, after all micro-batches.
       stage: The stage.
       to_host: Whether its gradient moves to the host as soon as it is reduced.
-      is_late: Whether its gradient is reduced between nodes once, after all micro-batches.
+      reduces_once: Whether its gradient is reduced between nodes once, after all micro-batches.
     """
 
     leaf: LeafPlan
@@ -70,7 +76,7 @@ class Parameter:
     reduce_last: bool
     stage: int
     to_host: bool
-    is_late: bool = False
+    reduces_once: bool = False
 
     @property
     def role(self) -> Role:
@@ -85,12 +91,12 @@ class Parameter:
     @property
     def gradient_exit(self) -> GradientExit | None:
         """How its gradient leaves the program; `None` if it is all-reduced afterwards and nothing waits for it."""
-        is_held_cut, is_cut, early = self.role.value
+        is_sharded, is_cut, early = self.role
         cut = self.leaf.grad.cut_for_collectives
         if not is_cut or cut is None:
             return Unreduced(self.leaf.path) if self.stage == 0 else None
         # Parameters that stay whole at stage 3 are small: waiting for that of the final norm exposes communication.
-        is_awaited = is_held_cut or self.stage < 3
+        is_awaited = is_sharded or self.stage < 3
         if not early:
             return Unreduced(self.leaf.path, is_awaited)  # [D, F]: summed over micro-batches, then reduced
         by_use = self.stage > 1  # stage 1 has the memory to sum whole gradients
@@ -99,7 +105,7 @@ class Parameter:
         return Reduction(self.leaf.path, cut, route, self.sums, dtype, by_use, self.to_host, is_awaited)
 
     def _legs(self, cut: Cut) -> tuple[Leg, ...]:
-        return self.route.legs(cut) if self.is_late else ((cut, self.route),)
+        return self.route.legs(cut) if self.reduces_once else ((cut, self.route),)
 
     @property
     def sum_dtype(self) -> DType:

@@ -28,13 +28,13 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
-from jzero.engine.bundles import Bundle, Rows, Static, Value, is_unevaluated
 from jzero.engine.lazy import Deferred, ShardedParam, defer, is_lazy
 from jzero.engine.loops import scan
 from jzero.engine.meshes import constrain
 from jzero.engine.order import Order
 from jzero.engine.placed import named_p
 from jzero.engine.shard_rules import apply_on_shard
+from jzero.engine.shared_leaves import LazyRows, SharedLeaves, Static, Value, is_unevaluated
 from jzero.engine.walk import CalledFunction, HeldParameters, Rule, Walk
 from jzero.jaxpr.edit import is_recomputed, params_retraced
 from jzero.jaxpr.identity import IdDict
@@ -64,45 +64,45 @@ def _call(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
 
 def _call_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, inputs: list[Value]) -> Sequence[Value]:
     """Calls a jaxpr's function. There is one function per key; `jax.jit` distinguishes the layouts of inputs."""
-    bundle = Bundle.of(walk.gather_staying(jaxpr, inputs))
+    shared = SharedLeaves.of(walk.gather_staying(jaxpr, inputs))
     if is_recomputed(eqn):
-        leaves, _ = walk.order.order_block(list(bundle.leaves))
-        bundle = Bundle(tuple(leaves), bundle.template)
+        leaves, _ = walk.order.order_block(list(shared.leaves))
+        shared = SharedLeaves(tuple(leaves), shared.expressions)
     # Parameters that were gathered before the call are gathered behind a barrier inside it, as elsewhere.
-    again = tuple(i for i, x in enumerate(bundle.leaves) if walk.order.was_gathered(x))
+    again = tuple(i for i, x in enumerate(shared.leaves) if walk.order.was_gathered(x))
     functions = walk.functions.setdefault(jaxpr, {})
     if again not in functions:
         functions[again] = _make_function(walk, eqn, jaxpr, again)
     # Layers share one function, see `placed`.
-    paths = {f"input {i}": x.path for i, x in enumerate(bundle.leaves) if isinstance(x, ShardedParam)}
-    named = [_name(x, f"input {i}") for i, x in enumerate(bundle.leaves)]
-    outputs, gathered = functions[again](Bundle(tuple(named), bundle.template))
-    walk.order.note_gathered(bundle.leaves[i] for i in gathered.value)
+    paths = {f"input {i}": x.path for i, x in enumerate(shared.leaves) if isinstance(x, ShardedParam)}
+    named = [_name(x, f"input {i}") for i, x in enumerate(shared.leaves)]
+    outputs, gathered = functions[again](SharedLeaves(tuple(named), shared.expressions))
+    walk.order.note_gathered(shared.leaves[i] for i in gathered.value)
     # If the function returns one of its input shards, the result is that input itself, so that the walk recognizes it.
-    arrays = jax.tree.leaves(bundle)
+    arrays = jax.tree.leaves(shared)
     places = jax.tree.map(
         lambda x: arrays[x.value] if isinstance(x, Static) else x, outputs, is_leaf=lambda x: isinstance(x, Static)
     )
     results = [dataclasses.replace(x, path=paths[x.path]) if isinstance(x, ShardedParam) else x for x in places.leaves]
-    return Bundle(tuple(results), places.template).values()
+    return SharedLeaves(tuple(results), places.expressions).values()
 
 
 def _name(x: Value, name: str) -> Value:
-    """Returns a leaf of a bundle as a function that layers share takes it."""
+    """Returns a leaf of shared leaves as a function that layers share takes it."""
     if not isinstance(x, ShardedParam):
         return x
     return dataclasses.replace(x, path=name, shard=named_p.bind(x.shard, path=x.path))
 
 
 def _make_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, again: tuple[int, ...]) -> CalledFunction:
-    """Returns a jaxpr's function, from a bundle to a bundle and the indices of the leaves that it gathers."""
+    """Returns a jaxpr's function, from shared leaves to such and the indices of the leaves that it gathers."""
     anew = walk.enter_call([])  # the function outlives this walk, so it must not hold the walk's tracers
 
-    def call(bundle: Bundle) -> tuple[Bundle, Static[tuple[int, ...]]]:
-        inner = anew.enter_call([bundle.leaves[i] for i in again])
-        outputs = Bundle.of(inner(jaxpr, bundle.values()))
-        gathered = tuple(i for i, x in enumerate(bundle.leaves) if inner.order.was_gathered(x))
-        place = IdDict((x, i) for i, x in enumerate(jax.tree.leaves(bundle)))  # to recognize inputs that it returns
+    def call(shared: SharedLeaves) -> tuple[SharedLeaves, Static[tuple[int, ...]]]:
+        inner = anew.enter_call([shared.leaves[i] for i in again])
+        outputs = SharedLeaves.of(inner(jaxpr, shared.values()))
+        gathered = tuple(i for i, x in enumerate(shared.leaves) if inner.order.was_gathered(x))
+        place = IdDict((x, i) for i, x in enumerate(jax.tree.leaves(shared)))  # to recognize inputs that it returns
         return jax.tree.map(lambda x: Static(place[x]) if x in place else x, outputs), Static(gathered)
 
     call.__name__ = eqn.params.get("name", "jit")
@@ -116,13 +116,13 @@ def _checkpoint(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Valu
     """Evaluates a block in place, and keeps the parameters that it gathers to its end."""
     prevent_cse, inputs = eqn.params["prevent_cse"], walk.gather_staying(eqn.params["jaxpr"], inputs)
     if is_recomputed(eqn):
-        bundle = Bundle.of(inputs)
-        leaves, may_be_ahead = walk.order.order_block(list(bundle.leaves))
+        shared = SharedLeaves.of(inputs)
+        leaves, may_be_ahead = walk.order.order_block(list(shared.leaves))
         if prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse):
             # Parameters that are kept from the forward pass, or that already wait, stay as they are.
             stays = [isinstance(x, ShardedParam) and (x.stays or may_be_ahead) for x in leaves]
             leaves = _put_behind_barrier(leaves, stays)
-        inputs = Bundle(tuple(leaves), bundle.template).values()
+        inputs = SharedLeaves(tuple(leaves), shared.expressions).values()
     outputs = walk.enter_block()(eqn.params["jaxpr"], inputs)
     walk.order.note_used(outputs)
     return outputs
@@ -131,11 +131,11 @@ def _checkpoint(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Valu
 def _put_behind_barrier(values: list[Value], stays: list[bool]) -> list[Value]:
     """Returns values behind one barrier: none exists before all do, and none is merged with its earlier uses."""
 
-    def near(x: Value | None) -> Value | None:
+    def on_devices(x: Value | None) -> Value | None:
         return dataclasses.replace(x, shard=on_device(x.shard)) if isinstance(x, ShardedParam) else x
 
     delayed = [None if stay else x for x, stay in zip(values, stays, strict=True)]
-    leaves, treedef = jax.tree.flatten(jax.tree.map(near, delayed, is_leaf=lambda x: isinstance(x, ShardedParam)))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(on_devices, delayed, is_leaf=lambda x: isinstance(x, ShardedParam)))
     # The same array is one operand.
     arrays = IdDict((x, None) for x in leaves if isinstance(x, jax.Array) and memory_of(x) == "device")
     behind = IdDict(zip(arrays, lax.optimization_barrier(list(arrays)), strict=True))
@@ -181,7 +181,7 @@ def _lazy_outputs(jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[BranchValue]
         unknown: list[BranchValue] = [None] * len(eqn.outvars)
         if eqn.primitive.name in ("empty", "empty2") or any(x is _EMPTY for x in values):
             return [_EMPTY, *unknown[1:]]
-        operands = [x for x in values if x is not None and not isinstance(x, Static | Rows)]
+        operands = [x for x in values if x is not None and not isinstance(x, Static | LazyRows)]
         if any(map(is_lazy, operands)) and len(operands) == len(values):
             return [apply_on_shard(eqn, operands) or defer(eqn, operands), *unknown[1:]]
         return unknown
@@ -266,6 +266,6 @@ RULES: dict[str, Rule] = {
 }
 
 
-def start_walk(axes: frozenset[str], order: Order | None = None, *, hops_late: bool = False) -> Walk:
+def start_walk(axes: frozenset[str], order: Order | None = None, *, pipelines_reductions: bool = False) -> Walk:
     """Returns the walk over a program."""
-    return Walk(RULES, axes, order or Order(), HeldParameters(keeps=False), hops_late=hops_late)
+    return Walk(RULES, axes, order or Order(), HeldParameters(keeps=False), pipelines_reductions=pipelines_reductions)

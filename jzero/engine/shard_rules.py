@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._types import DType
-from jzero.engine.bundles import Bundle
 from jzero.engine.lazy import Deferred, Operand, ShardedParam, is_constant, is_lazy
+from jzero.engine.shared_leaves import SharedLeaves
 from jzero.layout.placement import memory_of
 
 T = TypeVar("T")
-Rule: TypeAlias = Callable[[ShardedParam, JaxprEqn, Sequence[jax.Array]], ShardedParam | None]
+ShardRule: TypeAlias = Callable[[ShardedParam, JaxprEqn, Sequence[jax.Array]], ShardedParam | None]
 
 
 class OwnPart(Protocol):
@@ -42,7 +42,9 @@ def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> ShardedParam | N
     if rule is None or not isinstance(lazy, ShardedParam):
         return None
     # Indices made of literals count as literals.
-    operands = [Bundle.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in inputs[1:]]
+    operands = [
+        SharedLeaves.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in inputs[1:]
+    ]
     others = [x for x in operands if not is_lazy(x)]
     return rule(lazy, eqn, others) if len(others) == len(operands) else None
 
@@ -161,7 +163,7 @@ def _map_arrays(
     )
 
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, ShardRule] = {
     "convert_element_type": _cast,
     "copy": _same,
     "dynamic_slice": _dynamic_slice,

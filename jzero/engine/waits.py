@@ -20,15 +20,13 @@ scale are as large as an activation, and would be kept for each block (124M, unr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
-import jax
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr, Atom, J
-from jzero.engine.placed import reduce_p, unreduced_p, wait_p
+from jzero.engine.placed import can_be_awaited, reduce_p, unreduced_p, wait_p
 from jzero.jaxpr.edit import Editor, is_recomputed, params_of_call
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import propagate
@@ -54,42 +52,42 @@ def wait_for_gradients(jaxpr: J, cache: Cache | None = None) -> J:
 
 
 class _Waits(Editor):
-    """A program under construction, with the gradients that were reduced so far.
+    """A program under construction, with the gradients that were reduced since the last loop.
 
     Attributes:
-      reduced: The gradients since the last loop or block began.
-      last: Those that the last block reduced.
+      due: Those that the next block waits for.
+      latest: Those since the last block began.
       is_in_blocks: Whether a block has begun since the last loop.
     """
 
     def __init__(self, cache: Cache) -> None:
         super().__init__()
         self.cache = cache
-        self.reduced: list[Var] = []
-        self.last: list[Var] = []
+        self.due: list[Var] = []
+        self.latest: list[Var] = []
         self.is_in_blocks = False
 
     def visit(self, eqn: JaxprEqn, awaited: Mapping[Var, bool]) -> None:
         """Appends an equation, which waits if it is a loop or a block."""
-        name, is_block = eqn.primitive.name, is_recomputed(eqn)
+        name = eqn.primitive.name
         if name == "scan":
-            due, self.is_in_blocks, self.last, self.reduced = self.last + self.reduced, False, [], []
-            eqn = self.delay(eqn, _carried(eqn), due)
-        elif is_block:
-            due = self.last if self.is_in_blocks else self.reduced
-            self.last, self.reduced, self.is_in_blocks = self.reduced if self.is_in_blocks else [], [], True
-            eqn = self.delay(eqn, [v for v in eqn.invars if _is_activation(v)][-1:], due)  # jax puts it last
+            eqn = self.delay(eqn, _carried(eqn), self.due + self.latest)
+            self.due, self.latest, self.is_in_blocks = [], [], False
+        elif is_recomputed(eqn):
+            cotangent = [v for v in eqn.invars if _is_activation(v)][-1:]  # jax puts it last
+            eqn = self.delay(eqn, cotangent, self.due)
+            self.due, self.latest, self.is_in_blocks = self.latest, [], True
         if name in CALLS:
             eqn = self.enter(eqn)
         self.keep(eqn)
         makes = name == "scan" or name in RUNS or eqn.primitive in (reduce_p, unreduced_p)
-        grads = [v for v in eqn.outvars if v in awaited and _is_number(v)] if makes else []
-        self.reduced += [v for v in grads if name in RUNS or awaited[v]]
+        grads = [v for v in eqn.outvars if v in awaited and can_be_awaited(_compat.type_of(v))] if makes else []
+        reduced = self.latest if self.is_in_blocks else self.due
+        reduced += [v for v in grads if name in RUNS or awaited[v]]
 
-    def delay(self, eqn: JaxprEqn, cotangents: Sequence[Atom], due: Sequence[Var]) -> JaxprEqn:
+    def delay(self, eqn: JaxprEqn, cotangents: Sequence[Var], due: Sequence[Var]) -> JaxprEqn:
         """Returns an equation whose `cotangents` wait for the gradients that are `due`."""
-        values = list(dict.fromkeys(v for v in cotangents if not isinstance(v, Literal)))
-        due = [v for v in due if _compat.type_of(v).size]
+        values = list(dict.fromkeys(cotangents))
         if not values or not due:
             return eqn
         inputs = [*map(self.read, values), *due]
@@ -106,7 +104,7 @@ class _Waits(Editor):
         return eqn.replace(params=params_of_call(eqn, self.cache[jaxpr]))
 
 
-def _carried(eqn: JaxprEqn) -> list[Atom]:
+def _carried(eqn: JaxprEqn) -> list[Var]:
     """Returns the activations that a scan carries and changes."""
     num_consts, num_carry = _compat.scan_groups(eqn)
     body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
@@ -140,10 +138,6 @@ def _find_awaited(jaxpr: Jaxpr, inputs: Sequence[bool | None], awaited: dict[Var
     return propagate(jaxpr, [*[None] * len(jaxpr.constvars), *inputs], apply, lambda literal: None)
 
 
-def _is_number(v: Atom) -> bool:
+def _is_activation(v: Atom) -> TypeGuard[Var]:
     aval = _compat.type_of(v)
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact)) and aval.memory_space != jax.memory.Space.Host
-
-
-def _is_activation(v: Atom) -> bool:
-    return not isinstance(v, Literal) and _is_number(v) and _compat.type_of(v).ndim > 0
+    return not isinstance(v, Literal) and can_be_awaited(aval) and aval.ndim > 0

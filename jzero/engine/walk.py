@@ -40,11 +40,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jzero import _compat
 from jzero._compat import AnyJaxpr
 from jzero._types import DType, Params
-from jzero.engine.bundles import Bundle, Rows, Static, Value, is_unevaluated
 from jzero.engine.lazy import Deferred, ParamKey, RowOf, ShardedParam, defer, is_constant, is_cut, is_lazy
 from jzero.engine.meshes import MeshFacts, names_mesh
 from jzero.engine.order import Order
 from jzero.engine.shard_rules import apply_on_shard
+from jzero.engine.shared_leaves import LazyRows, SharedLeaves, Static, Value, is_unevaluated
 from jzero.jaxpr.edit import params_retraced
 from jzero.jaxpr.equations import reads_of
 from jzero.jaxpr.identity import IdDict
@@ -52,7 +52,7 @@ from jzero.jaxpr.interpret import evaluate
 
 _TRACED_ANEW = frozenset(["composite", "cond", "custom_linear_solve", "custom_vmap_call", "reduce", "while"])
 
-CalledFunction: TypeAlias = Callable[[Bundle], tuple[Bundle, Static[tuple[int, ...]]]]
+CalledFunction: TypeAlias = Callable[[SharedLeaves], tuple[SharedLeaves, Static[tuple[int, ...]]]]
 Rule: TypeAlias = "Callable[[Walk, JaxprEqn, list[Value]], Sequence[Value]]"
 
 
@@ -108,7 +108,7 @@ class Walk:
       axes: The manual mesh axes: ZeRO's and the replicas'.
       order: Records what happened so far, and makes gathers wait.
       held: The whole parameters that are kept.
-      hops_late: Whether loops run the hops between nodes of their reductions one turn late.
+      pipelines_reductions: Whether loops run the hops between nodes of their reductions in the next iteration.
       depth: How many loops enclose this walk.
       gathered_rows: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
       meshes: Mesh facts about the jaxprs of this trace.
@@ -120,7 +120,7 @@ class Walk:
     axes: frozenset[str]
     order: Order
     held: HeldParameters
-    hops_late: bool = False
+    pipelines_reductions: bool = False
     depth: int = 0
     gathered_rows: list[tuple[RowOf, DType]] = dataclasses.field(default_factory=list)
     meshes: MeshFacts = dataclasses.field(default_factory=MeshFacts)
@@ -160,7 +160,7 @@ class Walk:
 
     def _without_arrays(self, eqn: JaxprEqn, inputs: list[Value]) -> ShardedParam | Deferred | None:
         """Returns the result of an equation over parameters and literals, if it can wait; `None` if it cannot."""
-        operands = [x for x in inputs if not isinstance(x, Rows)]
+        operands = [x for x in inputs if not isinstance(x, LazyRows)]
         if len(operands) < len(inputs):
             return None
         return apply_on_shard(eqn, operands) or defer(eqn, operands)  # on the shard first: its gather moves less
@@ -186,13 +186,13 @@ class Walk:
         return self.gather(self(jaxpr, inputs))
 
     def gather(self, values: Sequence[Value | None]) -> list[jax.Array]:
-        """Gathers values that are used together. Only a loop gathers elsewhere: one turn ahead."""
-        values = [self._gather_rows(x) if isinstance(x, Rows) else x for x in values]
+        """Gathers values that are used together. Only a loop gathers elsewhere: one iteration ahead."""
+        values = [self._gather_rows(x) if isinstance(x, LazyRows) else x for x in values]
         if not any(map(is_lazy, values)):
             return cast("list[jax.Array]", values)
-        bundle = Bundle.of(cast("list[Value]", values))
+        shared = SharedLeaves.of(cast("list[Value]", values))
         # [D/N, F], with [D, F] if that is still held
-        leaves = [self.held.fill(x) if isinstance(x, ShardedParam) else x for x in bundle.leaves]
+        leaves = [self.held.fill(x) if isinstance(x, ShardedParam) else x for x in shared.leaves]
         self.gathered_rows += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
         params = [x for x in leaves if isinstance(x, ShardedParam)]
         # Parameters that differ only in their final dtype share an array.
@@ -206,13 +206,13 @@ class Walk:
             unsharded = gathered[key] if key in gathered else gathered.setdefault(key, x.gather())  # [D, F]
             arrays.append(unsharded.astype(x.dtype))  # widening casts follow the gather
         self.held.keep([dataclasses.replace(x, unsharded=gathered[x.key, x.wire_dtype]) for x in params])
-        return Bundle(tuple(arrays), bundle.template).compute()
+        return SharedLeaves(tuple(arrays), shared.expressions).compute()
 
     def gather_staying(self, jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
         """Returns the inputs of a jaxpr, those that stay gathered; see [Note: Parameters that stay]."""
-        bundle, (body, _) = Bundle.of(inputs), _compat.open_jaxpr(jaxpr)
+        shared, (body, _) = SharedLeaves.of(inputs), _compat.open_jaxpr(jaxpr)
         variables = IdDict(zip(inputs, body.invars, strict=True))
-        leaves = list(bundle.leaves)
+        leaves = list(shared.leaves)
         staying = {i: x for i, x in enumerate(leaves) if isinstance(x, ShardedParam) and x.stays}
         if not staying:
             return list(inputs)
@@ -220,13 +220,13 @@ class Walk:
         self.gather([x for x in map(self.held.fill, read.values()) if is_cut(x)])
         for i, x in read.items():
             leaves[i] = dataclasses.replace(staying[i], unsharded=self.held.fill(x).unsharded)
-        return Bundle(tuple(leaves), bundle.template).values()
+        return SharedLeaves(tuple(leaves), shared.expressions).values()
 
-    def _gather_rows(self, x: Rows) -> jax.Array:
+    def _gather_rows(self, x: LazyRows) -> jax.Array:
         """Gathers all rows of a loop's result."""
         stacks, shared = self.gather(x.stacks), self.gather(x.shared)  # stacks: [L, D, F]
         unsharded = dataclasses.replace(x, shared=tuple(shared))
-        return jax.vmap(lambda rows: Bundle.of([unsharded.row(rows)]).compute()[0])(stacks)  # [L, ...]
+        return jax.vmap(lambda rows: SharedLeaves.of([unsharded.row(rows)]).compute()[0])(stacks)  # [L, ...]
 
 
 def _as_read(x: ShardedParam, jaxpr: Jaxpr, var: Var | None) -> ShardedParam:

@@ -33,7 +33,7 @@ from jzero._types import DType, PyTree
 from jzero.engine.trace import TracedLoss, Written
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import RUNS
-from jzero.layout.casts import holds
+from jzero.layout.casts import can_represent
 
 Changed: TypeAlias = Mapping[str, Mapping[str, jax.Array]]
 """What the loss wrote, by field of the train state and path in the field."""
@@ -97,7 +97,7 @@ def pair_written(
             continue
         value = _array(after[path], dtypes[path])
         shape = written_shape(name(path), old.shape)
-        if not hasattr(value, "dtype") or value.shape != shape or not holds(dtypes[path], value.dtype):
+        if not hasattr(value, "dtype") or value.shape != shape or not can_represent(dtypes[path], value.dtype):
             bad.append(f"  {name(path)}: {_kind(jax.ShapeDtypeStruct(shape, dtypes[path]))}, then {_kind(value)}")
         variables[path] = WrittenVariable(value, old, name(path))
     return variables, bad
@@ -110,7 +110,7 @@ def _array(x: PyTree, dtype: DType | None = None) -> PyTree:
     kind = next((kind for kind in (bool, int, float, complex) if isinstance(x, kind)), None)
     if kind is None:
         return x
-    return jnp.asarray(x, dtype if dtype is not None and holds(dtype, kind) else None)
+    return jnp.asarray(x, dtype if dtype is not None and can_represent(dtype, kind) else None)
 
 
 def _kind(x: PyTree) -> str:

@@ -1,14 +1,8 @@
-"""Analyzes jaxprs of any origin.
+"""Facts about jaxprs of any origin, and programs made of them. Nothing here knows a plan or a stage.
 
-Read `interpret` (values flow through a program) and `primitives` (traits of each operation), then `liveness` (the
-equations that an output needs), `equations` (searches programs), `repeats` (finds repeated blocks), `structure`
-(compares them), `edit` (builds programs) and `identity` (tables by jaxpr or array).
-
-`regions` finds the matrix work of each parameter in an optimizer's update, with `products` (which work that is), `flat`
-(takes programs apart) and `batches` (one slice of a stack).
-
-`rows` says how values depend on the rows of a batch: facts (`row_facts`), which each operation changes by its rule
-(`row_rules`).
-
-Nothing here knows a plan or a stage.
+Read `interpret` (values flow through a program), `primitives` (traits of each operation), `equations` (searches
+programs), `liveness` (what an output needs), `edit` (builds programs), `identity` (tables by jaxpr or array) and
+`sizes`. Then `repeats` (finds repeated blocks) with `structure` (compares them); `regions` (the matrix work of each
+parameter in an update) with `products`, `flat` (takes programs apart) and `batches` (one slice of a stack); `rows` (how
+values depend on the rows of a batch) with `row_facts` and `row_rules`.
 """

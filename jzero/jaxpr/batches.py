@@ -187,7 +187,7 @@ def _transpose(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sli
     return walk.bind(eqn, inputs, list(eqn.params["permutation"]).index(_dim_of(inputs)))
 
 
-def _without(name: str) -> Rule:
+def _without(name: str) -> BatchRule:
     """Returns the rule of an operation that drops some other dimensions, such as a reduction."""
 
     def rule(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
@@ -205,7 +205,7 @@ def _expand_dims(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_S
     return walk.bind(eqn, inputs, dim)
 
 
-def _along(name: str) -> Rule:
+def _along(name: str) -> BatchRule:
     """Returns the rule of an operation along other dimensions, such as a sort, a cumulative sum, a concatenation."""
 
     def rule(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
@@ -308,9 +308,9 @@ def _barrier(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Slice
     return _like(inputs, _compat.bind(eqn, [x.x for x in inputs]))
 
 
-Rule: TypeAlias = Callable[[_Slices, JaxprEqn, list[_Sliced]], list[_Sliced]]
+BatchRule: TypeAlias = Callable[[_Slices, JaxprEqn, list[_Sliced]], list[_Sliced]]
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, BatchRule] = {
     **dict.fromkeys(primitives_with(Trait.ELEMENTWISE), _elementwise),
     **dict.fromkeys(primitives_with(Trait.REDUCTION) - {"reduce"}, _without("axes")),
     "squeeze": _without("dimensions"),

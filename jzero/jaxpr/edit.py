@@ -44,20 +44,20 @@ class Editor:
         primitive: Primitive,
         inputs: Sequence[Atom],
         outputs: Sequence[Var],
-        near: JaxprEqn | None,
+        scope: JaxprEqn | None,
         **params: object,
     ) -> None:
         """Appends a new equation, in the scopes of another one."""
-        self.eqns.append(_compat.new_equation(primitive, inputs, outputs, params, near))
+        self.eqns.append(_compat.new_equation(primitive, inputs, outputs, params, scope))
 
-    def trace(self, fn: Callable[..., PyTree], inputs: Sequence[Atom], near: JaxprEqn | None) -> list[Atom]:
+    def trace(self, fn: Callable[..., PyTree], inputs: Sequence[Atom], scope: JaxprEqn | None) -> list[Atom]:
         """Appends the equations of a function of arrays, in the scopes of an equation; returns its results."""
         jaxpr, consts = _compat.traced(fn, [v.aval for v in inputs])
         constants: list[Atom] = [_compat.literal(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)]
 
         def append(eqn: JaxprEqn, values: list[Atom]) -> list[Var]:
             outs = [_compat.variable(v.aval) for v in eqn.outvars]
-            self.eqns.append(_compat.moved(eqn, values, outs, near))
+            self.eqns.append(_compat.moved(eqn, values, outs, scope))
             return outs
 
         return propagate(jaxpr, [*constants, *inputs], append, lambda literal: literal)
@@ -96,7 +96,7 @@ def params_retraced(eqn: JaxprEqn, function_of: Callable[[Jaxpr], Callable[..., 
     """
 
     def anew(jaxpr: Jaxpr) -> AnyJaxpr:
-        return jax.make_jaxpr(function_of(jaxpr))(*map(_compat.shape_of, jaxpr.in_avals))
+        return jax.make_jaxpr(function_of(jaxpr))(*map(_compat.shape_struct_of, jaxpr.in_avals))
 
     holding = {k: v for k, v in eqn.params.items() if any(jaxprs_in_params({k: v}))}
     return dict(jax.tree.map(anew, holding))

@@ -53,7 +53,7 @@ def flattened(jaxpr: AnyJaxpr, *, chooses: bool = False) -> ClosedJaxpr:
         return _compat.bind(eqn, inputs)
 
     opened, _ = _compat.open_jaxpr(jaxpr)
-    shapes = [_compat.shape_of(v.aval) for v in opened.invars]
+    shapes = [_compat.shape_struct_of(v.aval) for v in opened.invars]
     flat = jax.make_jaxpr(lambda *xs: evaluate(jaxpr, xs, apply))(*shapes)
     return _compat.with_outputs(flat, [True] * len(opened.outvars))
 

@@ -24,7 +24,7 @@ from jzero._compat import AnyJaxpr, Atom
 T = TypeVar("T")
 
 
-class Step(Protocol):
+class EquationLike(Protocol):
     """An equation, or a run of several."""
 
     @property
@@ -36,8 +36,8 @@ class Step(Protocol):
         """What it makes."""
 
 
-S = TypeVar("S", bound=Step)
-E_co = TypeVar("E_co", bound=Step, covariant=True)
+S = TypeVar("S", bound=EquationLike)
+E_co = TypeVar("E_co", bound=EquationLike, covariant=True)
 
 
 class Program(Protocol[E_co]):

@@ -39,7 +39,7 @@ THIN = 256
 """Floating-point operations per byte of a result. Accelerators do 150 to 300 in the time that they move a byte."""
 
 
-class Part(NamedTuple):
+class EquationRun(NamedTuple):
     """A run of a jaxpr's equations, with the attributes of a jaxpr that `interpret` needs.
 
     Attributes:
@@ -93,7 +93,7 @@ def aval_bytes(aval: jax.core.ShapedArray) -> int:
     return array_bytes(math.prod(aval.shape), aval.dtype)
 
 
-def split_into_parts(jaxpr: Jaxpr) -> list[Part]:
+def split_into_parts(jaxpr: Jaxpr) -> list[EquationRun]:
     """Splits the equations of a jaxpr into parts: the repeated blocks, and the equations before, between and after."""
     last_read = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _read(eqn)}
     last_read |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not _compat.is_literal(v)}
@@ -185,9 +185,9 @@ def _read(eqn: JaxprEqn) -> Iterator[Var]:
     return (v for v in eqn.invars if not _compat.is_literal(v))
 
 
-def _part(jaxpr: Jaxpr, begin: int, end: int, last_read: Mapping[Var, int], *, is_block: bool) -> Part:
+def _part(jaxpr: Jaxpr, begin: int, end: int, last_read: Mapping[Var, int], *, is_block: bool) -> EquationRun:
     eqns = jaxpr.eqns[begin:end]
     results = {v for eqn in eqns for v in eqn.outvars}
     reads = dict.fromkeys(v for eqn in eqns for v in _read(eqn) if v not in results)
     outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) >= end]
-    return Part(list(reads), outvars, eqns, is_block)
+    return EquationRun(list(reads), outvars, eqns, is_block)

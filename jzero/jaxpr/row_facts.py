@@ -18,7 +18,7 @@ from jzero import _compat
 How: TypeAlias = Literal["rows", "ratio", "sum"]
 
 
-class Kind(enum.IntEnum):
+class RowKind(enum.IntEnum):
     """How a value depends on rows. Operations that keep kinds give the highest of their operands'.
 
     Attributes:
@@ -68,7 +68,7 @@ class RowFacts(NamedTuple):
 
     differs: bool = False
     reads: bool = False
-    kind: Kind = Kind.SAME
+    kind: RowKind = RowKind.SAME
     row_dims: frozenset[int] = frozenset()
     rows: int = 1
     times: float = 1.0
@@ -79,12 +79,12 @@ class RowFacts(NamedTuple):
     @property
     def is_sum(self) -> bool:
         """Whether it is a sum over rows that is not divided by a multiple of their number."""
-        return self.kind is Kind.LINEAR and not self.row_dims and self.times not in (0, 1)
+        return self.kind is RowKind.LINEAR and not self.row_dims and self.times not in (0, 1)
 
     @property
     def coupled(self) -> Cause | None:
         """The equation that combined rows in a way that is not linear."""
-        return self.cause if self.kind is Kind.COUPLED else None
+        return self.cause if self.kind is RowKind.COUPLED else None
 
     def at(self, place: Callable[[int], int | None]) -> RowFacts:
         """Returns the facts after dimension `d` moved to `place(d)`; `None` drops it."""
@@ -101,7 +101,7 @@ def without(axes: Iterable[int]) -> Callable[[int], int | None]:
     return lambda d: None if d in gone else d - sum(a < d for a in gone)
 
 
-def joined(values: Sequence[RowFacts], kind: Kind, eqn: JaxprEqn | None = None, how: How = "sum") -> RowFacts:
+def joined(values: Sequence[RowFacts], kind: RowKind, eqn: JaxprEqn | None = None, how: How = "sum") -> RowFacts:
     """Returns facts of this kind about a result that reads all values; `eqn` combines rows, unless one before did."""
     causes = [x.cause for x in sorted(values, key=lambda x: -x.kind) if x.cause is not None]
     cause = next((x for x in causes if x.how == "ratio"), causes[0] if causes else None)  # which has a simple remedy
@@ -120,9 +120,9 @@ def collected(values: Sequence[RowFacts]) -> RowFacts:
 def applied(values: Sequence[RowFacts], eqn: JaxprEqn, how: How = "sum") -> RowFacts:
     """Returns the facts of any function of elements at the same position."""
     total = collected(values)._replace(times=1.0)
-    if total.kind is Kind.ROW and _cross(values):
-        return joined([total], Kind.COUPLED, eqn, "rows")
-    return joined([total], Kind.COUPLED, eqn, how) if total.kind is Kind.LINEAR else total
+    if total.kind is RowKind.ROW and _cross(values):
+        return joined([total], RowKind.COUPLED, eqn, "rows")
+    return joined([total], RowKind.COUPLED, eqn, how) if total.kind is RowKind.LINEAR else total
 
 
 def _cross(values: Sequence[RowFacts]) -> bool:
@@ -134,16 +134,16 @@ def _cross(values: Sequence[RowFacts]) -> bool:
 def added(values: Sequence[RowFacts], eqn: JaxprEqn) -> RowFacts:
     """Returns the facts of a sum of elements at the same position."""
     total = collected(values)
-    if total.kind is Kind.ROW and _cross(values):
-        total = total._replace(kind=Kind.LINEAR, times=2 * total.times)
-    is_shifted = total.kind is Kind.LINEAR and total.row_dims and any(x.kind is Kind.ROW for x in values)
+    if total.kind is RowKind.ROW and _cross(values):
+        total = total._replace(kind=RowKind.LINEAR, times=2 * total.times)
+    is_shifted = total.kind is RowKind.LINEAR and total.row_dims and any(x.kind is RowKind.ROW for x in values)
     # x - x.mean(0): whatever is applied to it couples rows
     return joined([total], total.kind, eqn, "rows") if is_shifted else total
 
 
 def scaled(x: RowFacts, number: float | None) -> RowFacts:
     """Returns the facts of a product with elements that all equal a number, see `RowFacts.number`."""
-    size, is_row = 1.0 if number is None or x.kind > Kind.LINEAR else abs(number), x.kind is Kind.ROW
+    size, is_row = 1.0 if number is None or x.kind > RowKind.LINEAR else abs(number), x.kind is RowKind.ROW
     if math.isnan(size):
         times = 0.0
     elif not 0 < size < 1 or abs(size * x.terms - 1) < 1e-3:  # no divisor, or that of a mean within each row
@@ -158,7 +158,7 @@ def scaled(x: RowFacts, number: float | None) -> RowFacts:
 def lost(values: Sequence[RowFacts], dims: Iterable[int] = ()) -> RowFacts:
     """Returns the facts of an operation that is not understood."""
     total = collected(values)
-    kind = total.kind if total.kind in (Kind.SAME, Kind.COUPLED) else Kind.UNKNOWN
+    kind = total.kind if total.kind in (RowKind.SAME, RowKind.COUPLED) else RowKind.UNKNOWN
     return total._replace(kind=kind, row_dims=frozenset(dims))
 
 
@@ -166,13 +166,13 @@ def summed(x: RowFacts, axes: Iterable[int], shape: Sequence[int]) -> RowFacts:
     """Returns the facts of sums along some dimensions."""
     left, own = x.at(without(axes)), x.row_dims & {*axes}
     count = math.prod(int(shape[d]) for d in own or axes)
-    if not own or x.kind > Kind.LINEAR:
+    if not own or x.kind > RowKind.LINEAR:
         return left._replace(terms=count)
     cause = x.cause if left.row_dims else None
-    return left._replace(kind=Kind.LINEAR, times=x.times * math.gcd(count, x.rows), terms=0, cause=cause)
+    return left._replace(kind=RowKind.LINEAR, times=x.times * math.gcd(count, x.rows), terms=0, cause=cause)
 
 
 def mixed(x: RowFacts, dims: Iterable[int], eqn: JaxprEqn) -> RowFacts:
     """Returns the facts of a function of all elements along some dimensions."""
-    couples = x.kind is Kind.ROW and not x.row_dims.isdisjoint(dims)
-    return joined([x], Kind.COUPLED, eqn, "rows") if couples else applied([x], eqn)
+    couples = x.kind is RowKind.ROW and not x.row_dims.isdisjoint(dims)
+    return joined([x], RowKind.COUPLED, eqn, "rows") if couples else applied([x], eqn)

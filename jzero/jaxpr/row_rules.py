@@ -20,8 +20,8 @@ from jzero._compat import Atom
 from jzero.jaxpr.primitives import Trait, primitives_with
 from jzero.jaxpr.row_facts import (
     SAME,
-    Kind,
     RowFacts,
+    RowKind,
     added,
     applied,
     collected,
@@ -33,13 +33,13 @@ from jzero.jaxpr.row_facts import (
     without,
 )
 
-Rule: TypeAlias = Callable[[JaxprEqn, list[RowFacts]], RowFacts | Sequence[RowFacts]]
-RULES: dict[str, Rule] = {}
+RowRule: TypeAlias = Callable[[JaxprEqn, list[RowFacts]], RowFacts | Sequence[RowFacts]]
+RULES: dict[str, RowRule] = {}
 """By the name of a primitive."""
 
 
-def _rule(names: str) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
+def _rule(names: str) -> Callable[[RowRule], RowRule]:
+    def register(rule: RowRule) -> RowRule:
         RULES.update(dict.fromkeys(names.split(), rule))
         return rule
 
@@ -56,7 +56,7 @@ def number_of(x: RowFacts, atom: Atom) -> float | None:
     return math.nan if x.number is None and not shape_of(atom) else x.number
 
 
-def literal(atom: Any) -> RowFacts:
+def facts_of_literal(atom: Any) -> RowFacts:
     """Returns the facts of a constant of the program."""
     is_number = not np.ndim(atom.val) and getattr(_compat.type_of(atom).dtype, "kind", "V") in "biuf"
     return RowFacts(number=float(atom.val) if is_number else math.nan)
@@ -99,7 +99,7 @@ def _stop(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
 @_rule("is_finite ne")
 def _compare(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     is_test = len(ins) == 1 or eqn.invars[0] is eqn.invars[1]  # x != x is isnan(x)
-    return SAME if is_test and ins[0].kind is not Kind.ROW else applied(ins, eqn)  # results are assumed to be finite
+    return SAME if is_test and ins[0].kind is not RowKind.ROW else applied(ins, eqn)  # results are assumed to be finite
 
 
 @_rule("mul")
@@ -113,9 +113,9 @@ def _multiply(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
 @_rule("div")
 def _divide(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     x, y = ins
-    is_sum = y.kind is Kind.LINEAR or (y.cause is not None and y.cause.how == "sum")  # maximum(mask.sum(), 1), say
-    if x.kind is Kind.LINEAR and is_sum:
-        return joined([x._replace(cause=None), y._replace(cause=None)], Kind.COUPLED, eqn, "ratio")
+    is_sum = y.kind is RowKind.LINEAR or (y.cause is not None and y.cause.how == "sum")  # maximum(mask.sum(), 1), say
+    if x.kind is RowKind.LINEAR and is_sum:
+        return joined([x._replace(cause=None), y._replace(cause=None)], RowKind.COUPLED, eqn, "ratio")
     if y.kind:
         return applied(ins, eqn, "ratio" if x.kind else "sum")._replace(times=x.times)
     number = number_of(y, eqn.invars[1])
@@ -144,7 +144,9 @@ def _mix(eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         return [lost(ins, x.row_dims)] * len(ins)  # rows that only change places: some undo it later
     y = mixed(x, dims, eqn)
     if name == "cumsum":  # sums, so of indices they may do no harm
-        return [joined([x], Kind.LINEAR, eqn, "rows")._replace(times=0.0) if x.kind is Kind.ROW and y.coupled else x]
+        return [
+            joined([x], RowKind.LINEAR, eqn, "rows")._replace(times=0.0) if x.kind is RowKind.ROW and y.coupled else x
+        ]
     return [y.at({d: d for d in range(len(shape_of(v)))}.get) for v in eqn.outvars]
 
 
@@ -251,7 +253,7 @@ def _gather(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
         return applied([kept, ids], eqn) if ids.kind else kept
     # Rows are chosen by the indices, as in `x[permutation]` and `logits[jnp.arange(8), labels]`.
     if ids.kind:
-        return ids if ids.kind is x.kind is Kind.ROW else lost(ins)
+        return ids if ids.kind is x.kind is RowKind.ROW else lost(ins)
     return kept._replace(row_dims=kept.row_dims | {*free})
 
 
@@ -267,7 +269,7 @@ def _scatter(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     total = collected([x, own])
     if len(ids.row_dims) == len(indices.row_dims) and len(own.row_dims) == len(updates.row_dims):
         return applied([x, own, ids], eqn) if ids.kind else total
-    if adds and indices.kind is Kind.ROW and not total.kind:  # a histogram counts rows
+    if adds and indices.kind is RowKind.ROW and not total.kind:  # a histogram counts rows
         return summed(indices, range(len(outer)), shape_of(eqn.invars[1]))
     dims = total.row_dims | {*(() if adds and indices.kind else numbers.scatter_dims_to_operand_dims)}
-    return lost(ins, dims) if indices.kind or total.kind > Kind.ROW else total._replace(row_dims=dims)
+    return lost(ins, dims) if indices.kind or total.kind > RowKind.ROW else total._replace(row_dims=dims)

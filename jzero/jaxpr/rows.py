@@ -29,13 +29,13 @@ from jzero.jaxpr import row_rules
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
-from jzero.jaxpr.row_facts import SAME, Kind, RowFacts, applied, collected, lost, mixed, summed, without
+from jzero.jaxpr.row_facts import SAME, RowFacts, RowKind, applied, collected, lost, mixed, summed, without
 from jzero.jaxpr.row_rules import shape_of
 
 SUMS = frozenset({"psum", "psum2", "psum_invariant"})
 EQUALIZING = SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant"}
 COLLECTIVES = EQUALIZING | {"reduce_scatter", "ppermute", "pgather", "all_to_all", "ragged_all_to_all", "axis_index"}
-MOST_PASSES = 8
+MOST_ITERATIONS = 8
 
 
 def row_facts(jaxpr: AnyJaxpr, *, batch: Sequence[bool], keys: Sequence[bool], axes: Iterable[str]) -> list[RowFacts]:
@@ -58,7 +58,9 @@ def row_facts(jaxpr: AnyJaxpr, *, batch: Sequence[bool], keys: Sequence[bool], a
     inputs = []
     for v, has_rows, is_key in zip(_compat.open_jaxpr(jaxpr)[0].invars, batch, keys, strict=True):
         is_rows = has_rows and bool(shape_of(v))
-        inputs.append(RowFacts(True, True, Kind.ROW, frozenset({0}), shape_of(v)[0]) if is_rows else RowFacts(is_key))
+        inputs.append(
+            RowFacts(True, True, RowKind.ROW, frozenset({0}), shape_of(v)[0]) if is_rows else RowFacts(is_key)
+        )
     return _Interpreter(frozenset(axes))(jaxpr, inputs)
 
 
@@ -135,7 +137,7 @@ class _Interpreter:
         consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
         now = -id(eqn)  # the dimension along which passes differ, if they are of different rows
         rows = [x.at(lambda d: d - 1 if d else now) for x in xs]
-        carry, outs = _settled(lambda carry: self(eqn.params["jaxpr"], [*consts, *carry, *rows]), carry, eqn)
+        carry, outs = _fixed_point(lambda carry: self(eqn.params["jaxpr"], [*consts, *carry, *rows]), carry, eqn)
         ys = [y.at(lambda d: d + 1) for y in outs[num_carry:]]
         return [*carry, *(y._replace(row_dims=y.row_dims - {now} | {0}) if now in y.row_dims else y for y in ys)]
 
@@ -143,7 +145,7 @@ class _Interpreter:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_cond, of_body, carry = ins[:first], ins[first : first + second], ins[first + second :]
         body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
-        carry, _ = _settled(lambda carry: self(body, [*of_body, *carry]), carry, eqn)
+        carry, _ = _fixed_point(lambda carry: self(body, [*of_body, *carry]), carry, eqn)
         (goes_on,) = self(eqn.params["cond_jaxpr"], [*of_cond, *carry])
         # A loop over all rows until none needs more, as `vmap` makes it, changes each by itself: no coupling.
         count = lost([goes_on])
@@ -162,7 +164,7 @@ class _Interpreter:
 
 def _literal(atom: Atom) -> RowFacts:
     """Returns the facts of a constant of the program."""
-    return attempt(row_rules.literal, atom) or RowFacts(number=math.nan)
+    return attempt(row_rules.facts_of_literal, atom) or RowFacts(number=math.nan)
 
 
 def _named(x: RowFacts, call: JaxprEqn) -> RowFacts:
@@ -173,7 +175,7 @@ def _named(x: RowFacts, call: JaxprEqn) -> RowFacts:
 
 
 def _either(values: Iterable[RowFacts]) -> RowFacts:
-    """Returns the facts of what may be either: results of branches, or of a loop's passes."""
+    """Returns the facts of what may be either: results of branches, or of a loop's iterations."""
     values = list(values)
     if values.count(values[0]) == len(values):
         return values[0]
@@ -181,26 +183,26 @@ def _either(values: Iterable[RowFacts]) -> RowFacts:
     return _marked(collected(values)._replace(number=number), values)
 
 
-def _settled(
-    turn: Callable[[list[RowFacts]], list[RowFacts]], carry: list[RowFacts], eqn: JaxprEqn
+def _fixed_point(
+    iterate: Callable[[list[RowFacts]], list[RowFacts]], carry: list[RowFacts], eqn: JaxprEqn
 ) -> tuple[list[RowFacts], list[RowFacts]]:
-    """Returns the facts of a loop's carry after any number of passes, and of the results of a pass."""
-    for _ in range(MOST_PASSES + len(carry)):  # values may move on by one place in each pass
-        outs = turn(carry)
-        after = [_either([x, _of_last_pass(y, x, eqn)]) for x, y in zip(carry, outs, strict=False)]
+    """Returns the facts of a loop's carry after any number of iterations, and of the results of one."""
+    for _ in range(MOST_ITERATIONS + len(carry)):  # values may move on by one place in each iteration
+        outs = iterate(carry)
+        after = [_either([x, _of_last_iteration(y, x, eqn)]) for x, y in zip(carry, outs, strict=False)]
         if after == carry:
             return carry, outs
         carry = after
-    carry = [_marked(RowFacts(kind=Kind.UNKNOWN), carry) for _ in carry]
-    return carry, turn(carry)
+    carry = [_marked(RowFacts(kind=RowKind.UNKNOWN), carry) for _ in carry]
+    return carry, iterate(carry)
 
 
-def _of_last_pass(x: RowFacts, before: RowFacts, eqn: JaxprEqn) -> RowFacts:
-    """Returns the facts of a carry that one pass of a loop passes on to the next."""
+def _of_last_iteration(x: RowFacts, before: RowFacts, eqn: JaxprEqn) -> RowFacts:
+    """Returns the facts of a carry that one iteration of a loop hands on to the next."""
     x = x._replace(terms=0, number=None if x.number is None else math.nan)
     if -id(eqn) not in x.row_dims:
         return x
-    # Passes of different rows add up.
-    kind, length = max(x.kind, Kind.LINEAR), eqn.params["length"]
+    # Iterations of different rows add up.
+    kind, length = max(x.kind, RowKind.LINEAR), eqn.params["length"]
     times = x.times if x.times == before.times else x.times * math.gcd(length, x.rows)
     return x._replace(kind=kind, row_dims=x.row_dims - {-id(eqn)}, times=times)

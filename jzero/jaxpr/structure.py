@@ -150,7 +150,7 @@ class Structures:
             return jax.jvp(fn, [values[i] for i in differentiable], tangents)
 
         with _compat.where_traced(eqn):
-            shapes = [_compat.shape_of(v.aval) for v in eqn.invars]
+            shapes = [_compat.shape_struct_of(v.aval) for v in eqn.invars]
             rule = jax.make_jaxpr(jvp)(shapes, [shapes[i] for i in differentiable])
         return others | {"rule": self._of_rules(rule)}
 

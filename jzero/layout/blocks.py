@@ -1,7 +1,8 @@
 """Blocks of integers or of 4-bit codes: arrays of floating-point numbers as bytes, rounded.
 
-In: an array that is cut on one dimension, [*stacked, ..., C, ...]. Out: one array of bytes, [*stacked, C, K], in which
-row `c` has all elements at index `c` of the cut dimension: n blocks of b integers, then n scales in fp32. So no block
+    pack(x, dim, num_stacked, kind) -> jax.Array     [*stacked, ..., C, ...] -> bytes [*stacked, C, K]
+
+Row `c` has all elements at index `c` of the cut dimension: n blocks of b integers, then n scales in fp32. So no block
 crosses a shard, whatever their number, and a row of a stack has the blocks of a layer by itself. Integers and scales
 are one array, so each hop is one collective, and whatever can slice an array can slice this one.
 

@@ -91,7 +91,7 @@ def round_stochastically(x: jax.Array, key: jax.Array, positions: jax.Array) -> 
     return jnp.where(jnp.isfinite(x) & jnp.isfinite(rounded), rounded, x).astype(jnp.bfloat16)
 
 
-def holds(dtype: DType, value_dtype: DType | type[complex]) -> bool:
+def can_represent(dtype: DType, value_dtype: DType | type[complex]) -> bool:
     """Whether a dtype can take values of another one, or numbers of Python, without loss of range or kind."""
     if dtype == value_dtype:
         return True

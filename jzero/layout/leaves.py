@@ -20,8 +20,8 @@ from jzero._types import DType
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.casts import apply_edits
 from jzero.layout.cut import Cut
+from jzero.layout.dtype_range import describe_misfit
 from jzero.layout.mesh import HOST_MEMORY, AnyMesh, names_host_memory, num_parts
-from jzero.layout.misfits import describe_misfit
 from jzero.layout.padded import Padded, box, is_padded
 from jzero.layout.placement import Look, Memory, gather_arrays, memory_of, on_device, place_array, relayout, to_memory
 from jzero.layout.stored import InRecords, Like, Stored

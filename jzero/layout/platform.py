@@ -9,20 +9,20 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from jzero.layout.mesh import AnyMesh, mesh_platform
 
-Fence: TypeAlias = Literal["whole", "light", "data"]
+Wait: TypeAlias = Literal["barrier", "light", "select"]
+"""How a value waits for others, see [Note: Barriers and selects]."""
 
 
 class PlatformFacts(NamedTuple):
     """Facts about a platform's compiler.
 
     Attributes:
-      fence: The way to keep it from merging two gathers of a shard: a barrier with the arrays of the second use
-        ("whole"), a barrier with one element of each large array, since barriers write their operands to memory
-        ("light"), or a select by one element, since it merges gathers across barriers ("data").
+      second_gather: How a second gather of a shard waits for the operands of its use, lest the compiler merge it with
+        the first.
       postpones: Whether it postpones the products that make gradients of weights, and keeps their operands, so that
         the backward pass must wait for them; see [Note: Waiting for gradients].
       prefetches: Whether loops gather one iteration ahead by default; see [Note: Gathering one turn ahead].
-      hops_late: Whether loops over several nodes finish reductions beside the products of the next iteration.
+      pipelines_reductions: Whether loops over several nodes finish reductions beside the next products.
       copies_results: Whether gathered arrays stay beside those that they replace until the end, unless these are
         operands; see [Note: Gathering new parameters].
       transposes_gathers: Whether a gather along another dimension than the first makes it transpose what computes the
@@ -31,10 +31,10 @@ class PlatformFacts(NamedTuple):
       sums_bf16: Whether it can sum bf16 over some of several mesh axes; otherwise the process crashes.
     """
 
-    fence: Fence = "whole"
+    second_gather: Wait = "barrier"
     postpones: bool = False
     prefetches: bool = False
-    hops_late: bool = False
+    pipelines_reductions: bool = False
     copies_results: bool = False
     transposes_gathers: bool = False
     is_tiled: bool = False
@@ -42,9 +42,9 @@ class PlatformFacts(NamedTuple):
 
 
 PLATFORMS = {
-    "cpu": PlatformFacts(fence="data", sums_bf16=False),
-    "gpu": PlatformFacts(postpones=True, prefetches=True, hops_late=True, transposes_gathers=True),
-    "tpu": PlatformFacts(fence="light", copies_results=True, is_tiled=True),
+    "cpu": PlatformFacts(second_gather="select", sums_bf16=False),
+    "gpu": PlatformFacts(postpones=True, prefetches=True, pipelines_reductions=True, transposes_gathers=True),
+    "tpu": PlatformFacts(second_gather="light", copies_results=True, is_tiled=True),
     None: PlatformFacts(transposes_gathers=True, is_tiled=True),  # an abstract mesh: safe on every platform
 }
 

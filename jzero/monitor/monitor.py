@@ -16,7 +16,7 @@ from jzero.config.settings import FLAG, check, integer, optional
 from jzero.monitor.profiler import StepProfiler
 from jzero.monitor.progress import Bar, Lines, make_display
 from jzero.monitor.readings import PREFIX, fetch, peak_device_bytes, scalars
-from jzero.monitor.run_settings import as_data
+from jzero.monitor.run_settings import settings_as_data
 from jzero.monitor.sinks import Sink
 
 
@@ -137,7 +137,7 @@ class Monitor:
             for sink in self._sinks if self._speaks else ():
                 if hasattr(sink, "start"):
                     undo.callback(getattr(sink, "close", lambda: None))
-                    sink.start(as_data(self._config))
+                    sink.start(settings_as_data(self._config))
             self._begin_step()  # fails if another profile is being taken
             undo.pop_all()
         return self
@@ -158,11 +158,11 @@ class Monitor:
         values = scalars(metrics)
         done = self.step - self._start_step
         if done == 1 or (done and self.step % self._every == 0):
-            self._settle()
+            self._report_pending()
         self.step += 1
         self._pending.append(values)
         if self._profiler is not None:
-            self._profiler.after(done + 1, self._settle)
+            self._profiler.after(done + 1, self._report_pending)
         self._begin_step()
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ class Monitor:
         """
         self._check_entered()
         named = scalars(values)
-        self._settle()
+        self._report_pending()
         if self._speaks:
             (fetched,) = fetch([named])
             self._emit(self.step, fetched)
@@ -191,7 +191,7 @@ class Monitor:
           ...     pass  # evaluate, sample, save
         """
         self._check_entered()
-        self._settle()
+        self._report_pending()
         try:
             yield
         finally:
@@ -207,7 +207,7 @@ class Monitor:
             with contextlib.ExitStack() as stack:  # calls each, whatever the others raise
                 for close in closes:
                     stack.callback(close)
-                self._settle()
+                self._report_pending()
         except Exception as failure:
             if error is None:
                 raise
@@ -224,11 +224,11 @@ class Monitor:
 
     def _begin_step(self) -> None:
         if self._profiler is not None:
-            self._profiler.before(self.step - self._start_step + 1, self.step + 1, self._settle)
+            self._profiler.before(self.step - self._start_step + 1, self.step + 1, self._report_pending)
         if not self._pending:  # the start and the writing of a trace do not count
             self._since = time.perf_counter()
 
-    def _settle(self) -> None:
+    def _report_pending(self) -> None:
         """Writes all pending steps, as one interval. Waits for the last of them."""
         pending, self._pending = self._pending, []
         if not pending or not self._speaks:

@@ -22,21 +22,21 @@ class StepProfiler:
         self._open = False
         self._annotation: Any = None
 
-    def before(self, count: int, step: int, settle: Callable[[], None]) -> None:
-        """Call it before step number `count` of this run; `settle` waits for the steps before."""
+    def before(self, count: int, step: int, wait: Callable[[], None]) -> None:
+        """Call it before step number `count` of this run; `wait` waits for the steps before."""
         if count == self.first:
-            settle()
+            wait()
             jax.profiler.start_trace(self.directory)
             self.started = self._open = True
         if self._open:
             self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
             self._annotation.__enter__()
 
-    def after(self, count: int, settle: Callable[[], None]) -> None:
+    def after(self, count: int, wait: Callable[[], None]) -> None:
         """Call it after step number `count` was dispatched."""
         self._leave()
         if self._open and count == self.last:
-            settle()
+            wait()
             self.close()
 
     def close(self) -> None:

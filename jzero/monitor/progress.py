@@ -44,7 +44,7 @@ class Lines:
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the newest values."""
         of = "" if self.total is None else f"/{self.total}"
-        text = describe(values, self.shown)
+        text = describe_progress(values, self.shown)
         if not text:
             return
         sys.stdout.write(f"step {step}{of}  {text}\n")
@@ -77,14 +77,16 @@ class Bar:
         if any(name.startswith(PREFIX) for name in values):
             self._values = {k: v for k, v in self._values.items() if not k.startswith(PREFIX)}
         self._values |= values
-        self._bar.update(self._task, completed=step, description=describe(self._values, self.shown), refresh=True)
+        self._bar.update(
+            self._task, completed=step, description=describe_progress(self._values, self.shown), refresh=True
+        )
 
     def close(self) -> None:
         """Leaves the bar as it is now."""
         self._bar.stop()
 
 
-def describe(values: Mapping[str, float], shown: Sequence[str]) -> str:
+def describe_progress(values: Mapping[str, float], shown: Sequence[str]) -> str:
     """Returns the named values as text, then step time, speed, memory and skipped steps, if known."""
     parts = [f"{name} {values[name]:.4g}" for name in shown if name in values]
     if "perf/first_step_seconds" in values:

@@ -10,7 +10,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import plan_summary
 
 
-def as_data(value: Any) -> Any:
+def settings_as_data(value: Any) -> Any:
     """Returns settings as nested dictionaries and lists of numbers and text.
 
     A plan becomes its summary, a dataclass (such as a `ZeroConfig`) a dictionary of its fields; of anything else that
@@ -19,5 +19,5 @@ def as_data(value: Any) -> Any:
     if isinstance(value, ZeroPlan):
         return {**plan_summary(value), "config": _text.as_data(value.config)}
     if isinstance(value, Mapping):
-        return {str(name): as_data(x) for name, x in value.items()}
+        return {str(name): settings_as_data(x) for name, x in value.items()}
     return _text.as_data(value)

@@ -40,7 +40,7 @@ def check_names(values: Mapping[str, float], reserved: tuple[str, ...]) -> None:
         raise ValueError(f"This sink writes {reserved} of its own: rename the values {clashes}.")
 
 
-class Lines:
+class LineFile:
     """A text file that grows by whole lines. Each goes to the operating system at once.
 
     Args:
@@ -98,7 +98,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._lines = Lines(path, _is_json)
+        self._lines = LineFile(path, _is_json)
         self.path = self._lines.path
 
     def __repr__(self) -> str:
@@ -147,7 +147,7 @@ class Csv:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._lines = Lines(path, lambda tail: False)
+        self._lines = LineFile(path, lambda tail: False)
         self.path = self._lines.path
         self._columns: list[str] | None = None
 

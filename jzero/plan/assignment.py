@@ -1,6 +1,6 @@
 """Assigns the matrices of an update to devices, and reports what each device computes.
 
-    assign(counts, costs, num_devices, *, in_rounds) -> Schedule
+    assign(counts, costs, num_devices, *, in_rounds) -> Assignment
 
 Given how many units of each kind there are, and what one costs, devices get as even shares as units allow:
 
@@ -16,27 +16,27 @@ from typing import NamedTuple
 
 from jzero._text import picked
 
-WORTH_SLOTS = 0.9
+WORTH_BATCHES = 0.9
 """Units of equal kind go in rounds, without branches, unless the busiest device then has less than this share."""
 
 
-class Schedule(NamedTuple):
+class Assignment(NamedTuple):
     """Who computes which units.
 
     Attributes:
       rounds: For each kind the number of units that every device computes; those units come first.
-      slots: What is left: for each slot and device the kind and number of a unit, or `None`.
+      per_device_batches: What is left: by batch and device, the kind and number of a unit, or `None`.
       loads: The cost on each device.
     """
 
     rounds: list[int]
-    slots: list[list[tuple[int, int] | None]]
+    per_device_batches: list[list[tuple[int, int] | None]]
     loads: list[float]
 
 
 def assign(
     counts: Sequence[int], costs: Sequence[float], num_devices: int, *, in_rounds: Sequence[bool] = ()
-) -> Schedule:
+) -> Assignment:
     """Distributes units, largest first, each to the device with least work so far.
 
     Args:
@@ -48,10 +48,12 @@ def assign(
     rounds = [count // num_devices for count in counts]
     pinned = [r if must else 0 for r, must in zip(rounds, in_rounds or [False] * len(counts), strict=True)]
     plain, balanced = (_largest_first(counts, costs, num_devices, begin) for begin in (rounds, pinned))
-    return balanced if max(balanced.loads) < WORTH_SLOTS * max(plain.loads) else plain
+    return balanced if max(balanced.loads) < WORTH_BATCHES * max(plain.loads) else plain
 
 
-def _largest_first(counts: Sequence[int], costs: Sequence[float], num_devices: int, rounds: Sequence[int]) -> Schedule:
+def _largest_first(
+    counts: Sequence[int], costs: Sequence[float], num_devices: int, rounds: Sequence[int]
+) -> Assignment:
     """Distributes what is left after some rounds; kinds of which every device then has units make further rounds."""
     first = sum(r * cost for r, cost in zip(rounds, costs, strict=True))
     loads = [(first, device) for device in range(num_devices)]
@@ -70,8 +72,8 @@ def _largest_first(counts: Sequence[int], costs: Sequence[float], num_devices: i
         for device, number in enumerate(taken[kind]):
             left[device] += [(kind, next(units)) for _ in range(number - common[kind])]
     depth = max(map(len, left))
-    slots = [[units[s] if s < len(units) else None for units in left] for s in range(depth)]
-    return Schedule(all_rounds, slots, [load for load, _ in sorted(loads, key=lambda x: x[1])])
+    per_device_batches = [[units[s] if s < len(units) else None for units in left] for s in range(depth)]
+    return Assignment(all_rounds, per_device_batches, [load for load, _ in sorted(loads, key=lambda x: x[1])])
 
 
 class MatrixKind(NamedTuple):

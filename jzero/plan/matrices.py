@@ -33,7 +33,7 @@ from jzero.jaxpr.structure import Structures
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import mesh_platform
-from jzero.plan.assignment import MatrixKind, MatrixWork, Schedule, WholeMatrix, assign
+from jzero.plan.assignment import Assignment, MatrixKind, MatrixWork, WholeMatrix, assign
 from jzero.plan.choice import choose_cut
 from jzero.plan.plan import ZeroPlan
 
@@ -169,7 +169,7 @@ def _work(plan: ZeroPlan, region: Region, layouts: Mapping[tuple[int, ...], Stat
     def port(v: Var, dims: tuple[int, ...]) -> Port:
         shape, dtype = tuple(_compat.type_of(v).shape), jnp.dtype(_compat.type_of(v).dtype)
         leaf = layouts.get(shape) or plan.whole_leaf("", shape or (1,), dtype)
-        return Port(leaf, dims, *_journey(leaf, dims, plan.num_shards), dtype)
+        return Port(leaf, dims, *_exchange(leaf, dims, plan.num_shards), dtype)
 
     inputs = tuple(map(port, region.inputs, units.inputs))
     outputs = tuple(map(port, region.outputs, units.outputs))
@@ -210,7 +210,7 @@ def _sliced(units: _Units, scan_dim: int | None) -> _Units | None:
     return None
 
 
-def _journey(leaf: StateLeaf, dims: tuple[int, ...], num_shards: int) -> tuple[Cut, Cut | None]:
+def _exchange(leaf: StateLeaf, dims: tuple[int, ...], num_shards: int) -> tuple[Cut, Cut | None]:
     """Returns how an array is cut while it travels, and how a unit is then; `None` if the units need not travel."""
     cut = leaf.cut
     if cut is not None and dims and cut.cuts(dims[0]) and cut.is_stored_naturally:
@@ -226,7 +226,7 @@ def _journey(leaf: StateLeaf, dims: tuple[int, ...], num_shards: int) -> tuple[C
     return cut, dataclasses.replace(cut, shape=tuple(1 if d in dims else n for d, n in enumerate(leaf.shape)))
 
 
-def schedule_of(works: Sequence[Work], num_shards: int) -> tuple[list[list[Work]], Schedule]:
+def schedule_of(works: Sequence[Work], num_shards: int) -> tuple[list[list[Work]], Assignment]:
     """Returns works of one level in groups of equal kind, and who computes which of their units."""
     kinds: dict[Hashable, list[Work]] = {}
     for work in works:

@@ -27,7 +27,7 @@ from jzero.plan.traffic import why_not_stored
 T = TypeVar("T")
 
 
-def describe(path: KeyPath, x: object, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
+def describe_leaf(path: KeyPath, x: object, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
     """Describes an input leaf: natural shape, dtype, and its spec over other mesh axes."""
     shape = tuple(getattr(x, "shape", ()))
     sharding = getattr(x, "sharding", None)
@@ -55,7 +55,7 @@ def plan_params(
 ) -> list[LeafPlan]:
     """Returns the layout of each parameter; `offloaded` has the indices of those whose state leaves the devices."""
     paths, values = unzip(jax.tree_util.tree_leaves_with_path(params))
-    described = [describe(path, x, config, mesh) for path, x in zip(paths, values, strict=True)]
+    described = [describe_leaf(path, x, config, mesh) for path, x in zip(paths, values, strict=True)]
     rules = [config.rule_for(leaf.path) for leaf in described]
     _check_rules(config, described, rules)
     scan_dims = find_scan_dims([key_names(p) for p in paths], [leaf.shape for leaf in described], rules)
@@ -181,7 +181,7 @@ def plan_other_field(
     for above, tree in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_copy):
         copies = range(len(plans)) if is_copy(tree) else [None]
         for i, (path, x) in zip(copies, jax.tree_util.tree_leaves_with_path(tree), strict=True):
-            leaf = describe((jax.tree_util.GetAttrKey(name), *above, *path), x, config, mesh)
+            leaf = describe_leaf((jax.tree_util.GetAttrKey(name), *above, *path), x, config, mesh)
             laid_out.append(_like_param(leaf, i, plans[i].param) if i is not None else _kept_whole(leaf, name))
     return laid_out
 

@@ -34,7 +34,7 @@ from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, 
 from jzero.plan.opt_state import DiskState, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.param_leaves import (
     check_rules_match,
-    describe,
+    describe_leaf,
     dtype_of,
     far_memory,
     freeze,
@@ -69,10 +69,10 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
     initialised = jax.eval_shape(tx.init, optimizer_inputs)
     update = _Update(tx, initialised, trace_update(tx, optimizer_inputs, initialised))
     plan = with_matrices(_choose_plan(state, update, config, mesh), update.jaxpr)
-    if config.offload.is_late and not plan.has_records:
-        late, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")
+    if config.offload.delays_updates and not plan.has_records:
+        name, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")
         raise ValueError(
-            f"`Offload.{late}` lets the update of what is on the host or on disk run beside the next step, but here is "
+            f"`Offload.{name}` lets the update of what is on the host or on disk run beside the next step, but here is "
             "nothing: the optimizer keeps nothing of a parameter's shape, or rules keep all of it on the devices. "
             f"Set `{off}`."
         )
@@ -192,7 +192,7 @@ def _make_plan(
     dtypes = [dtype_of(x) for x in jax.tree.leaves(state.params)]
     leaves = [freeze(leaf, dtype, config) if f else leaf for leaf, dtype, f in zip(leaves, dtypes, frozen, strict=True)]
     inner = [
-        plan_opt_leaf(describe(path, x, config, mesh), owner, init_dtypes[path_str(path)], leaves, config, mesh)
+        plan_opt_leaf(describe_leaf(path, x, config, mesh), owner, init_dtypes[path_str(path)], leaves, config, mesh)
         for path, x, owner in zip(paths, values, owners, strict=True)
     ]
     shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in offloaded and leaf.trained}
@@ -257,7 +257,7 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[object]) -> ZeroOptState | N
     keeps = (has_masters, plan.rounds_stochastically, isinstance(dynamic, DynamicLossScale), plan.has_records)
     if not any(keeps):
         return None
-    waiting = host_array(False, np.bool_) if plan.config.offload.is_late else None
+    waiting = host_array(False, np.bool_) if plan.config.offload.delays_updates else None
     entries = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
     return ZeroOptState(
         inner=None,

@@ -41,12 +41,12 @@ def device_bytes(plan: StateLayout) -> BytesPerDevice:
 
 def host_bytes(plan: StateLayout) -> BytesPerDevice:
     """Returns `ZeroPlan.host_bytes_per_device`."""
-    offload, late = plan.config.offload, [plan.leaves[i].grad for i in plan.record_fields]
-    sums = [dataclasses.replace(x, dtype=wide_dtype(x.dtype)) for x in late]
+    offload, grads = plan.config.offload, [plan.leaves[i].grad for i in plan.record_fields]
+    sums = [dataclasses.replace(x, dtype=wide_dtype(x.dtype)) for x in grads]
     records = 0 if offload.optimizer == "disk" else record_bytes(plan) * (1 if offload.delay else 2)
     return BytesPerDevice(
         params=_sum_bytes(plan.all_params, "host"),
-        grads=2 * _sum_bytes(sums) if offload.zenflow else _sum_bytes(late) if offload.delay else 0,
+        grads=2 * _sum_bytes(sums) if offload.zenflow else _sum_bytes(grads) if offload.delay else 0,
         opt_state=_sum_bytes(plan.opt_leaves, "host") + records,
     )
 

@@ -42,7 +42,7 @@ def check_optimizer(tx: object) -> None:
         )
 
 
-def check_fields(state: TrainStateLike) -> None:
+def check_state_fields(state: TrainStateLike) -> None:
     """Raises a `TypeError` if a field that training needs is missing, or lists the leaves that are no numbers."""
     for name in ("step", "params"):
         if getattr(state, name, 0) is None:

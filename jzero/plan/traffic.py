@@ -20,7 +20,7 @@ from jzero.layout.mesh import shard_axes
 from jzero.layout.route import Collective, Leg, Route, route_of
 from jzero.plan.state_layout import StateLayout
 
-Kind = TypeVar("Kind", bound=str)
+Q = TypeVar("Q", bound=str)
 
 
 class GatherPlan(NamedTuple):
@@ -119,7 +119,7 @@ class Traffic:
         """Whether gradients cross nodes once per step, however often their parameters are used."""
         return self.plan.config.secondary_grads and micro_batches > 1
 
-    def _kind(self, asked: Kind, leaf: StateLeaf) -> Kind | Literal["none"]:
+    def _kind(self, asked: Q, leaf: StateLeaf) -> Q | Literal["none"]:
         return "none" if asked == "none" or self._why_exact(leaf) else asked
 
     def _why_exact(self, leaf: StateLeaf) -> str:
@@ -145,7 +145,7 @@ class Traffic:
         return sum(x.num_bytes for x in self._gathers_in(micro_batches))
 
     def sent_bytes(self, *, micro_batches: int = 1) -> LevelBytes:
-        """See `ZeroPlan.sent_bytes`."""
+        """Returns the bytes that one device sends per step, within and between nodes."""
         found = self._gathers_in(micro_batches)
         within_nodes, *over_nodes = shard_axes(self.plan.config)
         for leaf in self.plan.leaves:
@@ -153,9 +153,9 @@ class Traffic:
             if cut is None:
                 continue
             dtype = cast_dtype(leaf.compute_dtype, self.plan.config.policy.reduce)
-            late = self.is_reduced_once(micro_batches)
+            between_once = self.is_reduced_once(micro_batches)
             for x in self.route_of_gradient(leaf).reductions(cut.of_part(self.plan.mesh.shape), dtype):
-                once = self.plan.config.stage < 2 or (late and within_nodes not in x.axes)
+                once = self.plan.config.stage < 2 or (between_once and within_nodes not in x.axes)
                 found += [x] * (1 if once else micro_batches)
         between = sum(x.sent_bytes for x in found if not {*over_nodes}.isdisjoint(x.axes))
         return LevelBytes(round(sum(x.sent_bytes for x in found) - between), round(between))

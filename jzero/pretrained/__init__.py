@@ -1,1 +1,1 @@
-"""The former name of `jzero.weights`, for one release."""
+"""The former name of `jzero.weights`, for one release: `presets` alone."""

@@ -14,24 +14,24 @@ from jzero.disk.pipeline import Pipeline
 from jzero.plan.plan import ZeroPlan
 from jzero.records.records import Record, Records, first_holders
 
-Part: TypeAlias = tuple[int, jax.Device]
+DevicePart: TypeAlias = tuple[int, jax.Device]
 """One device's part of a parameter."""
 Index: TypeAlias = tuple[slice | np.ndarray, ...]
 
 
 @dataclasses.dataclass(eq=False)
-class NearColumns:
+class DeviceColumns:
     """The columns that the devices update in each step.
 
     Attributes:
       records: The records of the state.
       chosen: The columns by parameter, int32 [parts · K].
-      near: What they have on the devices, one array per field, [..., N · K, ...].
+      on_device: What they have, one array per field, [..., N · K, ...].
     """
 
     records: Records
     chosen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    near: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    on_device: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
 
     @property
     def plan(self) -> ZeroPlan:
@@ -41,7 +41,7 @@ class NearColumns:
     def take(self, chosen: dict[int, jax.Array]) -> None:
         """Takes columns to the devices, in place of others, which go back into the records."""
         parts = self.move(self.records.pipeline, chosen)
-        self.near = {
+        self.on_device = {
             i: [self._placed(i, [x[k] for x in of.values()], of) for k in range(self._num_fields(i))]
             for i in chosen
             if (of := {d: x for (j, d), x in parts.items() if j == i})
@@ -63,7 +63,7 @@ class NearColumns:
         arrays = [jax.device_put(there[first], d) for d, first in first_holders(self.plan, leaf).items()]
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
 
-    def move(self, pipeline: Pipeline, chosen: Mapping[int, jax.Array]) -> dict[Part, list[np.ndarray]]:
+    def move(self, pipeline: Pipeline, chosen: Mapping[int, jax.Array]) -> dict[DevicePart, list[np.ndarray]]:
         """Writes the columns on the devices into records; returns those that are chosen now, by field.
 
         Args:
@@ -71,7 +71,7 @@ class NearColumns:
           chosen: The columns to return.
         """
         columns_of = {(i, s.device): np.asarray(s.data) for i, x in chosen.items() for s in x.addressable_shards}
-        columns_read: dict[Part, list[np.ndarray]] = {}
+        columns_read: dict[DevicePart, list[np.ndarray]] = {}
 
         def visit(number: int, buffer: np.ndarray) -> None:
             record = self.records.index[number]
@@ -103,8 +103,8 @@ class NearColumns:
         inside, columns = _overlap(record, dim, chosen)
         at: Index = _at(record, dim, inside)
         there: Index = (*[slice(None)] * dim, columns)
-        for near, view in zip(self.near[record.param], views, strict=True):
-            view[there] = _part(near, record.device)[at]
+        for x, view in zip(self.on_device[record.param], views, strict=True):
+            view[there] = _part(x, record.device)[at]
 
 
 def _part(x: jax.Array, device: jax.Device) -> np.ndarray:

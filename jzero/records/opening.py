@@ -9,7 +9,7 @@ from jzero.layout.records import field_offsets
 from jzero.plan.plan import ZeroPlan
 from jzero.records.records import Records, layout
 from jzero.records.schedules import AtOnce, Delayed
-from jzero.records.zenflow import ZenFlow
+from jzero.records.zenflow import ZenFlowSchedule
 
 
 def open_records(plan: ZeroPlan) -> Records:
@@ -23,5 +23,5 @@ def open_records(plan: ZeroPlan) -> Records:
     else:
         store = DiskStore(check_folder(offload.path), sizes, heads, checksum=offload.disk_checksum)
     records = Records(plan, index, Pipeline(store, threads=offload.disk_threads))
-    records.pending = Delayed() if offload.delay else AtOnce() if offload.zenflow is None else ZenFlow(records)
+    records.pending = Delayed() if offload.delay else AtOnce() if offload.zenflow is None else ZenFlowSchedule(records)
     return records

@@ -46,7 +46,7 @@ class RecordUpdate:
         # Nothing reads the old parameters, whose memory the new ones take over: unused arguments would not be donated.
         self.finish = jax.jit(self._finish, donate_argnums=0, keep_unused=True)
         self.finish_columns = jax.jit(self._finish_columns, donate_argnums=(0, 1), keep_unused=True)
-        self.land = jax.jit(self._land, donate_argnums=0)
+        self.apply_sums = jax.jit(self._apply_sums, donate_argnums=0)
         self.scalars = jax.jit(self._scalars, static_argnums=(0, 1))
         self._analysed = jax.jit(self._analyse, static_argnames="means")
 
@@ -92,7 +92,7 @@ class RecordUpdate:
     def _finish_columns(
         self,
         state: State,
-        near: dict[int, list[jax.Array]],
+        on_device: dict[int, list[jax.Array]],
         chosen: dict[int, jax.Array],
         changed: Changed,
         done: Done,
@@ -102,13 +102,13 @@ class RecordUpdate:
         for kernel, of in zip(done.program.passes[0], operands, strict=True):
             if (i := kernel.param) in chosen:
                 grad = done.grads.grads[i].reduced
-                new[i], new_params[i] = update_columns(self.plan, kernel, of, grad, params[i], chosen[i], near[i])
+                new[i], new_params[i] = update_columns(self.plan, kernel, of, grad, params[i], chosen[i], on_device[i])
         light = done.grads.without_grads
         return self._finish(state, light, changed, dataclasses.replace(done, params=new_params)), new
 
     @jax.named_scope("zero_update")
-    def _land(self, state: State, results: dict[int, jax.Array], chosen: dict[int, jax.Array]) -> State:
-        return self._with_params(state, self.tx.with_late_results(state.params, results, chosen))
+    def _apply_sums(self, state: State, results: dict[int, jax.Array], chosen: dict[int, jax.Array]) -> State:
+        return self._with_params(state, self.tx.with_record_results(state.params, results, chosen))
 
 
 def _mean(leaf: StateLeaf) -> jax.ShapeDtypeStruct:

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import Pipeline
-from jzero.disk.rows import Row, RowReader
+from jzero.disk.rows import RowReader, StoredRow
 from jzero.layout.box import Box
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.placement import Memory
@@ -135,7 +135,7 @@ class Records:
         """Where they are: in the memory of the host, or on a disk."""
         return "host" if self.plan.config.offload.path is None else "disk"
 
-    def check_is_there(self) -> None:
+    def require_not_released(self) -> None:
         """Raises if the space was given back."""
         if self.is_released:
             raise RuntimeError(
@@ -217,7 +217,7 @@ class Records:
 
     def read_leaf(self, path: str) -> jax.Array:
         """Returns a leaf as stored, in the devices' memory."""
-        self.check_is_there()
+        self.require_not_released()
         self.pending.wait()
         self.pipeline.store.check_whole()
         i, k = self.place_of(path)
@@ -308,7 +308,7 @@ def handle_shape(plan: ZeroPlan, i: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
 
 
-def _rows_of(records: Records, i: int, device: jax.Device) -> list[Row]:
+def _rows_of(records: Records, i: int, device: jax.Device) -> list[StoredRow]:
     """Returns the rows of a parameter's part of a device."""
     leaf = records.plan.leaves[i]
     _, *shape = leaf.grad.part_shape
@@ -318,4 +318,4 @@ def _rows_of(records: Records, i: int, device: jax.Device) -> list[Row]:
             numbers[records.index[number].place.start[0]].append(number)
     sizes = [tuple(records.index[number].place.size for number in row) for row in numbers]
     dtype = np.dtype(leaf.param.dtype)
-    return [Row(tuple(row), size, tuple(shape), dtype) for row, size in zip(numbers, sizes, strict=True)]
+    return [StoredRow(tuple(row), size, tuple(shape), dtype) for row, size in zip(numbers, sizes, strict=True)]

@@ -56,14 +56,14 @@ class _Call(NamedTuple):
     """The operands of a kernel on one device.
 
     Attributes:
-      near: Parts of arrays, one per source that is no field of a record, as stored; NumPy arrays if the host computes.
-      numbers: Its numbers, where the update runs.
+      arrays: Parts of arrays, one per source that is no field of a record, as stored; of NumPy if the host computes.
+      scalars: Its scalars, where the update runs.
       parts: The parts of its results, into which those of records are pasted; NumPy arrays if they come up later.
       sums: Its numbers over the records so far.
     """
 
-    near: list[jax.Array | np.ndarray]
-    numbers: list[jax.Array]
+    arrays: list[jax.Array | np.ndarray]
+    scalars: list[jax.Array]
     parts: list[jax.Array | np.ndarray]
     sums: list[jax.Array]
 
@@ -139,8 +139,8 @@ class RecordPass:
             "grads": lambda _: step_arrays.grads[i],
             "params": lambda _: step_arrays.params[i],
         }
-        near = [_by_device(read[x.kind](x.number)) for x in kernel.sources if x.kind in read]
-        counts = [_by_device(operands.numbers[x.number]) for x in kernel.sources if x.kind == "number"]
+        arrays = [_by_device(read[x.kind](x.number)) for x in kernel.sources if x.kind in read]
+        counts = [_by_device(operands.scalars[x.number]) for x in kernel.sources if x.kind == "scalar"]
         dtypes = [x for x in kernel.targets if not isinstance(x, int | SumTarget)]
         shape = leaf.grad.part_shape
         on_host = self.cpu is not None or leaf.param.array_memory == "host"
@@ -152,8 +152,8 @@ class RecordPass:
                 if isinstance(x, SumTarget)
             ]
             self.calls[i, device] = _Call(
-                near=[np.asarray(x[device]) if self.cpu else x[device] for x in near],
-                numbers=jax.device_put([x[device] for x in counts], at),
+                arrays=[np.asarray(x[device]) if self.cpu else x[device] for x in arrays],
+                scalars=jax.device_put([x[device] for x in counts], at),
                 parts=[np.zeros(shape, x) if on_host else jnp.zeros(shape, x, device=device) for x in dtypes],
                 sums=sums,
             )
@@ -169,10 +169,10 @@ class RecordPass:
         fields = jax.device_put([views[x.number] for x in kernel.sources if x.kind == "record"], at)
         slices = [
             jax.device_put(x[place.slices], at) if isinstance(x, np.ndarray) else _cut(x, start, shape=place.shape)
-            for x in call.near
+            for x in call.arrays
         ]
         begin = np.array(record.stored.start, np.int32)
-        new, results, sums = self.compute[record.param](fields, slices, call.numbers, begin, shape=place.shape)
+        new, results, sums = self.compute[record.param](fields, slices, call.scalars, begin, shape=place.shape)
         joins = [REDUCTIONS[x.how].join for x in kernel.targets if isinstance(x, SumTarget)]
         call.sums[:] = [join(x, y) for join, x, y in zip(joins, call.sums, sums, strict=True)]
         waits = [isinstance(part, np.ndarray) for part in call.parts]
@@ -227,7 +227,7 @@ def _compute(  # noqa: PLR0913  # operands of a program, by kind
     leaf: StateLeaf,
     fields: Sequence[jax.Array],
     slices: Sequence[jax.Array],
-    numbers: Sequence[jax.Array],
+    scalars: Sequence[jax.Array],
     start: jax.Array,
     *,
     shape: tuple[int, ...],
@@ -239,12 +239,12 @@ def _compute(  # noqa: PLR0913  # operands of a program, by kind
       leaf: The layout of the parameter's gradient.
       fields: The fields that it reads, [*shape].
       slices: The same box of arrays, [*shape].
-      numbers: 0-d arrays.
+      scalars: 0-d arrays.
       start: Its place in the stored array, int32 [ndim].
       shape: The shape of the record.
     """
     part = Part(leaf, lambda dim: start[dim] + lax.broadcasted_iota(jnp.int32, shape, dim))
-    operands = {"record": iter(fields), "array": iter(slices), "number": iter(numbers)}
+    operands = {"record": iter(fields), "array": iter(slices), "scalar": iter(scalars)}
     operands |= {"grads": operands["array"], "params": operands["array"]}
     done = list(zip(kernel.targets, kernel.on(part, lambda x: next(operands[x.kind]), shape), strict=True))
     new = [x for target, x in done if isinstance(target, int)]

@@ -1,10 +1,25 @@
 """When the gradients of a step count: at once, or one step later; `zenflow` has the third schedule.
 
     stepped = records.pending.step(update, records, state, gradients)
-    state = records.pending.settle(update, records, state, target)      nothing waits any more
+    state = records.pending.apply_pending(update, records, state, target)      nothing waits any more
 
-A schedule decides which gradients an update gets and when it counts; `late` runs its pass. Until the last program of a
-step begins nothing has changed: an error, or Ctrl-C, leaves the state as it was.
+A schedule decides which gradients an update gets and when it counts; `background` runs its pass.
+
+[Note: States of records]
+What each call does, by what waits for the records of a state. Only ZenFlow and `delay=1` know the three in the middle.
+
+                   clean     gradients wait    ready          running          failed        released
+    step           applies   prepares, runs    starts it      waits for it     starts it     RuntimeError
+    read a leaf    reads     reads             reads          waits, reads     reads         RuntimeError
+    save, move     copies    applies to a copy the same       waits, the same  the same      RuntimeError
+    `release_disk` frees     frees             frees          waits, frees     frees         RuntimeError
+
+*Ready*: everything that the pass reads beside records is known. *Failed* is ready once more: the pass wrote only the
+other slot, so the next step starts it again, and raises before it changes anything if it fails again. Where there is
+one slot (`delay=1` in the host's memory) a failed pass leaves the records torn, and each call says to restore a
+checkpoint. Ctrl-C never ends a pass that runs: it goes on, and whoever needs the records next waits for it. Until the
+last program of a step begins, an error or Ctrl-C changes nothing. That program consumes the state; the records count
+when it has begun.
 
 [Note: Delayed updates]
 With `Offload(delay=1)` a step applies the gradients of the step before, on the host's CPU, beside its own loss and
@@ -26,7 +41,7 @@ import jax
 from jzero._types import PyTree, State
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import RunStats
-from jzero.records.late import Late, Prepared, prepare
+from jzero.records.background import BackgroundPass, Prepared, prepare
 from jzero.records.programs import RecordUpdate
 from jzero.records.records import Pending, Records
 from jzero.update.whole import StepGrads
@@ -62,15 +77,15 @@ class Schedule(Pending, abc.ABC):
     """Decides when gradients count.
 
     Attributes:
-      late: The pass beside steps.
+      background: The pass beside steps.
     """
 
     def __init__(self) -> None:
-        self.late = Late()
+        self.background = BackgroundPass()
 
     def wait(self) -> None:
         """Waits for the pass beside steps."""
-        self.late.wait()
+        self.background.wait()
 
     @abc.abstractmethod
     def step(self, update: RecordUpdate, records: Records, state: State, gradients: Callable[[], Gradients]) -> Stepped:
@@ -84,7 +99,7 @@ class Schedule(Pending, abc.ABC):
         """
 
     @abc.abstractmethod
-    def settle(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:
+    def apply_pending(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:
         """Returns a state for which nothing waits, with its records in `target`; consumes a state.
 
         What waits goes on waiting, unless `target` are its own records.
@@ -102,7 +117,7 @@ class AtOnce(Schedule):
         update.wait(got.step)
         return apply_now(update, records, state, got)
 
-    def settle(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:
+    def apply_pending(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:
         """Returns the state, for which nothing waits."""
         return state
 
@@ -140,7 +155,7 @@ class Delayed(Schedule):
         assert self.waiting is not None
         if isinstance(self.waiting, StepGrads):
             self.waiting = prepare(update, records, state, self.waiting)
-            self.late.prepare(self.waiting.run)
+            self.background.prepare(self.waiting.run)
         return self.waiting
 
     def step(self, update: RecordUpdate, records: Records, state: State, gradients: Callable[[], Gradients]) -> Stepped:
@@ -148,7 +163,7 @@ class Delayed(Schedule):
 
         def begun() -> Prepared:
             ready = self._prepare(update, records, state)
-            self.late.start()
+            self.background.start()
             return ready
 
         ready = succeed_together(begun) if state.opt_state.disk.waiting else None
@@ -158,28 +173,28 @@ class Delayed(Schedule):
             is_applied = got.step.is_applied
             jax.block_until_ready(got.step)
         finally:
-            waited = self.late.wait()  # nobody else may use the records before
-        stats = NOTHING if ready is None else self.late.result()
+            waited = self.background.wait()  # nobody else may use the records before
+        stats = NOTHING if ready is None else self.background.result()
         light = got.step.without_grads  # those that are applied are others
         new = update.finish(state, light, got.changed, None if ready is None else ready.done)
         if ready is not None:
-            self.late.count()
+            self.background.count()
         self.waiting = got.step if is_applied else None
         return Stepped(new, got.metrics, stats, waited)
 
-    def settle(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:
+    def apply_pending(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:
         """Applies the gradients that wait."""
         keeps = target is not records
         ready = succeed_together(lambda: self._prepare(update, records, state))
         if keeps:
-            self.late.repeat_into(target)
+            self.background.repeat_into(target)
         else:
-            self.late.result()
+            self.background.result()
         light = StepGrads([], None, None, ready.begun.grads.overflowed, ready.begun.grads.value)
         new: State = update.finish(state, light, {}, ready.done)
         if keeps:
             target.pipeline.store.commit()
         else:
-            self.late.count()
+            self.background.count()
             self.waiting = None
         return new

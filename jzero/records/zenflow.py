@@ -27,8 +27,8 @@ from jzero._types import State
 from jzero.arrays.processes import succeed_together
 from jzero.config.precision import scale_by, wide_dtype
 from jzero.disk.pipeline import RunStats
-from jzero.records.columns import NearColumns, Part
-from jzero.records.late import copying
+from jzero.records.background import copying
+from jzero.records.columns import DeviceColumns, DevicePart
 from jzero.records.programs import RecordUpdate
 from jzero.records.records import Record, Records, first_holders
 from jzero.records.run import PartsOnHost, RecordPass, StepArrays, host_cpu
@@ -45,17 +45,17 @@ class Noted(NamedTuple):
     Attributes:
       step: The step's gradients, without arrays.
       program: The update by means of gradients.
-      numbers: Those that each of its kernels reads.
+      scalars: Those that each of its kernels reads.
       sums: Sums over parameters in records.
     """
 
     step: StepGrads
     program: UpdateProgram
-    numbers: list[list[jax.Array]]
+    scalars: list[list[jax.Array]]
     sums: dict[int, jax.Array]
 
 
-class ZenFlow(Schedule):
+class ZenFlowSchedule(Schedule):
     """Applies gradients to some columns at once, to the others at the end of an interval, see [Note: ZenFlow].
 
     Attributes:
@@ -70,13 +70,15 @@ class ZenFlow(Schedule):
         super().__init__()
         assert records.plan.config.offload.zenflow is not None
         self.plan, self.settings = records.plan, records.plan.config.offload.zenflow
-        self.columns = NearColumns(records)
-        self.sums: dict[Part, jax.Array] = {}
+        self.columns = DeviceColumns(records)
+        self.sums: dict[DevicePart, jax.Array] = {}
         self.count, self.version = 0, 0
         self.noted: Noted | None = None
         leaves = {i: self.plan.leaves[i].grad for i in self.plan.record_fields}
         self.chooses = [i for i, leaf in leaves.items() if self.plan.num_chosen(leaf)]
-        self.far = [i for i, leaf in leaves.items() if self.plan.num_chosen(leaf) < leaf.part_shape[leaf.column_dim]]
+        self.partly_chosen = [
+            i for i, leaf in leaves.items() if self.plan.num_chosen(leaf) < leaf.part_shape[leaf.column_dim]
+        ]
 
     def waits(self) -> bool:
         """Whether gradients wait, or columns are on the devices."""
@@ -98,7 +100,7 @@ class ZenFlow(Schedule):
         waited = time.perf_counter() - begun
         done, columns = self._note(update, state, step), self.columns
         self._add(step)
-        new, columns.near = update.finish_columns(state, columns.near, columns.chosen, changed, done)
+        new, columns.on_device = update.finish_columns(state, columns.on_device, columns.chosen, changed, done)
         update.wait(new)
         self.version += 1
         begun = time.perf_counter()
@@ -108,28 +110,28 @@ class ZenFlow(Schedule):
     def _begin(self, update: RecordUpdate, state: State, step: StepGrads, number: int) -> State:
         """Returns the state, after which a step can change it; what raises does so here, and has changed nothing."""
         chooses = self.chooses and (not self.columns.chosen or number % self.settings.select_interval == 0)
-        if self.late.run is not None and (chooses or self._is_last(number)):
-            self.late.result()
+        if self.background.run is not None and (chooses or self._is_last(number)):
+            self.background.result()
         if chooses:
-            state = self._land(update, state)[0]
+            state = self._finish_pass(update, state)[0]
             chosen = choose_columns(self.plan, {i: step.grads[i].reduced for i in self.chooses})
             update.wait(chosen)
             self.columns.take(chosen)
         else:
-            self.late.start()  # again, if it failed
+            self.background.start()  # again, if it failed
         return state
 
     def _end(self, update: RecordUpdate, records: Records, state: State, number: int) -> tuple[State, RunStats]:
         """Returns the state after a step; at the end of an interval one pass counts, and the next one begins."""
-        if not self.far or not self._is_last(number):
+        if not self.partly_chosen or not self._is_last(number):
             return state, NOTHING
-        state, stats = self._land(update, state)
-        self.late.prepare(self._mean_pass(update, records, state))
+        state, stats = self._finish_pass(update, state)
+        self.background.prepare(self._mean_pass(update, records, state))
         self.sums, self.count = {}, 0
-        self.late.start()
+        self.background.start()
         if not self.settings.overlap or (self.chooses and (number + 1) % self.settings.select_interval == 0):
             try:
-                return self._land(update, state)
+                return self._finish_pass(update, state)
             except RuntimeError as error:  # a `DiskError` in the process where it happened
                 warnings.warn(f"The update of records failed, and the next step tries again: {error}", stacklevel=2)
         return state, stats
@@ -144,13 +146,13 @@ class ZenFlow(Schedule):
         update.wait(sums)
         operands, _ = update.scalars(means, 0, state, light, sums)
         update.wait(operands)
-        self.noted = Noted(light, means, [x.numbers for x in operands], sums)
+        self.noted = Noted(light, means, [x.scalars for x in operands], sums)
         return Done(program, step, sums, {})
 
     def _add(self, step: StepGrads) -> None:
         """Adds the gradients of a step to the sums."""
         cpu = host_cpu()
-        for i in self.far:
+        for i in self.partly_chosen:
             grad, leaf = step.grads[i], self.plan.leaves[i].grad
             factors = [np.asarray(x) for x in grad.factors]
             parts = {s.device: s.data for s in grad.reduced.addressable_shards}
@@ -166,7 +168,7 @@ class ZenFlow(Schedule):
         means: dict[int, dict[jax.Device, np.ndarray]] = {i: {} for i in self.plan.record_fields}
         for (i, device), x in self.sums.items():
             means[i][device] = np.asarray(_divided(x, np.float32(self.count)))
-        for i in set(self.plan.record_fields) - set(self.far):  # nothing of it counts
+        for i in set(self.plan.record_fields) - set(self.partly_chosen):  # nothing of it counts
             zeros = np.zeros(self.plan.leaves[i].grad.part_shape, np.float32)
             means[i] = dict.fromkeys(first_holders(self.plan, self.plan.leaves[i].grad).values(), zeros)
         return dict(means)
@@ -174,44 +176,44 @@ class ZenFlow(Schedule):
     def _mean_pass(self, update: RecordUpdate, records: Records, state: State) -> RecordPass:
         """Returns the pass with the mean of the gradients, with the numbers of the last step."""
         assert self.noted is not None
-        step, program, numbers, sums = self.noted
+        step, program, scalars, sums = self.noted
         now, _ = update.scalars(program, 0, state, step, sums)
         update.wait(now)
-        operands = [Operands(x.arrays, y) for x, y in zip(now, numbers, strict=True)]
+        operands = [Operands(x.arrays, y) for x, y in zip(now, scalars, strict=True)]
         params = update.params(state)
         arrays = StepArrays(self._means(), {i: params[i] for i in self.plan.record_fields})
         return RecordPass(records, update.programs, program, 0, operands, arrays)
 
-    def _land(self, update: RecordUpdate, state: State) -> tuple[State, RunStats]:
+    def _finish_pass(self, update: RecordUpdate, state: State) -> tuple[State, RunStats]:
         """Returns the state once the pass beside steps, if there is one, is done and counts; consumes the state."""
-        if self.late.run is None:
+        if self.background.run is None:
             return state, NOTHING
-        stats = self.late.result()
-        landed = update.land(state, self.late.run.results(), self.columns.chosen)
-        self.late.count()
-        return landed, stats
+        stats = self.background.result()
+        new = update.apply_sums(state, self.background.run.results(), self.columns.chosen)
+        self.background.count()
+        return new, stats
 
-    def settle(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:
+    def apply_pending(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:
         """Lets everything count: the pass beside steps, the sums, and the columns on the devices."""
         keeps = target is not records
         if not keeps:
-            state, _ = self._land(update, state)
-        elif self.late.run is None:
+            state, _ = self._finish_pass(update, state)
+        elif self.background.run is None:
             succeed_together(lambda: copying(records, target).run(lambda number, buffer: None))
         else:
-            self.late.repeat_into(target)
-            state = update.land(state, self.late.run.results(), self.columns.chosen)
+            self.background.repeat_into(target)
+            state = update.apply_sums(state, self.background.run.results(), self.columns.chosen)
         if keeps:
             target.pipeline.store.commit()
         if self.count:
             last = self._mean_pass(update, target, state)
             succeed_together(last.run)
-            state = update.land(state, last.results(), self.columns.chosen)
+            state = update.apply_sums(state, last.results(), self.columns.chosen)
             target.pipeline.store.commit()
         if self.columns.chosen:
             self.columns.move(target.pipeline, {})
         if not keeps:
-            target.pending = ZenFlow(target)
+            target.pending = ZenFlowSchedule(target)
         return state
 
 

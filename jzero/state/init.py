@@ -34,7 +34,7 @@ from jzero.layout.set_mesh import for_program, from_program, set_if_explicit
 from jzero.layout.stored import InRecords
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
-from jzero.plan.state_fields import check_fields, other_fields
+from jzero.plan.state_fields import check_state_fields, other_fields
 from jzero.plan.table import format_bytes
 from jzero.records.opening import open_records
 from jzero.records.records import Records
@@ -201,11 +201,11 @@ def _trace_factory(make_state: Callable[[jax.Array], State], key: jax.Array) -> 
 
     def call(key: jax.Array) -> TrainStateLike:
         adapters.append(adapt(make_state(key)))
-        check_fields(adapters[-1].state)
+        check_state_fields(adapters[-1].state)
         return adapters[-1].state
 
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
-    kinds = map(_compat.shape_of, jaxpr.out_avals)  # with the Explicit axes that cut them
+    kinds = map(_compat.shape_struct_of, jaxpr.out_avals)  # with the Explicit axes that cut them
     adapters[-1].state = jax.tree.unflatten(jax.tree.structure(shapes), kinds)
     return adapters[-1], jaxpr
 

@@ -39,10 +39,10 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
 
     Example:
       >>> offload = jzero.Offload(optimizer="host", compute="host", delay=1)
-      >>> late = jzero.shard_train_state(plain_state, config=jzero.ZeroConfig(stage=3, offload=offload))
+      >>> delayed = jzero.shard_train_state(plain_state, config=jzero.ZeroConfig(stage=3, offload=offload))
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
-      >>> late, _ = step(late, jnp.ones((8, 512)))
-      >>> int(late.step), int(jzero.apply_pending(late).step)
+      >>> delayed, _ = step(delayed, jnp.ones((8, 512)))
+      >>> int(delayed.step), int(jzero.apply_pending(delayed).step)
       (0, 1)
     """
     check("donate", donate, FLAG)
@@ -57,7 +57,7 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
     used = map_state(_planned if donate else _copied, records.plan, train_state)
     target = records if donate else open_records(records.plan)
     assert isinstance(records.pending, Schedule)
-    new = records.pending.settle(record_update(train_state.tx), records, detached(used), target)
+    new = records.pending.apply_pending(record_update(train_state.tx), records, detached(used), target)
     return adapted.rebuild(attached(new, target))
 
 
@@ -83,7 +83,7 @@ def _waits(state: TrainStateLike) -> bool:
     return isinstance(waiting, jax.Array | np.ndarray) and bool(waiting)
 
 
-def settled_step(state: TrainStateLike) -> int:
+def step_after_pending(state: TrainStateLike) -> int:
     """Returns the `step` of a sharded train state once its pending gradients are applied."""
     check_alive(state)
     return int(state.step) + (_waits(state) and bool(state.tx.plan.config.offload.delay))

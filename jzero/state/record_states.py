@@ -45,7 +45,7 @@ def check_update(tx: ZeroTransformation) -> None:
     value = jax.ShapeDtypeStruct((), np.float32)
     program = record_program(*tx.update_of_step(grads, opt_state, params, None, value))
     if plan.config.offload.zenflow is not None:
-        program.check_adds_up()
+        program.require_mean_of_gradients()
 
 
 @functools.lru_cache(maxsize=8)
@@ -149,7 +149,7 @@ def records_of(state: State) -> Records:
             "This state has shapes in place of what is on disk. Make one with `jzero.shard_train_state` or "
             "`jzero.init_train_state`, or restore a checkpoint into it."
         )
-    records.check_is_there()
+    records.require_not_released()
     return records
 
 

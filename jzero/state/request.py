@@ -18,7 +18,7 @@ from jzero.layout.placement import gather_padded
 from jzero.layout.stored import InRecords, Stored, when_read
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
-from jzero.plan.state_fields import check_fields
+from jzero.plan.state_fields import check_state_fields
 from jzero.plan.trainable import MaskedTransformation, restrict_opt_state, restrict_optimizer
 from jzero.state.adapter import plan_if_sharded
 from jzero.state.gather import note_value
@@ -39,7 +39,7 @@ from jzero.update.transformation import ZeroTransformation
 M = TypeVar("M", bound=AnyMesh)
 
 
-class Request:
+class Placement:
     """A state, and how to lay it out.
 
     Args:
@@ -139,7 +139,7 @@ class Request:
 
 def restrict(state: S, trainable: PyTree | str | None) -> S:
     """Returns a plain state restricted to the trained parameters; raises unless its fields can be trained."""
-    check_fields(state)
+    check_state_fields(state)
     return with_optimizer(state, state.params, restrict_optimizer(state.tx, trainable, state.params))
 
 

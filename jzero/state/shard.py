@@ -15,7 +15,7 @@ from jzero.layout.mesh import AnyMesh
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import adapt
 from jzero.state.pending import apply_pending
-from jzero.state.request import Request, check_has_devices
+from jzero.state.request import Placement, check_has_devices
 
 
 @refers_to_config("plan_train_state")
@@ -50,7 +50,7 @@ def plan_train_state(
       >>> jzero.plan_train_state(plain_state, stage=1, mesh=mesh).num_shards
       512
     """
-    return Request(adapt(state).state, stage, config, mesh, trainable).make_plan()
+    return Placement(adapt(state).state, stage, config, mesh, trainable).make_plan()
 
 
 @refers_to_config("shard_train_state")
@@ -103,17 +103,17 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
     check("donate", donate, FLAG)
     check_has_devices(mesh)
     adapted = adapt(state)
-    request = Request(adapted.state, stage, config, mesh, trainable)
-    request.check_values()
+    placement = Placement(adapted.state, stage, config, mesh, trainable)
+    placement.check_values()
     wait_s = check_wait(check_processes)
-    compare = functools.partial(agree, "shard_train_state", request.mesh, wait_s=wait_s)
-    plan = compare(request.make_plan, lambda plan: {"the training state": describe_plan(plan)})
-    if request.old is not None:
-        request.state = apply_pending(request.state, donate=donate)
+    compare = functools.partial(agree, "shard_train_state", placement.mesh, wait_s=wait_s)
+    plan = compare(placement.make_plan, lambda plan: {"the training state": describe_plan(plan)})
+    if placement.old is not None:
+        placement.state = apply_pending(placement.state, donate=donate)
     values: list[str] = []
     return adapted.rebuild(
         compare(
-            lambda: request.place(plan, donate=donate, values=None if wait_s is None else values),
+            lambda: placement.place(plan, donate=donate, values=None if wait_s is None else values),
             lambda _: {"the initial values": "\n".join(values)},
         )
     )
@@ -152,5 +152,5 @@ def abstract_train_state(
       (64, 512)
     """
     adapted = adapt(state)
-    request = Request(adapted.state, stage, config, mesh, trainable)
-    return adapted.rebuild(request.abstract(request.make_plan()))
+    placement = Placement(adapted.state, stage, config, mesh, trainable)
+    return adapted.rebuild(placement.abstract(placement.make_plan()))

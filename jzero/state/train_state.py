@@ -116,7 +116,7 @@ def check_alive(tree: PyTree) -> None:
         )
 
 
-def check_in_place(state: TrainStateLike, plan: ZeroPlan, *, with_opt_state: bool = True) -> None:
+def require_planned_memory(state: TrainStateLike, plan: ZeroPlan, *, with_opt_state: bool = True) -> None:
     """Raises unless the arrays of a traced state are in the memory that the plan gives them.
 
     Args:

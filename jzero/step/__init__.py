@@ -1,7 +1,7 @@
-"""The steps that a user calls, built on the engine, the update and the state.
+"""The steps that a user calls, built on engine, update and state. Only tools and the command line import this room.
 
-Read `train_step`, `eval_step`, `jitted` (the base of all steps), `loss` (the user's function, traced and checked),
-`inputs` (checks and places arguments), `agreement` (processes compare programs before they run them),
-`compiler_options`, `metrics` (the names of what steps return), `overflow`, `equivalence` with its `reference` and
-`deviations`. Only tools and the command line import this room.
+Read `train_step`, `eval_step`, `jitted` (the base of all steps), `loss` (the user's function, traced and checked) with
+`row_check`, `inputs` (checks and places arguments), `agreement` (processes compare programs before they run them),
+`record_step` (updates state in records), `keeping`, `compiler_options`, `metrics` (the names of what steps return) and
+`overflow`.
 """

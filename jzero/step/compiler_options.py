@@ -18,8 +18,8 @@ to the next, and smaller pieces would take less time than their latency. As mode
 70 -> 35 %, for 8 % more memory; on 64 H200, stage 3, 36.9 -> 34.6 ms, also for 8 %. None of 18 programs takes 0.5 %
 longer, even with 15 us more per collective than in the model of the machine, which has no latency.
 
-Where loops reduce between nodes, the bucket is 8 MiB for each device, so that the hops that a turn runs at once,
-those of the turn before, are one collective beside its products. As modelled on 2 x 8 H200 at 50, 25 and 6.25 GB/s
+Where loops reduce between nodes, the bucket is 8 MiB for each device, so that the hops that an iteration runs at once,
+those of the one before, are one collective beside its products. As modelled on 2 x 8 H200 at 50, 25 and 6.25 GB/s
 per port, a scanned GPT of 419M with secondary parameters: 14.9 -> 14.5, 17.1 -> 15.9 and 30.3 -> 26.0 ms; unrolled,
 no slower. Without such hops it would take 3 % longer: there are none with `secondary_grads`, and integers are not
 combined.

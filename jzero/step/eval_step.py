@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jzero._types import PyTree, State, TrainStateLike
 from jzero.config.zero import refers_to_config
-from jzero.engine.gradients import evaluate
+from jzero.engine.gradients import evaluate_loss
 from jzero.engine.outputs import PerExample, Summed, Weighted
 from jzero.layout.set_mesh import for_program
 from jzero.state.adapter import Loss, adapt_sharded
@@ -34,7 +34,7 @@ class EvalStep(Step):
 
     def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         traced, inputs = self.loss.checked_trace(state, batch, rng)
-        metrics = evaluate(traced, state.tx.plan, inputs).aux
+        metrics = evaluate_loss(traced, state.tx.plan, inputs).aux
         return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
 
 

@@ -27,7 +27,7 @@ from jzero.layout.mesh import num_batch_shards
 from jzero.layout.stored import InRecords
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, adapt
-from jzero.state.train_state import check_in_place
+from jzero.state.train_state import require_planned_memory
 from jzero.step.inputs import check_batch, check_loss, check_rng, check_stored, warn_closed_over
 from jzero.step.keeping import check_keep
 from jzero.step.row_check import check_row_dims, results_of, warn_coupled
@@ -72,7 +72,7 @@ class StepLoss:
         plan = state.tx.plan
         _check_has_rows(state, plan)
         check_stored(state, plan)
-        check_in_place(state, plan, with_opt_state=self.differentiates)
+        require_planned_memory(state, plan, with_opt_state=self.differentiates)
         traced, inputs = self.trace(state, batch, rng)
         parts = self._num_parts(plan)
         num_rows = next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None)

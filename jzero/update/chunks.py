@@ -48,21 +48,21 @@ class Pass(NamedTuple):
 
     Attributes:
       leaf: The layout of all these arrays.
-      fn: `fn(chunks, positions, numbers)` returns the results on one chunk of each array; `positions()` is each
+      fn: `fn(chunks, positions, scalars)` returns the results on one chunk of each array; `positions()` is each
         element's position in the natural array, uint32.
       arrays: The arrays as stored, on the host or on the devices.
-      numbers: 0-d arrays.
+      scalars: 0-d arrays.
       targets: For each result the number of the array that it overwrites, or the dtype of a new one on the devices.
-      is_far: Whether arrays are on the host, so that the pass runs on each device's part, chunk by chunk; else it runs
-        on whole arrays, which the compiler divides.
+      is_off_device: Whether arrays are on the host, so that the pass runs on each device's part, chunk by chunk; or
+        it runs on whole arrays, which the compiler divides.
     """
 
     leaf: StateLeaf
     fn: ChunkFunction
     arrays: Sequence[jax.Array]
-    numbers: Sequence[jax.Array] = ()
+    scalars: Sequence[jax.Array] = ()
     targets: Sequence[int | DType] = ()
-    is_far: bool = True
+    is_off_device: bool = True
 
 
 class Part(NamedTuple):
@@ -94,16 +94,16 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
     """Returns the results of a pass as stored, with zeros as padding; call it inside `jit`."""
     overwriting = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
 
-    def compute(part: Part, here: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> list[jax.Array]:
-        return [part.without_padding(y, 0) for y in x.fn(here, part.positions, numbers)]
+    def compute(part: Part, here: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> list[jax.Array]:
+        return [part.without_padding(y, 0) for y in x.fn(here, part.positions, scalars)]
 
-    if not x.is_far:
-        outs = compute(_whole(x.leaf), x.arrays, x.numbers)
+    if not x.is_off_device:
+        outs = compute(_whole(x.leaf), x.arrays, x.scalars)
         dtypes = [x.arrays[t].dtype if isinstance(t, int) else t for t in x.targets]
         cast = [y.astype(dtype) for y, dtype in zip(outs, dtypes, strict=True)]
         return [lax.with_sharding_constraint(y, x.leaf.device_sharding) for y in cast]
 
-    def in_chunks(arrays: list[jax.Array], numbers: list[jax.Array]) -> list[jax.Array]:
+    def in_chunks(arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
         shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
         written = [arrays[t] for t in overwriting]
         pieces = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
@@ -112,7 +112,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
         def step(chunk: Chunk, results: list[jax.Array]) -> list[jax.Array]:
             now = [results[overwriting[k]] if k in overwriting else view for k, view in enumerate(views)]
             here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
-            outs = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
+            outs = compute(_part(x.leaf, shape, first, chunk, pieces), here, scalars)
             new = [y.astype(z.dtype) for y, z in zip(outs, results, strict=True)]
             new = [_to_host(y) if memory_of(z) == "host" else y for y, z in zip(new, results, strict=True)]
             return [write_chunk(z, y, chunk, pieces) for y, z in zip(new, results, strict=True)]
@@ -120,7 +120,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
         begin = [views[t] if isinstance(t, int) else jnp.zeros(pieces.view, t) for t in x.targets]
         return [y.reshape(shape) for y in for_each_chunk(step, begin, pieces)]
 
-    def on_cpu(arrays: list[jax.Array], numbers: list[jax.Array]) -> list[jax.Array]:
+    def on_cpu(arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
         shape = arrays[0].shape
         host_targets = [t for t in x.targets if isinstance(t, int) and memory_of(arrays[t]) == "host"]
         stays = [t in host_targets for t in x.targets]
@@ -131,7 +131,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
             rising = [y for y, s in zip(outs, stays, strict=True) if not s]
             return [y.astype(arrays[t].dtype) for y, t in zip(staying, host_targets, strict=True)], rising
 
-        there, here = map(iter, _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, numbers)))
+        there, here = map(iter, _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, scalars)))
         return [next(there) if s else next(here) for s in stays]
 
     spec = x.leaf.device_sharding.spec
@@ -149,31 +149,31 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
     """
     reduce, join, neutral = REDUCTIONS[how]
 
-    def compute(part: Part, here: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> jax.Array:
-        return number_of_part(part, x.fn(here, part.positions, numbers), how, dtype)
+    def compute(part: Part, here: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> jax.Array:
+        return number_of_part(part, x.fn(here, part.positions, scalars), how, dtype)
 
-    if not x.is_far:
-        return compute(_whole(x.leaf), x.arrays, x.numbers)
+    if not x.is_off_device:
+        return compute(_whole(x.leaf), x.arrays, x.scalars)
 
-    def in_chunks(arrays: list[jax.Array], numbers: list[jax.Array]) -> jax.Array:
+    def in_chunks(arrays: list[jax.Array], scalars: list[jax.Array]) -> jax.Array:
         shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
         pieces = _split(plan, arrays)
         views = [y.reshape(pieces.view) for y in arrays]
 
         def step(chunk: Chunk, total: jax.Array) -> jax.Array:
             here = [on_device(read_chunk(y, chunk, pieces)) for y in views]
-            number = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
+            number = compute(_part(x.leaf, shape, first, chunk, pieces), here, scalars)
             return join(total, number)
 
         return for_each_chunk(step, jnp.asarray(neutral, dtype), pieces)[None]
 
-    def on_cpu(arrays: list[jax.Array], numbers: list[jax.Array]) -> jax.Array:
+    def on_cpu(arrays: list[jax.Array], scalars: list[jax.Array]) -> jax.Array:
         shape = arrays[0].shape
 
         def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[tuple[()], jax.Array]:
             return (), compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
 
-        return _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, numbers))[1][None]
+        return _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, scalars))[1][None]
 
     names = tuple(jax.tree.leaves(tuple(x.leaf.device_sharding.spec)))
     local = on_cpu if plan.config.offload.compute == "host" else in_chunks
@@ -188,10 +188,10 @@ def number_of_part(part: Part, factors: Sequence[jax.Array], how: str, dtype: DT
 
 
 def _map(plan: ZeroPlan, x: Pass, local: Callable[..., PyTree], out_specs: PyTree) -> PyTree:
-    """Runs `local(arrays, numbers)` on each device's part of a pass."""
+    """Runs `local(arrays, scalars)` on each device's part of a pass."""
     specs = ([x.leaf.device_sharding.spec] * len(x.arrays), PartitionSpec())
     run = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-    return run(list(x.arrays), list(x.numbers))
+    return run(list(x.arrays), list(x.scalars))
 
 
 def _split(plan: ZeroPlan, arrays: Sequence[jax.Array]) -> Pieces:
@@ -230,7 +230,7 @@ def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[PyTree, PyTree]], args: PyTr
 
 
 def _to_cpu(plan: ZeroPlan, x: jax.Array) -> jax.Array:
-    """Returns an array in host memory; leaves numbers in place."""
+    """Returns an array in host memory; leaves scalars in place."""
     if not x.ndim or memory_of(x) == "host":
         return x
     if not platform_facts(plan.mesh).is_tiled:

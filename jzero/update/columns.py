@@ -49,12 +49,12 @@ def update_columns(  # noqa: PLR0913  # operands of a kernel, by kind
       fields: The fields of these columns, as in the records, [..., N · K, ...].
     """
     leaf = plan.leaves[kernel.param].grad
-    near = {"grads": [grad], "params": [param], "array": operands.arrays}
-    parts = [near[x.kind][x.number] for x in kernel.sources if x.kind in near]
+    arrays = {"grads": [grad], "params": [param], "array": operands.arrays}
+    parts = [arrays[x.kind][x.number] for x in kernel.sources if x.kind in arrays]
     dim, (like, entries) = leaf.column_dim, _specs(leaf)
 
     def local(
-        fields: list[jax.Array], chosen: jax.Array, parts: list[jax.Array], numbers: list[jax.Array], old: jax.Array
+        fields: list[jax.Array], chosen: jax.Array, parts: list[jax.Array], scalars: list[jax.Array], old: jax.Array
     ) -> tuple[list[jax.Array], jax.Array]:
         first = first_index(leaf, old.shape)
         taken = iter([jnp.take(x, chosen, dim) for x in parts])
@@ -65,7 +65,7 @@ def update_columns(  # noqa: PLR0913  # operands of a kernel, by kind
             index = chosen.reshape(spread) if d == dim else lax.broadcasted_iota(jnp.int32, shape, d)
             return jnp.broadcast_to(first[d] + index, shape)
 
-        at_hand = {"record": fields, "number": numbers}
+        at_hand = {"record": fields, "scalar": scalars}
         done = kernel.on(
             Part(leaf, along), lambda x: at_hand[x.kind][x.number] if x.kind in at_hand else next(taken), shape
         )
@@ -83,7 +83,7 @@ def update_columns(  # noqa: PLR0913  # operands of a kernel, by kind
         local, mesh=plan.mesh, in_specs=specs, out_specs=([like] * len(fields), like), check_vma=False
     )
     old = plan.leaves[kernel.param].param.relayout(param, leaf)
-    new, result = mapped(list(fields), chosen, parts, operands.numbers, old)
+    new, result = mapped(list(fields), chosen, parts, operands.scalars, old)
     return new, result
 
 

@@ -8,9 +8,9 @@ the update's jaxpr (`jzero.jaxpr.regions`) and divides it into units: the work o
 stack of layers. Each unit runs on one device, for any unmodified optax optimizer.
 
 Units of one kind do the same on equal shapes. With N devices and k units of a kind, each device computes k // N of
-them in rounds, with one program. The rest of all kinds goes in slots to the devices with the least work, largest first;
-there, each device branches to the kind that it computes. Devices exchange shards for units, and results for shards, so
-each sends and receives 1/N of what a gather brings, twice:
+them in rounds, with one program. The rest of all kinds goes to the devices with the least work, largest first, in
+batches of one unit per device, where each device branches to the kind that it computes. Devices exchange shards for
+units, and results for shards, so each sends and receives 1/N of what a gather brings, twice:
 
     k shards [D/N, F]  --all_to_all-->  k/N matrices [D, F]  -- update -->  [D, F]  --all_to_all-->  k shards [D/N, F]
 
@@ -44,15 +44,15 @@ from jzero.layout.cut import Cut
 from jzero.layout.mesh import batch_axes, shard_axes
 from jzero.plan.matrices import Port, Work, schedule_of
 from jzero.plan.plan import ZeroPlan
-from jzero.update.slots import Buffers, exchanged, pack, rows_below, unpack, widened, widest
+from jzero.update.exchange import Buffers, exchanged, pack_rows, rows_below, unpack_rows, widened, widest
 
 AT_ONCE = 2**24
 """Elements of equal matrices that a device computes at once."""
 
 Nested: TypeAlias = Sequence[Sequence[Sequence[jax.Array]]]  # arrays by group, work and operand
 Rows: TypeAlias = Sequence[Sequence[jax.Array]]  # of the units of each group, by operand
-Slot: TypeAlias = Sequence[tuple[int, int] | None]  # for each device, group and number of its unit
-Slots: TypeAlias = Sequence[Slot]
+UnitBatch: TypeAlias = Sequence[tuple[int, int] | None]  # for each device, group and number of its unit
+UnitBatches: TypeAlias = Sequence[UnitBatch]
 Unit: TypeAlias = Callable[..., list[jax.Array]]  # of operands, and of the number of a unit in its group
 Swap: TypeAlias = Callable[[jax.Array], jax.Array]
 
@@ -152,7 +152,7 @@ def compute_owned(plan: ZeroPlan, works: Sequence[Work], read: Callable[[Var], j
         return x if is_free else lax.with_sharding_constraint(x, port.leaf.device_sharding)
 
     fn = jax.shard_map(
-        functools.partial(_exchange_and_compute, plan, groups, schedule.slots),
+        functools.partial(_exchange_and_compute, plan, groups, schedule.per_device_batches),
         mesh=plan.mesh,
         in_specs=([[list(map(spec, w.inputs)) for w in g.works] for g in groups], PartitionSpec()),
         out_specs=[[list(map(spec, w.outputs)) for w in g.works] for g in groups],
@@ -168,7 +168,7 @@ def compute_owned(plan: ZeroPlan, works: Sequence[Work], read: Callable[[Var], j
 
 
 def _exchange_and_compute(
-    plan: ZeroPlan, groups: Sequence[_Group], slots: Slots, operands: Nested, shared: Nested
+    plan: ZeroPlan, groups: Sequence[_Group], batches: UnitBatches, operands: Nested, shared: Nested
 ) -> list[list[list[jax.Array]]]:
     """Computes all works, from shards of their operands to shards of their results."""
     axes = shard_axes(plan.config)
@@ -180,7 +180,7 @@ def _exchange_and_compute(
     rows = [group.rows(x) for group, x in zip(groups, operands, strict=True)]
     units = [group.unit(x) for group, x in zip(groups, shared, strict=True)]
     done = [_in_rounds(*x, me, swap) for x in zip(groups, rows, units, strict=True)]
-    for (g, _), results in sorted(_in_slots(groups, slots, rows, units, me, swap).items(), key=lambda x: x[0]):
+    for (g, _), results in sorted(_in_batches(groups, batches, rows, units, me, swap).items(), key=lambda x: x[0]):
         for parts, x in zip(done[g], results, strict=True):
             parts.append(x[None])
     return [group.shards(list(map(jnp.concatenate, parts))) for group, parts in zip(groups, done, strict=True)]
@@ -222,52 +222,54 @@ def _mapped(fn: Callable[[PyTree], PyTree], xs: PyTree, count: int, at_once: int
     return lax.map(fn, xs, batch_size=None if at_once == 1 else at_once)
 
 
-def _in_slots(
-    groups: Sequence[_Group], slots: Slots, rows: Rows, units: Sequence[Unit], me: jax.Array, swap: Swap
+def _in_batches(
+    groups: Sequence[_Group], batches: UnitBatches, rows: Rows, units: Sequence[Unit], me: jax.Array, swap: Swap
 ) -> dict[tuple[int, int], list[jax.Array]]:
-    """Computes the other units: in each slot, a device computes one of some kind. Returns the rows of each unit."""
+    """Computes the other units: in each batch, a device computes one of some kind. Returns the rows of each unit."""
 
-    def packed(slot: Slot) -> Buffers:  # what this device has of each unit, for the device that computes it
-        return rows_below([{} if x is None else pack([y[x[1]][None] for y in rows[x[0]]]) for x in slot])
+    def packed(batch: UnitBatch) -> Buffers:  # what this device has of each unit, for the device that computes it
+        return rows_below([{} if x is None else pack_rows([y[x[1]][None] for y in rows[x[0]]]) for x in batch])
 
-    arrived = exchanged(list(map(packed, slots)), swap)
-    replies = [_computed(groups, slot, x, units, me) for slot, x in zip(slots, arrived, strict=True)]
+    arrived = exchanged(list(map(packed, batches)), swap)
+    replies = [_computed(groups, batch, x, units, me) for batch, x in zip(batches, arrived, strict=True)]
     results = {}
-    for slot, returned in zip(slots, exchanged(replies, swap), strict=True):
-        for device, x in enumerate(slot):
+    for batch, returned in zip(batches, exchanged(replies, swap), strict=True):
+        for device, x in enumerate(batch):
             if x is not None:
                 mine = {dtype: y[device : device + 1] for dtype, y in returned.items()}
-                results[x] = [y[0] for y in unpack(mine, _shards_of(groups[x[0]].outputs))]
+                results[x] = [y[0] for y in unpack_rows(mine, _shards_of(groups[x[0]].outputs))]
     return results
 
 
-def _computed(groups: Sequence[_Group], slot: Slot, arrived: Buffers, units: Sequence[Unit], me: jax.Array) -> Buffers:
-    """Computes the unit that this device has in a slot. Returns what it sends to each other device."""
-    kinds = sorted({x[0] for x in slot if x is not None})
+def _computed(
+    groups: Sequence[_Group], batch: UnitBatch, arrived: Buffers, units: Sequence[Unit], me: jax.Array
+) -> Buffers:
+    """Computes the unit that this device has in a batch. Returns what it sends to each other device."""
+    kinds = sorted({x[0] for x in batch if x is not None})
 
     def computed(g: int, buffers: Buffers, number: jax.Array) -> Buffers:
         inputs, outputs = groups[g].inputs, groups[g].outputs
-        operands = list(map(Cut.join, _cuts_of(inputs), unpack(buffers, _shards_of(inputs))))
-        return pack(list(map(Cut.divide, _cuts_of(outputs), units[g](operands, number))))
+        operands = list(map(Cut.join, _cuts_of(inputs), unpack_rows(buffers, _shards_of(inputs))))
+        return pack_rows(list(map(Cut.divide, _cuts_of(outputs), units[g](operands, number))))
 
     branches: list[Callable[..., Buffers]] = [functools.partial(computed, g) for g in kinds]
-    if None in slot:
+    if None in batch:
         branches.append(lambda buffers, number: {})
-    number = jnp.asarray([0 if x is None else x[1] for x in slot], jnp.int32)[me]
-    which = jnp.asarray([len(kinds) if x is None else kinds.index(x[0]) for x in slot], jnp.int32)[me]
+    number = jnp.asarray([0 if x is None else x[1] for x in batch], jnp.int32)[me]
+    which = jnp.asarray([len(kinds) if x is None else kinds.index(x[0]) for x in batch], jnp.int32)[me]
     if len(branches) == 1:
         return branches[0](arrived, number)
     widths = widest([jax.eval_shape(branch, arrived, number) for branch in branches])
 
     def wide(branch: Callable[..., Buffers]) -> Callable[..., Buffers]:
-        return lambda *args: widened(branch(*args), widths, len(slot))
+        return lambda *args: widened(branch(*args), widths, len(batch))
 
     reply: Buffers = lax.switch(which, list(map(wide, branches)), arrived, number)
     return reply
 
 
 def _cuts_of(ports: Sequence[Port]) -> list[Cut]:
-    """Returns how a unit of each operand or result is cut; in slots, all travel."""
+    """Returns how a unit of each operand or result is cut; in batches, all travel."""
     return [port.unit for port in ports if port.unit is not None]
 
 

@@ -34,18 +34,18 @@ from jzero.layout.stored import InRecords, Like
 from jzero.plan.matrices import Matrices, Work, find_matrices, warn_of_whole
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Part, number_of_part
-from jzero.update.split import Kernel, Kind, Split, kernel_of, split
+from jzero.update.split import EquationKind, Kernel, Split, kernel_of, split_update
 from jzero.update.whole import After, Before, Grad, WholeUpdate
 
 L = TypeVar("L", bound=Like)
 
 
-class Source(NamedTuple):
+class OperandSource(NamedTuple):
     """Where a kernel finds an operand.
 
     Attributes:
       kind: "record" (a field of its record), "grads" or "params" (the parameter's own, as the step has it), "positions"
-        (of elements in the natural array), "array" (any other, laid out like the gradient), or "number".
+        (of elements in the natural array), "array" (any other, laid out like the gradient), or "scalar".
       number: Which one, of several of a kind.
     """
 
@@ -80,7 +80,7 @@ class Field(NamedTuple):
 
     param: int
     leaf: StateLeaf
-    source: Source
+    source: OperandSource
 
 
 class RecordKernel(NamedTuple):
@@ -93,20 +93,20 @@ class RecordKernel(NamedTuple):
       targets: What becomes of its results: the number of the field that it replaces, the dtype of a new parameter or
         its update, or a sum over several results.
       arrays: The operands of kind "array", in their order.
-      numbers: Those of kind "number".
+      scalars: Those of kind "scalar".
       structure: Equal for parameters that compute the same.
     """
 
     param: int
     kernel: Kernel
-    sources: tuple[Source, ...]
+    sources: tuple[OperandSource, ...]
     targets: tuple[int | DType | SumTarget, ...]
     arrays: tuple[Var, ...]
-    numbers: tuple[Var, ...]
+    scalars: tuple[Var, ...]
     structure: int
 
-    def on(self, part: Part, read: Callable[[Source], jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
-        """Returns what becomes of a piece of a part, by target: zeros as padding, and sums as numbers."""
+    def on(self, part: Part, read: Callable[[OperandSource], jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
+        """Returns what becomes of a piece of a part, by target: zeros as padding, and sums as scalars."""
         values = [part.positions() if x.kind == "positions" else read(x) for x in self.sources]
         outs = iter(self.kernel(values, shape))
 
@@ -119,7 +119,7 @@ class RecordKernel(NamedTuple):
         return list(map(result, self.targets))
 
 
-class Step(NamedTuple):
+class UpdateStep(NamedTuple):
     """What a program computes next, on whole arrays.
 
     Attributes:
@@ -144,7 +144,7 @@ class UpdateProgram:
       consts: The constants of the jaxpr.
       inputs: The variable of each input.
       fields: The inputs that are fields.
-      results: The number of each result.
+      results: The index of each result among the outputs of the jaxpr.
       steps: All that is not elementwise, in the order in which it can be computed.
       owned: The results of matrix work, which kernels read like fields.
       sums: By equation, the numbers of sums over parameters in records.
@@ -156,7 +156,7 @@ class UpdateProgram:
     inputs: Before[Var]
     fields: Mapping[Var, Field]
     results: After[int]
-    steps: tuple[Step, ...]
+    steps: tuple[UpdateStep, ...]
     owned: frozenset[Var]
     sums: Mapping[int, int]
     number_of: Structures = dataclasses.field(default_factory=Structures)
@@ -175,12 +175,12 @@ class UpdateProgram:
         elements = [v for v in atoms if not _compat.is_literal(v) and v in self.split.elements]
         return [self.fields[v] for v in self.kernel(elements).reads if v in self.fields] if elements else []
 
-    def reads_records(self, step: Step) -> bool:
+    def reads_records(self, step: UpdateStep) -> bool:
         """Whether a step is a sum that a pass over records makes."""
         return step.eqn in self.sums and _in_records(self.fields_of(self.split.jaxpr.eqns[step.eqn].invars)) is not None
 
     def targets(self, i: int) -> dict[int, Var | DType]:
-        """Returns, by the numbers of a parameter's results, the field that each replaces, or its dtype."""
+        """Returns, by the indices of a parameter's results, the field that each replaces, or its dtype."""
         leaf, result, outs = self.plan.leaves[i], self.results.results[i], self.split.jaxpr.outvars
         is_away = leaf.param.memory != "device"
         pairs = [
@@ -229,19 +229,19 @@ class UpdateProgram:
     def _record_kernel(
         self, i: int, outputs: Sequence[Atom], targets: Sequence[int | DType | SumTarget]
     ) -> RecordKernel:
-        kernel, arrays, numbers = self.kernel(outputs), list[Var](), list[Var]()
+        kernel, arrays, scalars = self.kernel(outputs), list[Var](), list[Var]()
 
-        def source(v: Var) -> Source:
+        def source(v: Var) -> OperandSource:
             field = self.fields.get(v)
             if field is not None and field.source.kind != "array":
                 return field.source
-            kind, of = ("array", arrays) if _compat.type_of(v).shape else ("number", numbers)
+            kind, of = ("array", arrays) if _compat.type_of(v).shape else ("scalar", scalars)
             of.append(v)
-            return Source(kind, len(of) - 1)
+            return OperandSource(kind, len(of) - 1)
 
         sources = tuple(map(source, kernel.reads))
         structure = self.number_of(kernel.piece())
-        return RecordKernel(i, kernel, sources, tuple(targets), tuple(arrays), tuple(numbers), structure)
+        return RecordKernel(i, kernel, sources, tuple(targets), tuple(arrays), tuple(scalars), structure)
 
     @functools.cached_property
     def needs_grads(self) -> bool:
@@ -256,7 +256,7 @@ class UpdateProgram:
     def check_elementwise(self) -> None:
         """Raises if an equation needs a field in records as a whole."""
         for i, kind in enumerate(self.split.kinds):
-            if kind not in (Kind.WHOLE, Kind.MIXED):
+            if kind not in (EquationKind.WHOLE, EquationKind.MIXED):
                 continue
             v = _in_records(self.fields_of(self.split.jaxpr.eqns[i].invars))
             if v is not None:
@@ -268,7 +268,7 @@ class UpdateProgram:
                     f"(`Offload(optimizer='host')`), or that of this leaf on the devices (`{rule}`)."
                 )
 
-    def check_adds_up(self) -> None:
+    def require_mean_of_gradients(self) -> None:
         """Raises unless the update can take the mean over the gradients of several steps, element by element."""
         if self.needs_grads or self.num_levels:
             raise ValueError(
@@ -282,7 +282,7 @@ def _in_records(fields: Sequence[Field]) -> Field | None:
     return next((field for field in fields if field.source.kind == "record"), None)
 
 
-def far_params(plan: ZeroPlan) -> frozenset[int]:
+def off_device_params(plan: ZeroPlan) -> frozenset[int]:
     """Returns the parameters whose state is not all on the devices; a number is no array to stream."""
     return frozenset(i for i in plan.offloaded if plan.leaves[i].param.shape)
 
@@ -294,7 +294,7 @@ def params_as_stored(plan: ZeroPlan) -> frozenset[int]:
     optimizer would gather its operands.
     """
     grads = [leaf.grad.cut for leaf in plan.leaves]
-    return far_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}
+    return off_device_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -334,9 +334,9 @@ def inputs_of(plan: ZeroPlan, stored: Before[L], load: Callable[[StateLeaf, L], 
         if i not in kept or leaf.shape != plan.leaves[i].param.shape:
             return Input(load(leaf, x))
         grad, paths = plan.leaves[i].grad, [field.path for field in plan.record_fields.get(i, ())]
-        source = Source(name or "array") if i in plan.record_fields else Source("array")
+        source = OperandSource(name or "array") if i in plan.record_fields else OperandSource("array")
         if isinstance(x, InRecords):
-            source = Source("record", paths.index(x.path))
+            source = OperandSource("record", paths.index(x.path))
         field = Field(i, grad, source)
         if isinstance(x, jax.ShapeDtypeStruct) or memory_of(x) != "device" or source.kind != "array":
             return Input(x, field)  # a constraint would make a copy of what a program only passes on
@@ -350,13 +350,13 @@ def inputs_of(plan: ZeroPlan, stored: Before[L], load: Callable[[StateLeaf, L], 
 
     def of_grad(i: int, g: Grad[L]) -> Grad[Input]:
         leaf = plan.leaves[i].grad
-        dropped = Input(None, Field(i, leaf, Source("grads")))
+        dropped = Input(None, Field(i, leaf, OperandSource("grads")))
         return Grad(dropped if g.reduced is None else place(g.reduced, i, leaf, "grads"), g.factors)
 
     grads = [None if g is None else of_grad(i, g) for i, g in enumerate(stored.grads)]
     inner = [place(x, leaf.owner, leaf) for x, leaf in zip(stored.inner, plan.inner_leaves, strict=True)]
     positions = [
-        Input(None, Field(i, x.grad, Source("positions"))) if stored.number is not None and i in kept else None
+        Input(None, Field(i, x.grad, OperandSource("positions"))) if stored.number is not None and i in kept else None
         for i, x in enumerate(plan.leaves)
     ]
     params = [of_param(i, x, "params") for i, x in enumerate(stored.params)]
@@ -365,7 +365,7 @@ def inputs_of(plan: ZeroPlan, stored: Before[L], load: Callable[[StateLeaf, L], 
     return Before(grads, params, masters, inner, positions, *others)
 
 
-def shape_of(leaf: StateLeaf, x: Like) -> jax.ShapeDtypeStruct:
+def natural_shape_of(leaf: StateLeaf, x: Like) -> jax.ShapeDtypeStruct:
     """Returns the natural shape of a stored array."""
     return jax.ShapeDtypeStruct(leaf.shape, x.dtype if leaf.as_numbers is leaf else leaf.as_numbers.dtype)
 
@@ -374,20 +374,20 @@ def program_of(update: WholeUpdate, inputs: Before[Input], jaxpr: Traced | None 
     """Analyses an update; traces it, unless that was done."""
     plan = update.plan
     leaves, treedef = jax.tree.flatten(inputs)
-    closed, out = traced(update, inputs) if jaxpr is None else jaxpr
+    closed, out = trace_stored_update(update, inputs) if jaxpr is None else jaxpr
     has_matrices = plan.num_shards > 1 and any(map(mixes, _compat.open_jaxpr(closed)[0].eqns))
-    opened, consts = _compat.open_jaxpr(flattened(closed, chooses=bool(far_params(plan))))
+    opened, consts = _compat.open_jaxpr(flattened(closed, chooses=bool(off_device_params(plan))))
     fields = {
         v: x.field for v, x in zip(opened.invars, leaves, strict=True) if isinstance(x, Input) and x.field is not None
     }
-    found = split(opened, {v: field.param for v, field in fields.items()})
+    found = split_update(opened, {v: field.param for v, field in fields.items()})
     matrices = find_matrices(plan, opened, _owners(plan, inputs)) if has_matrices else Matrices([], [])
     if plan.matrices.unknown:  # the plan could not warn
         warn_of_whole(matrices.notes)
-    numbers = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
+    indices = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
     owned = frozenset(v for work in matrices.works for v in work.region.outputs)
-    program = UpdateProgram(plan, found, consts, treedef.unflatten(opened.invars), fields, numbers, (), owned, {})
-    sums = [i for i, kind in enumerate(found.kinds) if kind is Kind.SUM and _sums_record(program, i)]
+    program = UpdateProgram(plan, found, consts, treedef.unflatten(opened.invars), fields, indices, (), owned, {})
+    sums = [i for i, kind in enumerate(found.kinds) if kind is EquationKind.SUM and _sums_record(program, i)]
     program = dataclasses.replace(program, sums={i: k for k, i in enumerate(sums)})
     return dataclasses.replace(program, steps=tuple(_steps(program, matrices.works)))
 
@@ -401,7 +401,7 @@ def record_program(update: WholeUpdate, stored: Before[Like]) -> UpdateProgram:
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)), stored
     )
-    program = program_of(update, inputs_of(update.plan, shapes, shape_of))
+    program = program_of(update, inputs_of(update.plan, shapes, natural_shape_of))
     program.check_elementwise()
     return program
 
@@ -409,7 +409,7 @@ def record_program(update: WholeUpdate, stored: Before[Like]) -> UpdateProgram:
 Traced: TypeAlias = "tuple[jax.extend.core.ClosedJaxpr, After[jax.ShapeDtypeStruct]]"
 
 
-def traced(update: WholeUpdate, inputs: Before[Input]) -> Traced:
+def trace_stored_update(update: WholeUpdate, inputs: Before[Input]) -> Traced:
     """Returns the jaxpr of an update, and the shapes of its results."""
     avals = jax.tree.map(lambda x: x.aval if isinstance(x, Input) else x, inputs)
     # What `update.functions` close over are constants of this jaxpr; of `jit(update).trace` they would be inputs.
@@ -421,7 +421,7 @@ def _sums_record(program: UpdateProgram, i: int) -> bool:
     return any(field.param in program.plan.record_fields for field in fields)
 
 
-def _steps(program: UpdateProgram, works: Sequence[Work]) -> Iterator[Step]:
+def _steps(program: UpdateProgram, works: Sequence[Work]) -> Iterator[UpdateStep]:
     """Returns the steps: by the number of matrix computations before each, then in the order of the jaxpr."""
     found, level, rank = program.split, dict[Var, int](), dict[Var, int]()
     replaced = frozenset[int]().union(*(work.region.eqns for work in works))
@@ -430,18 +430,22 @@ def _steps(program: UpdateProgram, works: Sequence[Work]) -> Iterator[Step]:
         by_rank.setdefault(work.region.level, []).append(work)
     ranks = {of: k for k, of in enumerate(sorted(by_rank))}
     rank |= {v: ranks[work.region.level] + 1 for work in works for v in work.region.outputs}
-    steps: list[tuple[int, Step]] = []  # each with its place: 2r before the matrix work of rank r, which is at 2r + 1
+    steps: list[
+        tuple[int, UpdateStep]
+    ] = []  # each with its place: 2r before the matrix work of rank r, which is at 2r + 1
     for i, eqn in enumerate(found.jaxpr.eqns):
         read = [v for v in eqn.invars if not _compat.is_literal(v)]
         before = max((rank.get(v, 0) for v in read), default=0)
-        step = Step(max((level.get(v, 0) for v in read), default=0), i)
+        step = UpdateStep(max((level.get(v, 0) for v in read), default=0), i)
         for v in eqn.outvars:
             level[v], rank[v] = step.level + program.reads_records(step), max(before, rank.get(v, 0))
-        if found.kinds[i] is not Kind.ELEMENT and i not in replaced:
+        if found.kinds[i] is not EquationKind.ELEMENT and i not in replaced:
             steps.append((2 * before, step))
     for of, members in by_rank.items():
         reads = [v for work in members for v in (*work.region.inputs, *work.region.shared)]
-        steps.append((2 * ranks[of] + 1, Step(max((level.get(v, 0) for v in reads), default=0), -1, tuple(members))))
+        steps.append(
+            (2 * ranks[of] + 1, UpdateStep(max((level.get(v, 0) for v in reads), default=0), -1, tuple(members)))
+        )
     return (step for _, step in sorted(steps, key=lambda x: x[0]))
 
 

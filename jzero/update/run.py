@@ -26,7 +26,7 @@ from jzero._compat import Atom
 from jzero._types import DType
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.products import mixes
-from jzero.layout.casts import holds, positions_of, round_to
+from jzero.layout.casts import can_represent, positions_of, round_to
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.placement import memory_of
 from jzero.layout.stored import InRecords, Stored
@@ -37,13 +37,13 @@ from jzero.update.program import (
     Input,
     RecordKernel,
     UpdateProgram,
-    far_params,
     inputs_of,
+    off_device_params,
     params_as_stored,
     program_of,
-    traced,
+    trace_stored_update,
 )
-from jzero.update.split import Kind
+from jzero.update.split import EquationKind
 from jzero.update.whole import After, Before, StepGrads, WholeUpdate
 
 
@@ -66,10 +66,10 @@ class Done:
 
 
 class Operands(NamedTuple):
-    """What a pass over the records of a parameter reads beside them: arrays laid out like the gradient, and numbers."""
+    """What a pass over the records of a parameter reads beside them: arrays laid out like the gradient, and scalars."""
 
     arrays: list[jax.Array]
-    numbers: list[jax.Array]
+    scalars: list[jax.Array]
 
 
 def run_update(update: WholeUpdate, stored: Before[Stored], done: Done | None = None) -> After[Stored]:
@@ -87,7 +87,7 @@ def run_update(update: WholeUpdate, stored: Before[Stored], done: Done | None = 
     else:
         if plan.num_shards == 1 and not kept:
             return update(_values(inputs))
-        jaxpr = traced(update, inputs)
+        jaxpr = trace_stored_update(update, inputs)
         if not kept and not any(map(mixes, _compat.open_jaxpr(jaxpr[0])[0].eqns)):  # already traced: call it
             return jax.jit(update)(_values(inputs))
         program = program_of(update, inputs, jaxpr)
@@ -115,7 +115,7 @@ class Run:
       sums: Numbers over parameters in records, as far as they are known.
 
     Attributes:
-      env: Values of its variables: numbers, and arrays in natural shape.
+      env: Values of its variables: scalars, and arrays in natural shape.
       arrays: The fields, as stored; positions have none.
       materialized: Fields, and values elementwise in fields, that were needed on the devices, in natural shape.
       fetched: Paths of the parameters whose state on the host was needed whole.
@@ -149,7 +149,7 @@ class Run:
                 continue  # the next pass makes it
             else:
                 with _compat.equation_context(eqn):
-                    is_sum = self.split.kinds[step.eqn] is Kind.SUM
+                    is_sum = self.split.kinds[step.eqn] is EquationKind.SUM
                     outs = self._sum(eqn) if is_sum else self.apply(eqn, list(map(self.value, eqn.invars)))
             self.env.update(zip(eqn.outvars, outs, strict=True))
             self.sums |= {} if number is None else {number: outs[0]}
@@ -195,7 +195,7 @@ class Run:
         return [reduce_pass(self.plan, operands, eqn.primitive.name, _compat.type_of(eqn.outvars[0]).dtype)]
 
     def update(self, i: int) -> dict[int, jax.Array]:
-        """Returns the results of a parameter that is read as stored, as stored, by their numbers among all results."""
+        """Returns the results of a parameter that is read as stored, as stored, by their indices among all results."""
         outs, targets, grad = self.split.jaxpr.outvars, self.program.targets(i), self.program.inputs.grads[i]
         if not targets:
             return {}
@@ -203,16 +203,16 @@ class Run:
         leaf = self.plan.leaves[i].grad
         array = self.array(grad.reduced, leaf)
         overwritten = {k: self.array(x, leaf) if isinstance(x, Var) else x for k, x in targets.items()}
-        near = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
-        for k, dtype in near.items():  # it overwrites the gradient if that is wide enough
-            if holds(array.dtype, dtype) and memory_of(array) == "device":
+        new_arrays = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
+        for k, dtype in new_arrays.items():  # it overwrites the gradient if that is wide enough
+            if can_represent(array.dtype, dtype) and memory_of(array) == "device":
                 overwritten[k] = array
         results = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
         new = dict(zip(targets, results, strict=True))
-        return new | {k: round_to(new[k], dtype) for k, dtype in near.items()}
+        return new | {k: round_to(new[k], dtype) for k, dtype in new_arrays.items()}
 
     def from_records(self, i: int, new: jax.Array | None) -> dict[int, Stored]:
-        """Returns the results of a parameter with state in records, by their numbers; its state stays there."""
+        """Returns the results of a parameter with state in records, by their indices; its state stays there."""
         param = self.program.inputs.params[i]
         assert param is not None
         result: Stored = self.arrays[param] if new is None else new  # nothing changes it
@@ -224,7 +224,7 @@ class Run:
     def operands(self, of: RecordKernel) -> Operands:
         """Returns what a pass over records reads beside them."""
         leaf = self.plan.leaves[of.param].grad
-        return Operands(*([self.array(v, leaf) for v in some] for some in (of.arrays, of.numbers)))
+        return Operands(*([self.array(v, leaf) for v in some] for some in (of.arrays, of.scalars)))
 
     def array(self, v: Var, leaf: StateLeaf) -> jax.Array:
         """Returns a variable that a kernel reads and that is in memory."""
@@ -233,7 +233,7 @@ class Run:
         return x
 
     def stored(self, v: Var, leaf: StateLeaf) -> Stored | None:
-        """Returns a variable that a kernel reads: an array laid out like `leaf`, or a number; `None` for positions."""
+        """Returns a variable that a kernel reads: an array laid out like `leaf`, or a scalar; `None` for positions."""
         if v in self.program.fields:
             return self.arrays.get(v)
         x = jnp.asarray(self.value(v))
@@ -248,18 +248,18 @@ class Run:
         reads = [self.stored(v, leaf) for v in kernel.reads]
         assert not any(isinstance(x, InRecords) for x in reads)
         distinct = IdDict((x, None) for x in (*reads, *targets) if isinstance(x, jax.Array))
-        arrays, numbers = ([x for x in distinct if bool(x.ndim) == has_dims] for has_dims in (True, False))
+        arrays, scalars = ([x for x in distinct if bool(x.ndim) == has_dims] for has_dims in (True, False))
 
         def on_chunks(
             chunks: Sequence[jax.Array], positions: Callable[[], jax.Array], some: Sequence[jax.Array]
         ) -> list[jax.Array]:
-            here = IdDict(zip((*arrays, *numbers), (*chunks, *some), strict=True))
+            here = IdDict(zip((*arrays, *scalars), (*chunks, *some), strict=True))
             values = [here[x] if isinstance(x, jax.Array) else positions() for x in reads]
             return fn(values, chunks[0].shape)
 
         place = IdDict((x, k) for k, x in enumerate(arrays))
         places = [place[x] if isinstance(x, jax.Array) else x for x in targets]
-        return Pass(leaf, on_chunks, arrays, numbers, places, is_far=i in far_params(self.plan))
+        return Pass(leaf, on_chunks, arrays, scalars, places, is_off_device=i in off_device_params(self.plan))
 
     def warn(self) -> None:
         """Warns of state on the host that was needed whole."""

@@ -1,6 +1,6 @@
 """Splits the jaxpr of an update: what needs only single elements of a parameter, their sums, and all the rest.
 
-    split(jaxpr, fields) -> Split                      the kind of each equation
+    split_update(jaxpr, fields) -> Split               the kind of each equation
     kernel_of(of, outputs, available) -> Kernel        computes results on arrays of any one shape: a shard, a record
 
 A *field* is an array of its parameter's shape: a gradient, parameter, master or moment.
@@ -59,7 +59,7 @@ REDUCTIONS = {
 """By primitive."""
 
 
-class Kind(enum.Enum):
+class EquationKind(enum.Enum):
     """What an equation needs.
 
     Attributes:
@@ -128,14 +128,14 @@ class Split(NamedTuple):
     """
 
     jaxpr: Jaxpr
-    kinds: list[Kind]
+    kinds: list[EquationKind]
     elements: dict[Var, int | None]
     producers: dict[Var, int]
 
     @property
     def mixed(self) -> list[str]:
         """The optax functions that mix the elements of several parameters."""
-        return list(dict.fromkeys(self.maker(i) for i, kind in enumerate(self.kinds) if kind is Kind.MIXED))
+        return list(dict.fromkeys(self.maker(i) for i, kind in enumerate(self.kinds) if kind is EquationKind.MIXED))
 
     def maker(self, number: int) -> str:
         """Returns the optax function that made an equation, by its traceback or that of the closest equation."""
@@ -144,7 +144,7 @@ class Split(NamedTuple):
         return next(names, str(self.jaxpr.eqns[number].primitive.name))
 
 
-def split(jaxpr: Jaxpr, fields: Mapping[Var, int]) -> Split:
+def split_update(jaxpr: Jaxpr, fields: Mapping[Var, int]) -> Split:
     """Splits a flat, open jaxpr.
 
     Args:
@@ -152,18 +152,18 @@ def split(jaxpr: Jaxpr, fields: Mapping[Var, int]) -> Split:
       fields: The inputs that are fields, and their parameters.
     """
     elements: dict[Var, int | None] = dict(fields)
-    kinds: list[Kind] = []
+    kinds: list[EquationKind] = []
     producers: dict[Var, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         kind, owner = _kind_of(eqn, elements)
         kinds.append(kind)
         producers.update((v, i) for v in eqn.outvars)
-        if kind in (Kind.ELEMENT, Kind.FILL):
+        if kind in (EquationKind.ELEMENT, EquationKind.FILL):
             elements.update((v, owner) for v in eqn.outvars)
     return Split(jaxpr, kinds, elements, producers)
 
 
-def _kind_of(eqn: JaxprEqn, elements: Mapping[Var, int | None]) -> tuple[Kind, int | None]:
+def _kind_of(eqn: JaxprEqn, elements: Mapping[Var, int | None]) -> tuple[EquationKind, int | None]:
     """Returns the kind of an equation, and the parameter of its elements."""
     name, outs = eqn.primitive.name, list(map(_compat.type_of, eqn.outvars))
     read = [v for v in eqn.invars if not _compat.is_literal(v) and v in elements]
@@ -172,16 +172,16 @@ def _kind_of(eqn: JaxprEqn, elements: Mapping[Var, int | None]) -> tuple[Kind, i
     if not params:
         spreads = name == "broadcast_in_dim" or (shaped and _is_elementwise(eqn, _compat.type_of(shaped[0]).shape))
         is_fill = spreads and len(read) == len(shaped) and outs[0].shape
-        return (Kind.FILL if is_fill else Kind.NUMBER), None
+        return (EquationKind.FILL if is_fill else EquationKind.NUMBER), None
     if len(params) > 1:
-        return Kind.MIXED, None
+        return EquationKind.MIXED, None
     (owner,) = params
     shape = next(_compat.type_of(v).shape for v in read if elements[v] is not None)
     if _is_elementwise(eqn, shape):
-        return Kind.ELEMENT, owner
+        return EquationKind.ELEMENT, owner
     is_sum = name in REDUCTIONS and outs[0].shape == () and all(_compat.type_of(v).shape == shape for v in shaped)
     is_bounded = name not in ("reduce_max", "reduce_min") or jnp.issubdtype(outs[0].dtype, jnp.inexact)
-    return (Kind.SUM if is_sum and is_bounded else Kind.WHOLE), owner
+    return (EquationKind.SUM if is_sum and is_bounded else EquationKind.WHOLE), owner
 
 
 def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:

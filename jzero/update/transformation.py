@@ -154,7 +154,7 @@ class ZeroTransformation:
         before = _before(plan, own, grads, plan.flat_params(params))
         return WholeUpdate(plan, self.inner, trained), before._replace(applied=applied, value=value)
 
-    def with_late_results(
+    def with_record_results(
         self, params: PyTree, results: Mapping[int, jax.Array], chosen: Mapping[int, jax.Array]
     ) -> PyTree:
         """Returns stored parameters with the results of passes over records beside other steps; call it inside `jit`.

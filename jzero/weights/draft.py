@@ -19,8 +19,18 @@ from jzero._types import DType
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.leaves import Keys
 from jzero.layout.box import Box, tile
-from jzero.layout.misfits import describe_misfit
-from jzero.weights.entries import AS_IT_IS, Entry, Rule, Shape, entries_of, match, names_in, rule_of, shapes_made
+from jzero.layout.dtype_range import describe_misfit
+from jzero.weights.entries import (
+    AS_IT_IS,
+    Entry,
+    Rule,
+    Shape,
+    entries_of,
+    match_tensors,
+    names_in,
+    rule_of,
+    shapes_made,
+)
 from jzero.weights.families import companions, known_shapes, resolve_mapping
 from jzero.weights.loading import is_chosen, name_of, path_of
 from jzero.weights.mapping import Mapping as NameMapping
@@ -231,7 +241,7 @@ def _mapped(
     shapes = shapes_made((param_shapes[path], rule) for path, rule in ruled) if published is None else published
     what = "its shape in the file is not known: pass `like`" if published is None else "that model has none"
     none = "no key of the mapping matches it"
-    found, problems = match(param_shapes, rules, shapes, lambda x: f"makes {x[0]}, but {what}" if x else none)
+    found, problems = match_tensors(param_shapes, rules, shapes, lambda x: f"makes {x[0]}, but {what}" if x else none)
     made: dict[str, list[Entry]] = {}
     for entry in itertools.chain.from_iterable(own[0] for own in found.values()):
         made.setdefault(entry.tensor, []).append(entry)

@@ -160,7 +160,7 @@ def entries_of(path: str, shape: Shape, rule: Rule, tensors: Mapping[str, Shape]
     return entries, ""
 
 
-def match(
+def match_tensors(
     shapes: Mapping[str, Shape],
     rules: Mapping[str, Sequence[Rule]],
     tensors: Mapping[str, Shape],

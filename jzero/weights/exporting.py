@@ -166,11 +166,11 @@ def _from_state(arrays: Mapping[str, tuple[Stored, TargetLeaf]], boxes: Boxes) -
       arrays: Stored arrays by path, with how they are stored.
       boxes: The boxes.
     """
-    near: dict[str, jax.Array] = {}
+    on_devices: dict[str, jax.Array] = {}
     for own in boxes:
-        near = {path: near[path] if path in near else on_device(arrays[path][0]) for path, _ in own}
+        on_devices = {path: on_devices[path] if path in on_devices else on_device(arrays[path][0]) for path, _ in own}
         for path, box in own:
-            yield iter([_to_host(near[path], arrays[path][1].sharding, box)])
+            yield iter([_to_host(on_devices[path], arrays[path][1].sharding, box)])
 
 
 def _to_host(x: jax.Array, sharding: NamedSharding, box: Box) -> np.ndarray:

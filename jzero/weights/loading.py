@@ -20,16 +20,16 @@ from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import Keys, TargetLeaf
 from jzero.checkpoint.matching import renamed_paths
-from jzero.checkpoint.restoring import PARAMS, Choice, Target, check_fit, warn_unless_complete
+from jzero.checkpoint.restoring import PARAMS, Choice, RestoreTarget, check_fit, warn_unless_complete
 from jzero.checkpoint.shards import place
 from jzero.layout.box import Box
 from jzero.layout.cut import Cut
-from jzero.layout.misfits import describe_misfit
+from jzero.layout.dtype_range import describe_misfit
 from jzero.plan.table import format_bytes
 from jzero.state.adapter import adapt_sharded
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import check_alive
-from jzero.weights.entries import AS_IT_IS, Entry, Problems, Rule, copy_into, match, names_in, rule_of
+from jzero.weights.entries import AS_IT_IS, Entry, Problems, Rule, copy_into, match_tensors, names_in, rule_of
 from jzero.weights.families import resolve_mapping
 from jzero.weights.mapping import Mapping as NameMapping
 from jzero.weights.safetensors_files import TensorFile, find_tensors
@@ -83,7 +83,7 @@ def load_params(
     """
     adapted = adapt_sharded(state)
     check_alive(adapted.state)
-    target = Target(adapted)
+    target = RestoreTarget(adapted)
     choice = Choice(params_only=True, strict=strict, donate=donate)
     leaves = [leaf for leaf in target.leaves if choice.selector(adapted.state)(leaf)]
     if paths is not None:
@@ -92,7 +92,9 @@ def load_params(
     everywhere(lambda: found.check(path, paths, strict))
     matched, report = everywhere(lambda: target.match(found.contents(path), dataclasses.replace(choice, strict=False)))
     target.check_kept(matched)
-    target = Target(adapt_sharded(apply_pending(state, donate=donate)))  # a later step would change what was loaded
+    target = RestoreTarget(
+        adapt_sharded(apply_pending(state, donate=donate))
+    )  # a later step would change what was loaded
     if jax.process_count() > 1:
         for i, leaf in matched.items():
             target.leaves[i] = _in_long_runs(found.sources[leaf.keys][0].slowest, target.leaves[i])
@@ -154,7 +156,7 @@ def _over_whole_paths(paths: str, leaves: Sequence[TargetLeaf]) -> str:
     return f"[^/]*/(?:{paths})"
 
 
-class Source:
+class ParamSource:
     """What makes a parameter: its entries, and the tensors of files that they are about.
 
     Attributes:
@@ -196,7 +198,7 @@ class _Found:
       is_mapped: Whether names are those of a mapping.
     """
 
-    sources: dict[Keys, list[Source]]
+    sources: dict[Keys, list[ParamSource]]
     problems: Problems
     keys_of: Mapping[str, Keys]
     is_mapped: bool
@@ -254,10 +256,10 @@ def _find(
             return "" if resolved is None else "no key of the mapping matches it"
         return f"there is no {names[0]}" + (f", nor {len(names) - 1} more" if len(names) > 1 else "")
 
-    found, problems = match(shapes, rules, {name: tensor.shape for name, tensor in tensors.items()}, lacks)
+    found, problems = match_tensors(shapes, rules, {name: tensor.shape for name, tensor in tensors.items()}, lacks)
     problems.unexpected = {new: f"{tensors[x].dtype}{list(tensors[x].shape)}" for new, x in unexpected.items()}
     keys_of = {name: x.keys for name, x in named.items()}
-    sources = {keys_of[name]: [Source(shapes[name], x, tensors) for x in made] for name, made in found.items()}
+    sources = {keys_of[name]: [ParamSource(shapes[name], x, tensors) for x in made] for name, made in found.items()}
     return _Found(sources, problems, keys_of, resolved is not None)
 
 
@@ -316,7 +318,7 @@ def _in_long_runs(dim: int | None, target_leaf: TargetLeaf) -> TargetLeaf:
     return TargetLeaf(target_leaf.keys, leaf, form)
 
 
-def _place(sources: Sequence[Source], target_leaf: TargetLeaf) -> jax.Array:
+def _place(sources: Sequence[ParamSource], target_leaf: TargetLeaf) -> jax.Array:
     """Reads a parameter into this process's shards. Sources of a tied one must be equal."""
     (source, *others), first = sources, sources[0].first
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(source.dtype))

@@ -73,20 +73,20 @@ MUTANTS = [
     Mutant(
         "tied_reduced_per_use",
         "engine/gradient_rules.py",
-        "(reduction.by_use and makers.is_loop_between(x, y))",
+        "(reduction.by_use and def_use.is_loop_between(x, y))",
         "reduction.by_use",
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
     ),
     Mutant(
         "tied_held_across_a_loop",
         "engine/gradient_rules.py",
-        "(reduction.by_use and makers.is_loop_between(x, y))",
+        "(reduction.by_use and def_use.is_loop_between(x, y))",
         "False",
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
     ),
     Mutant(
         "shards_read_by_others",
-        "engine/makers.py",
+        "engine/def_use.py",
         "and self._uses[atom] == 1",
         "",
         "test_passes.py::test_what_something_else_reads_is_no_shard",
@@ -109,8 +109,8 @@ MUTANTS = [
     Mutant(
         "reduced_in_every_micro_batch",
         "engine/roles.py",
-        "is_cut, is_cut and not reduce_last))",
-        "is_cut, is_cut))",
+        "is_cut, is_cut and not reduce_last)",
+        "is_cut, is_cut)",
         "test_passes.py::test_the_roles_of_the_stages",
     ),
     Mutant(
@@ -124,8 +124,8 @@ MUTANTS = [
     Mutant(
         "whole_parameters_not_awaited",
         "engine/roles.py",
-        "is_awaited = is_held_cut or self.stage < 3",
-        "is_awaited = is_held_cut",
+        "is_awaited = is_sharded or self.stage < 3",
+        "is_awaited = is_sharded",
         "test_waiting.py::test_the_backward_loop_waits_for_the_gradient_of_the_head",
     ),
     # What the walk gathers and holds.
@@ -167,7 +167,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared_leaf_gathered_twice",
-        "engine/bundles.py",
+        "engine/shared_leaves.py",
         "i = index.setdefault(x, len(leaves))",
         "i = len(leaves)",
         "test_passes.py::test_a_parameter_that_goes_into_a_call_twice_is_gathered_once",
@@ -205,8 +205,8 @@ MUTANTS = [
     Mutant(
         "this_row_for_the_next",
         "engine/loops.py",
-        "_slice_row(self.params[j], at + step)",
-        "_slice_row(self.params[j], at)",
+        "_slice_row(self.params[j], index + step)",
+        "_slice_row(self.params[j], index)",
         "test_prefetch.py::test_gradients_equal_plain_jax",
         "scan_reversed",
     ),

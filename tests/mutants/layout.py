@@ -14,9 +14,9 @@ MUTANTS = [
     Mutant(
         "flattened_leaves_updated_in_natural_shape",
         "update/program.py",
-        "return far_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}",
-        "return far_params(plan)",
-        "test_sent.py::test_updates_gather_what_is_flattened_only_if_they_need_more_than_elements_and_sums",
+        "return off_device_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}",
+        "return off_device_params(plan)",
+        "test_traced_collectives.py::test_updates_gather_what_is_flattened_only_if_they_need_more_than_elements_and_sums",
     ),
     Mutant(
         "padding_of_flattened_leaves_not_seen_by_updates",
@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "function_of_a_sum_taken_for_one_of_a_row",
         "jaxpr/row_facts.py",
-        "eqn, how) if total.kind is Kind.LINEAR else total",
+        "eqn, how) if total.kind is RowKind.LINEAR else total",
         "eqn, how) if False else total",
         "test_coupling.py::test_the_line_that_couples_rows_is_found",
         "perplexity",

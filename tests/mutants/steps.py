@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "numbers_of_python_in_their_own_width",
         "engine/written_variables.py",
-        "holds(dtype, kind)",
+        "can_represent(dtype, kind)",
         "False",
         "test_constants.py::test_constants_of_a_training_step",
     ),

@@ -248,7 +248,7 @@ MUTANTS = [
     ),
     Mutant(
         "interrupted_wait_starts_the_update_again",
-        "records/late.py",
+        "records/background.py",
         "            if done.exception() is not None:  # if Ctrl-C ends this, the pass goes on\n"
         "                self._done = None\n",
         "            try:\n                done.result()\n            except BaseException:\n                "

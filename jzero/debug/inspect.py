@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 from jzero._types import PyTree, State
 from jzero.config.precision import is_key, widen
 from jzero.layout.casts import apply_edits
+from jzero.layout.dtype_range import describe_misfit
 from jzero.layout.leaves import StateLeaf, gather_leaves
-from jzero.layout.misfits import describe_misfit
 from jzero.layout.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import other_fields

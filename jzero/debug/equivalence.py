@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from jzero._text import path_str
 from jzero._types import PyTree, State, TrainStateLike
 from jzero.config.zero import ZeroConfig
+from jzero.debug.deviations import EquivalenceReport, StepPair, leaf_deviation
+from jzero.debug.reference import Reference
 from jzero.state.adapter import Loss, adapt, plan_if_sharded, plan_of
 from jzero.state.gather import unshard_train_state
 from jzero.state.shard import shard_train_state
-from jzero.step.deviations import EquivalenceReport, StepPair, leaf_deviation
-from jzero.step.reference import Reference
 from jzero.step.train_step import make_train_step
 
 COMPARED = ("loss", "grad_norm", "step_applied", "loss_scale")
@@ -79,18 +79,8 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
     """
     _check_loss(loss_fn, mutable)
     batches = _check_batches(batches)
-    plan = plan_if_sharded(adapt(state).state)
-    if plan is not None:
-        config = plan.config if stage is None and config is None else config
-        mesh = mesh or plan.loss_mesh  # type: ignore[assignment]  # that of arrays is concrete
-        state = unshard_train_state(state)
-    sharded = shard_train_state(state, stage=stage, config=config, mesh=mesh)
+    state, sharded = _plain_and_sharded(state, stage, config, mesh)
     plan = plan_of(sharded)
-    if plan.config.offload.delay:
-        raise ValueError(
-            "`Offload(delay=1)` applies each gradient one step later, which is not what unsharded training does: check "
-            "the same configuration with `delay=0`."
-        )
     step = make_train_step(
         loss_fn,
         has_aux,
@@ -142,6 +132,24 @@ def _check_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     if not batches:
         raise ValueError("`batches` is empty: pass one batch per step.")
     return batches
+
+
+def _plain_and_sharded(
+    state: State, stage: int | None, config: ZeroConfig | None, mesh: Mesh | None
+) -> tuple[State, State]:
+    """Returns a state unsharded, and sharded as asked for, or else as it was."""
+    plan = plan_if_sharded(adapt(state).state)
+    if plan is not None:
+        config = plan.config if stage is None and config is None else config
+        mesh = mesh or plan.loss_mesh  # type: ignore[assignment]  # that of arrays is concrete
+        state = unshard_train_state(state)
+    sharded = shard_train_state(state, stage=stage, config=config, mesh=mesh)
+    if plan_of(sharded).config.offload.delay:
+        raise ValueError(
+            "`Offload(delay=1)` applies each gradient one step later, which is not what unsharded training does: check "
+            "the same configuration with `delay=0`."
+        )
+    return state, sharded
 
 
 def _values(state: TrainStateLike, mutable: Sequence[str]) -> dict[str, np.ndarray]:

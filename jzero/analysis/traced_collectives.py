@@ -1,7 +1,9 @@
 """What a traced program sends, by parameter: exact, without devices and without a compiler.
 
-In: the jaxpr of a step, or of any function that calls one. Out: each gather and each reduction of its placed program,
-with the parameter, how often it runs, and its fate. For the step of [Life of a step](../life_of_a_step.md):
+    traced_collectives(jaxpr) -> Iterator[TracedCollective]
+
+Each gather and reduction of the placed program of a step, or of any function that calls one, has its parameter, how
+often it runs, and its fate. For the step of [Life of a step](../life_of_a_step.md):
 
     gather up x1, gather down x1, reduce down x1, gather down x1, reduce up x1
 
@@ -38,7 +40,7 @@ class Fate(enum.Enum):
       USED: It does not.
       STACKED: The loop that gathers it returns the rows of all iterations.
       SCANNED: A loop runs over it, or over what is computed from it: the stack is gathered before the loop.
-      KEPT: The backward pass reads what the forward pass gathered.
+      SAVED: The backward pass reads what the forward pass gathered.
     """
 
     USED = enum.auto()
@@ -47,7 +49,7 @@ class Fate(enum.Enum):
     SAVED = enum.auto()
 
 
-class Sent(NamedTuple):
+class TracedCollective(NamedTuple):
     """One gather or reduction of a placed program.
 
     Attributes:
@@ -86,13 +88,13 @@ class Sent(NamedTuple):
         return collectives_of(self.eqn)
 
 
-def sent(jaxpr: AnyJaxpr) -> Iterator[Sent]:
+def traced_collectives(jaxpr: AnyJaxpr) -> Iterator[TracedCollective]:
     """Yields the gathers and reductions of a program, in its order.
 
     Example:
-      >>> from jzero.analysis.sent import sent
+      >>> from jzero.analysis.traced_collectives import traced_collectives
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
-      >>> for x in sent(step.trace(state, jnp.ones((8, 512))).jaxpr):
+      >>> for x in traced_collectives(step.trace(state, jnp.ones((8, 512))).jaxpr):
       ...     print(x.eqn.primitive, x.path, x.dtype, x.times)
       zero_gather w float32 1
       zero_reduce w float32 1
@@ -119,7 +121,7 @@ class _Walk:
     outputs: Mapping[Var, str]
     stacked: frozenset[Var]
 
-    def __call__(self, jaxpr: Jaxpr) -> Iterator[Sent]:
+    def __call__(self, jaxpr: Jaxpr) -> Iterator[TracedCollective]:
         """Yields what the jaxpr sends."""
         shards, grads = dict(self.inputs), dict(self.outputs)
         for eqn in reversed(jaxpr.eqns):  # names of gradients, from the calls back to the equations that make them
@@ -130,9 +132,13 @@ class _Walk:
         for eqn in jaxpr.eqns:  # names of shards, from before the calls to the gathers
             first = next((shards.get(v, "") for v in _variables(eqn.invars[:1])), "")
             if eqn.primitive is gather_p:
-                yield Sent(eqn, first or eqn.params["path"], self.times, self.in_loop, self._fate(eqn, jaxpr))
+                yield TracedCollective(
+                    eqn, first or eqn.params["path"], self.times, self.in_loop, self._fate(eqn, jaxpr)
+                )
             elif eqn.primitive is reduce_p:
-                yield Sent(eqn, grads.get(eqn.outvars[0], eqn.params["path"]), self.times, self.in_loop, Fate.USED)
+                yield TracedCollective(
+                    eqn, grads.get(eqn.outvars[0], eqn.params["path"]), self.times, self.in_loop, Fate.USED
+                )
             for body in _compat.contained_jaxprs(eqn):
                 yield from self._enter(eqn, body, shards, grads)(body)
             if eqn.primitive is wait_p or eqn.primitive.name == "optimization_barrier":

@@ -57,19 +57,19 @@ def found_barriers(fn, *args):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_operands_of_barriers(platform, monkeypatch):
     on(platform, monkeypatch)
-    fences = found_barriers(jzero.value_and_grad(loss_fn), make_state(), batch())
+    found = found_barriers(jzero.value_and_grad(loss_fn), make_state(), batch())
     of_logits, of_x = (ROWS, VOCAB), (ROWS, WIDTH)
     shards = {"outer": (HIDDEN // 8, WIDTH), "head": (WIDTH, VOCAB // 8)}
-    assert len(fences) == 2, "the batch needs no gradient, so the first parameter is not used again"
+    assert len(found) == 2, "the batch needs no gradient, so the first parameter is not used again"
     for name, gradient in (("head", of_logits), ("outer", of_x)):
         light = platform == "tpu" and name != "outer"  # 48 x 32 < 64 x 32; but 48 x 512 > 32 x 512
-        (fence,) = [shapes for shapes in fences if shards[name] in shapes]
-        assert ((1, 1) if light else gradient) in fence
-        assert light == (gradient not in fence)
+        (operands,) = [shapes for shapes in found if shards[name] in shapes]
+        assert ((1, 1) if light else gradient) in operands
+        assert light == (gradient not in operands)
 
 
 @pytest.mark.parametrize("scan", [True, slow(False)])
-def test_gradients_with_light_fences_are_those_of_plain_jax(scan, monkeypatch):
+def test_gradients_with_light_barriers_are_those_of_plain_jax(scan, monkeypatch):
     on("tpu", monkeypatch)
     tokens, loss = models.tokens(64, vocab=64), light_decoder.loss_fn
     plain = light_decoder.make_state(optax.sgd(0.1), layers=2, width=40, vocab=64, scan=scan)
@@ -89,7 +89,7 @@ def test_gradients_with_light_fences_are_those_of_plain_jax(scan, monkeypatch):
 
 
 def test_results_without_elements_and_of_whole_numbers():
-    """A light fence takes what is there of each gradient."""
+    """A light barrier takes what is there of each gradient."""
     none = [jnp.zeros((0, 2)), np.zeros((2,), jax.dtypes.float0), jnp.arange(3)]
     firsts = first_elements([jnp.ones((3, 4)), *none, jnp.float32(5), jnp.array([2 + 3j])])
     assert [(x.shape, x.dtype) for x in firsts] == [((1, 1), jnp.float32), ((), jnp.float32), ((1,), jnp.float32)]

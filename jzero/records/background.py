@@ -49,8 +49,8 @@ class Prepared(NamedTuple):
 def prepare(update: RecordUpdate, records: Records, state: State, step: StepGrads) -> Prepared:
     """Runs the passes of an update that only read, and everything that the last one reads beside records."""
     records.pipeline.store.check_whole()
-    program, far, params = update.program(state, step), update.plan.record_fields, update.params(state)
-    arrays = StepArrays({i: step.grads[i].reduced for i in far}, {i: params[i] for i in far})
+    program, record_fields, params = update.program(state, step), update.plan.record_fields, update.params(state)
+    arrays = StepArrays({i: step.grads[i].reduced for i in record_fields}, {i: params[i] for i in record_fields})
     sums: dict[int, jax.Array] = {}
     for level in range(program.num_levels + 1):
         operands, sums = update.scalars(program, level, state, step, sums)
@@ -61,11 +61,12 @@ def prepare(update: RecordUpdate, records: Records, state: State, step: StepGrad
             sums |= run.sums()
     if not program.needs_grads:
         dropped = cast("jax.Array", None)  # an empty tree: no program gets it
-        step = step._replace(grads=[Grad(dropped, g.factors) if i in far else g for i, g in enumerate(step.grads)])
+        grads = [Grad(dropped, g.factors) if i in record_fields else g for i, g in enumerate(step.grads)]
+        step = step._replace(grads=grads)
     return Prepared(run, Done(program, step, sums, {}))
 
 
-class Late:
+class BackgroundPass:
     """The pass over records that runs beside steps, if there is one.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Facts about the values of one program: which equations make and read them, and whether they are zero.
 
-    Makers(jaxpr, reductions)
+    DefUse(jaxpr, reductions)
 
 `gradient_rules` ask it before they let an equation run on shards; `reductions` are of the inputs that are shards.
 """
@@ -23,7 +23,7 @@ RELABELS = frozenset(
 )
 
 
-class Makers:
+class DefUse:
     """The values of a program, with the equations that make and read them.
 
     Attributes:
@@ -35,8 +35,8 @@ class Makers:
         atoms = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
         # An output is a use, too: a value that is returned and read elsewhere cannot be a shard.
         self._uses = collections.Counter(v for v in atoms if not isinstance(v, Literal))
-        self._makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self._first: dict[Var, int] = {}  # caches `_find_first_maker`
+        self._definitions = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self._first: dict[Var, int] = {}  # caches `_find_first_definition`
         self.eqns, self.reductions = jaxpr.eqns, reductions
 
     def is_free(self, atom: Atom) -> bool:
@@ -44,12 +44,14 @@ class Makers:
         return (
             not isinstance(atom, Literal)
             and self._uses[atom] == 1
-            and (atom in self._makers or atom in self.reductions)
+            and (atom in self._definitions or atom in self.reductions)
         )
 
     def find(self, atom: Atom) -> JaxprEqn | None:
         """Returns the equation that made a value; `None` for literals and inputs."""
-        return None if isinstance(atom, Literal) or atom not in self._makers else self.eqns[self._makers[atom]]
+        return (
+            None if isinstance(atom, Literal) or atom not in self._definitions else self.eqns[self._definitions[atom]]
+        )
 
     def is_zero(self, atom: Atom) -> bool:
         """Whether a value is known to be zero."""
@@ -64,15 +66,17 @@ class Makers:
 
     def is_loop_between(self, x: Atom, y: Atom) -> bool:
         """Whether a loop stands between the equations that made two gradients, or makes the second."""
-        first, second = sorted(map(self._find_first_maker, (x, y)))
+        first, second = sorted(map(self._find_first_definition, (x, y)))
         return any(first < i <= second for i in self._loops)  # `<=`: the second may come out of the loop
 
-    def _find_first_maker(self, atom: Atom) -> int:
+    def _find_first_definition(self, atom: Atom) -> int:
         """Returns the index of the first equation that made a summand of a gradient; -1 for inputs and literals."""
-        if isinstance(atom, Literal) or atom not in self._makers:
+        if isinstance(atom, Literal) or atom not in self._definitions:
             return -1
         if atom not in self._first:
-            eqn = self.eqns[self._makers[atom]]
+            eqn = self.eqns[self._definitions[atom]]
             relabels = eqn.primitive.name in RELABELS or eqn.primitive.name == "add_any"
-            self._first[atom] = min(map(self._find_first_maker, eqn.invars)) if relabels else self._makers[atom]
+            self._first[atom] = (
+                min(map(self._find_first_definition, eqn.invars)) if relabels else self._definitions[atom]
+            )
         return self._first[atom]

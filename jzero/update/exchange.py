@@ -21,7 +21,7 @@ from jzero._types import DType
 Buffers: TypeAlias = dict[str, jax.Array]
 
 
-def pack(arrays: Sequence[jax.Array]) -> Buffers:
+def pack_rows(arrays: Sequence[jax.Array]) -> Buffers:
     """Returns arrays with the same number of rows, side by side."""
     parts: dict[str, list[jax.Array]] = collections.defaultdict(list)
     for x in arrays:
@@ -29,7 +29,7 @@ def pack(arrays: Sequence[jax.Array]) -> Buffers:
     return {dtype: jnp.concatenate(xs, 1) for dtype, xs in parts.items()}
 
 
-def unpack(buffers: Buffers, shapes: Sequence[tuple[Sequence[int], DType]]) -> list[jax.Array]:
+def unpack_rows(buffers: Buffers, shapes: Sequence[tuple[Sequence[int], DType]]) -> list[jax.Array]:
     """Returns the arrays that were packed, each with as many rows as the buffers; drops padding.
 
     Args:

@@ -1,7 +1,9 @@
 """The programs of a training step: one, or those around its passes over records, in their order.
 
-In: a step and its arguments. Out: every program, traced and compiled, and the memory of a device while it runs, with
-the results of other programs. See [Note: Records outside of a program] in `jzero.records.run`.
+    step_programs(fn, args, keywords, platform, compile_) -> list[StepProgram]
+
+Each is traced and compiled, with the memory of a device while it runs beside the results of others. See
+[Note: Records outside of a program] in `jzero.records.run`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jzero._types import PyTree, State, TrainStateLike
-from jzero.analysis.hlo import Program, parse_hlo
-from jzero.analysis.memory import Memory, memory_of
-from jzero.analysis.relocation import plan_of_argument
+from jzero.analysis.hlo import HloProgram, parse_hlo
+from jzero.analysis.memory import Memory, compiled_memory
+from jzero.analysis.replanning import plan_of_argument
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.box import Box
 from jzero.layout.mesh import HOST_MEMORY, platform_of
@@ -35,7 +37,7 @@ from jzero.update.whole import Grad, StepGrads
 Compile = Callable[[jax.stages.Lowered], jax.stages.Compiled]
 
 
-class Stage(NamedTuple):
+class StepProgram(NamedTuple):
     """A program of a step.
 
     Attributes:
@@ -62,7 +64,7 @@ class Stage(NamedTuple):
         return self.beside + self.times * self.memory.peak
 
     @property
-    def program(self) -> Program:
+    def program(self) -> HloProgram:
         """The compiled program as data."""
         logging.getLogger("jzero").info("Reading the program of %s.", self.name)
         text = self.compiled.as_text()
@@ -85,15 +87,15 @@ def arrays_on_host(plan: ZeroPlan) -> int:
     return host.params if plan.has_records else host.total
 
 
-def memory_of_stages(stages: Sequence[Stage], plan: ZeroPlan) -> Memory:
+def memory_of_programs(programs: Sequence[StepProgram], plan: ZeroPlan) -> Memory:
     """Returns the memory of a step in several programs: arguments of the first, results of the last, the largest peak.
 
     Args:
-      stages: The programs.
+      programs: The programs.
       plan: The plan of the state.
     """
-    first, last, peak = stages[0].memory, stages[-1].memory, max(x.peak for x in stages)
-    arguments = first.arguments + stages[0].beside
+    first, last, peak = programs[0].memory, programs[-1].memory, max(x.peak for x in programs)
+    arguments = first.arguments + programs[0].beside
     return dataclasses.replace(
         last,
         arguments=arguments,
@@ -103,9 +105,9 @@ def memory_of_stages(stages: Sequence[Stage], plan: ZeroPlan) -> Memory:
     )
 
 
-def stages_of(
+def step_programs(
     fn: Any, args: Sequence[Any], keywords: Mapping[str, Any], platform: str, compile_: Compile
-) -> list[Stage]:
+) -> list[StepProgram]:
     """Returns the programs of a step, or the one of a jitted function.
 
     Args:
@@ -118,12 +120,12 @@ def stages_of(
     plan = plan_of_argument(args[0]) if args else None
     if plan is not None and plan.has_records and isinstance(fn, TrainStep):
         state, batch, rng = fn.abstract_arguments(*args, **keywords)
-        return _Stages(fn.program(state), detached(state), compile_).all(batch, rng)
+        return _StepPrograms(fn.program(state), detached(state), compile_).all(batch, rng)
     traced = fn.trace(*args, **keywords)
     lowered = traced.lower()
     compiled = compile_(lowered)
     host_state = arrays_on_host(plan) if plan is not None and isinstance(fn, TrainStep) else 0
-    return [Stage("the step", traced, lowered, compiled, memory_of(compiled, platform, host_state))]
+    return [StepProgram("the step", traced, lowered, compiled, compiled_memory(compiled, platform, host_state))]
 
 
 def check_update_of(step: TrainStep, state: State, batch: PyTree, rng: jax.Array | None) -> None:
@@ -154,7 +156,7 @@ class _PassResults(NamedTuple):
     num_bytes: int
 
 
-class _Stages:
+class _StepPrograms:
     """Traces and compiles the programs of an `RecordStep` as it would run them."""
 
     def __init__(self, step: RecordStep, state: TrainStateLike, compile_: Compile) -> None:
@@ -163,42 +165,46 @@ class _Stages:
         self.compile = compile_
         self.device = self.plan.mesh.devices.flat[0]
 
-    def all(self, batch: PyTree, rng: jax.Array | None) -> list[Stage]:
+    def all(self, batch: PyTree, rng: jax.Array | None) -> list[StepProgram]:
         """Returns the programs in their order."""
         plan = self.plan
         # If programs do not distinguish host memory, neither do shapes.
         live = _num_bytes((self.state, batch, rng)) - (0 if plan.names_host_memory else arrays_on_host(plan))
         traced = self.step.gradients.trace(self.state, batch, **optional_rng(rng))
-        first = self._stage("loss and gradients", traced, live, takes_params=True)
+        first = self._step_program("loss and gradients", traced, live, takes_params=True)
         step_grads, changed, _ = first.results
         passes, results = self._passes(step_grads, live + _num_bytes((step_grads, changed)))
         ready = step_grads if results.done.program.needs_grads else self._near(step_grads)
         current = step_grads.without_grads if plan.config.offload.delay else ready
         done = dataclasses.replace(results.done, grads=ready)
         traced = self.update.finish.trace(self.state, current, changed, done)
-        return [first, *passes, self._stage("the rest of the update", traced, results.num_bytes, takes_params=True)]
+        return [
+            first,
+            *passes,
+            self._step_program("the rest of the update", traced, results.num_bytes, takes_params=True),
+        ]
 
-    def _passes(self, step_grads: StepGrads, live: int) -> tuple[list[Stage], _PassResults]:
+    def _passes(self, step_grads: StepGrads, live: int) -> tuple[list[StepProgram], _PassResults]:
         """Returns the programs of all passes, and their results; `live` bytes are on a device before."""
-        stages: list[Stage] = []
+        programs: list[StepProgram] = []
         sums: dict[int, PyTree] = {}
         program, replicated = self.update.program(self.state, step_grads), self.plan.whole_sharding
         for level in range(program.num_levels + 1):
             traced = self.update.scalars.trace(program, level, self.state, step_grads, sums)
-            stages.append(self._stage("numbers of the update", traced, live))
-            operands, sums = stages[-1].results
+            programs.append(self._step_program("numbers of the update", traced, live))
+            operands, sums = programs[-1].results
             kernels = program.passes[level]
             done = Done(program, step_grads, sums, self._results(kernels))
             beside = live + _num_bytes((operands, sums)) + _num_bytes(done.params)
             if self.plan.config.offload.compute == "device":
-                stages += [x._replace(beside=beside) for x in self._records(program, level, operands, step_grads)]
+                programs += [x._replace(beside=beside) for x in self._records(program, level, operands, step_grads)]
             targets = [x for kernel in kernels for x in kernel.targets if isinstance(x, SumTarget)]
             sums = sums | {x.number: jax.ShapeDtypeStruct((), x.dtype, sharding=replicated) for x in targets}
-        return stages, _PassResults(done, beside)
+        return programs, _PassResults(done, beside)
 
     def _records(
         self, program: UpdateProgram, level: int, operands: Sequence[Operands], step_grads: StepGrads
-    ) -> list[Stage]:
+    ) -> list[StepProgram]:
         """Returns the programs of a pass over records, each for the largest record that it computes."""
         largest: dict[Any, _Largest] = {}
         for kernel, of_kernel in zip(program.passes[level], operands, strict=True):
@@ -208,7 +214,7 @@ class _Stages:
                 largest[compute] = _Largest(kernel, of_kernel, place)
         times = 2 * self.plan.config.offload.disk_threads + 1
         traces = [compute.trace(*self._operands(x, step_grads), shape=x.place.shape) for compute, x in largest.items()]
-        return [self._stage("records", traced)._replace(times=times) for traced in traces]
+        return [self._step_program("records", traced)._replace(times=times) for traced in traces]
 
     def _operands(self, record: _Largest, step_grads: StepGrads) -> tuple[PyTree, ...]:
         """Returns the operands of the program of a record on one device, as shapes."""
@@ -218,7 +224,7 @@ class _Stages:
             "array": operands.arrays,
             "grads": [step_grads.grads[kernel.param].reduced],
             "params": [self.plan.flat_params(self.state.params)[kernel.param]],
-            "number": operands.numbers,
+            "scalar": operands.scalars,
         }
 
         def shapes(kinds: Sequence[str], shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
@@ -227,7 +233,7 @@ class _Stages:
 
         start = jax.ShapeDtypeStruct((len(place.shape),), np.int32, sharding=at)
         fields, slices = shapes(["record"], place.shape), shapes(["array", "grads", "params"], place.shape)
-        return fields, slices, shapes(["number"], ()), start
+        return fields, slices, shapes(["scalar"], ()), start
 
     def _results(self, kernels: Sequence[RecordKernel]) -> dict[int, PyTree]:
         """Returns the new parameters that a pass makes, as shapes."""
@@ -243,19 +249,21 @@ class _Stages:
 
     def _near(self, step_grads: StepGrads) -> StepGrads:
         """Returns the gradients without those that only records need."""
-        far = self.plan.record_fields
-        grads: PyTree = [Grad(None, g.factors) if i in far else g for i, g in enumerate(step_grads.grads)]
+        in_records = self.plan.record_fields
+        grads: PyTree = [Grad(None, g.factors) if i in in_records else g for i, g in enumerate(step_grads.grads)]
         return step_grads._replace(grads=grads)
 
-    def _stage(self, name: str, traced: jax.stages.Traced, live: int = 0, *, takes_params: bool = False) -> Stage:
+    def _step_program(
+        self, name: str, traced: jax.stages.Traced, live: int = 0, *, takes_params: bool = False
+    ) -> StepProgram:
         """Compiles a program, beside which `live` bytes are on a device, its arguments among them."""
         lowered = traced.lower()
         compiled = self.compile(lowered)
-        memory = memory_of(compiled, platform_of(self.device), arrays_on_host(self.plan) if takes_params else 0)
-        return Stage(name, traced, lowered, compiled, memory, max(0, live - memory.arguments))
+        memory = compiled_memory(compiled, platform_of(self.device), arrays_on_host(self.plan) if takes_params else 0)
+        return StepProgram(name, traced, lowered, compiled, memory, max(0, live - memory.arguments))
 
 
 def _num_bytes(tree: PyTree) -> int:
     """Returns the bytes of arrays on one device, given as shapes with shardings."""
-    near = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
-    return sum(array_bytes(math.prod(x.sharding.shard_shape(x.shape)), x.dtype) for x in near)
+    on_devices = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
+    return sum(array_bytes(math.prod(x.sharding.shard_shape(x.shape)), x.dtype) for x in on_devices)

@@ -17,7 +17,7 @@ from jax import lax
 
 import jzero
 from jzero.analysis import analyze as analysis
-from jzero.analysis.sent import Fate, sent
+from jzero.analysis.traced_collectives import Fate, traced_collectives
 from jzero.analysis.violations import MISSING, find_violations
 from tests import matrix_models, models
 from tests.tiers import default_for, stages
@@ -28,7 +28,7 @@ LAYERS, VOCAB = 3, 253
 def counts(fn, *args):
     """How often each parameter is gathered and reduced in a step."""
     found = collections.Counter()
-    for x in sent(fn.trace(*args).jaxpr):
+    for x in traced_collectives(fn.trace(*args).jaxpr):
         found[x.path, "gathers" if x.gathers else "reductions"] += x.times
     return found
 
@@ -79,7 +79,7 @@ def test_micro_batches_and_replicas_count():
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0, replica_axis="replica", precision="bf16")
     state = jzero.shard_train_state(plain, config=config, mesh=mesh, trainable="w")
     step = jzero.make_train_step(lambda p, x: jnp.square(x @ p["w"] @ p["frozen"]).mean(), accumulate_steps=3)
-    found = list(sent(step.trace(state, jnp.ones((24, 63))).jaxpr))
+    found = list(traced_collectives(step.trace(state, jnp.ones((24, 63))).jaxpr))
     by_name = {(x.path, x.gathers): x for x in found}
     assert counts(step, state, jnp.ones((24, 63))) == {
         ("w", "gathers"): 3,
@@ -126,7 +126,7 @@ def test_the_fate_of_what_a_loop_gathers(loss, options, fate):
         warnings.simplefilter("ignore")  # the engine says so too
         state = abstract_state({"w": (8, 48, 48)}, optax.sgd(0.1), **options)
         step = jzero.make_train_step(loss)
-        found = [x.fate for x in sent(step.trace(state, jnp.ones((16, 48))).jaxpr) if x.gathers]
+        found = [x.fate for x in traced_collectives(step.trace(state, jnp.ones((16, 48))).jaxpr) if x.gathers]
     assert fate in found
     assert set(found) <= {fate, Fate.USED}
 

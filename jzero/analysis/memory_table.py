@@ -15,7 +15,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class Ledger(Report):
+class MemoryTable(Report):
     """The bytes of a training step on one device. `print` it for the account.
 
     Attributes:

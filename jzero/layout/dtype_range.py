@@ -26,7 +26,7 @@ def describe_misfit(x: Array, dtype: DType) -> str:
       dtype: The dtype of the cast.
 
     Example:
-      >>> from jzero.layout.misfits import describe_misfit
+      >>> from jzero.layout.dtype_range import describe_misfit
       >>> describe_misfit(np.array([3, 300]), np.dtype("int8"))
       'int64 numbers from 3 to 300, and int8 holds those from -128 to 127'
     """

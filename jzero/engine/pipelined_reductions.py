@@ -1,18 +1,18 @@
-"""Reductions in loops whose hop between nodes runs one turn later, beside the products of that turn.
+"""Reductions in loops whose hop between nodes runs one iteration later, beside the products of that iteration.
 
     without_last_hops(jaxpr, first) -> tuple[Jaxpr, dict[int, LastHop]]
 
 The body of a backward loop that returns rows of gradients, reduced over two levels, returns the sums of one node
-instead. The loop carries them to the next turn, which runs the last hop of each row:
+instead. The loop carries them to the next iteration, which runs the last hop of each row:
 
     r:f32[64,512/N] = zero_reduce[route=data+node ...] g
 
 becomes, with D devices per node,
 
-    s:f32[64,512/D] = zero_reduce[route=data ...] g           # this turn
-    r:f32[64,512/N] = zero_reduce[route=node ...] s_before    # of the turn before
+    s:f32[64,512/D] = zero_reduce[route=data ...] g           # this iteration
+    r:f32[64,512/N] = zero_reduce[route=node ...] s_before    # of the iteration before
 
-It costs memory for one such part of a row, and a reduction of zeros in the first turn. The numbers are the same.
+It costs memory for one such part of a row, and a reduction of zeros in the first iteration. The numbers are the same.
 """
 
 from __future__ import annotations
