@@ -83,20 +83,10 @@ def test_untrained_adapters_change_nothing():
 
 @pytest.mark.parametrize(("precision", "frozen"), [("bf16", "int8"), slow("fp32", "none")])
 @pytest.mark.smoke
-def test_only_adapters_change_and_the_base_travels_as_it_is_stored(precision, frozen, config):
+def test_only_adapters_change(precision, frozen, config):
+    """How an integer base travels, `test_quantized_base.py` shows."""
     state, model = drawn(config, precision=precision, frozen=frozen)
     step = jzero.make_train_step(training.next_token_loss(model))
-    report = jzero.analyze(step, state, BATCH)
-    report.verify()
-    leaves = jzero.plan_of(state).leaves
-    base = sum(x.param.size for x in leaves if "kernel" in x.path or "embedding" in x.path)
-    gathers = [row for row in report.collectives if row.kind == "all-gather"]
-    kind = {"int8": "s8", "none": "f32"}[frozen]  # the compiler for CPUs widens bf16; `verify` knows
-    moved = sum(row.elements for row in gathers if row.dtype == kind)
-    wider = sum(row.elements for row in gathers if row.dtype != kind)
-    assert moved >= base
-    assert wider < base / 5, "of biases, norms, adapters"
-
     before = paths_of(jax.device_get(jzero.gather_params(state)))
     losses = []
     for _ in range(6):

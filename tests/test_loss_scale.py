@@ -310,7 +310,7 @@ def test_sums_over_devices_do_not_overflow():
     """Each device's gradient fits fp16 (30,000), their sum over eight would not: it is divided before."""
     loss = lambda params, batch: (params["w"].astype(jnp.float32) * batch.mean()).sum()
     plain = jzero.TrainState.create(params={"w": np.ones((64, 64), np.float32)}, tx=optax.sgd(1.0))
-    for stage in (0, 1, 3):
+    for stage in (1, 3):
         config = jzero.ZeroConfig(
             stage=stage, precision=jzero.Precision(compute_dtype="float16", loss_scale=1.0), persistence_threshold=0
         )

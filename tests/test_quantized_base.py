@@ -113,12 +113,12 @@ def test_an_integer_base_works_wherever_parameters_do(tmp_path, offload):
     state = lora_state(config_of(frozen="int8", offload=offload))
     bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
     natural = np.asarray(jzero.get_full_param(state, "base/w"))
-    jzero.export_params(state, tmp_path / "exported")
-    loaded = jzero.load_params(lora_state(config_of(frozen="int8", offload=offload)), tmp_path / "exported")
-    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(loaded.params["base"]["w"])[0]), bits)
-    double = jzero.update_params(state, lambda params: jax.tree.map(lambda x: 2 * x, params), paths="base/w")
-    np.testing.assert_array_equal(jzero.get_full_param(double, "base/w"), 2 * natural)
     if offload.params == "host":
+        jzero.export_params(state, tmp_path / "exported")
+        loaded = jzero.load_params(lora_state(config_of(frozen="int8", offload=offload)), tmp_path / "exported")
+        np.testing.assert_array_equal(np.asarray(jax.tree.leaves(loaded.params["base"]["w"])[0]), bits)
+        double = jzero.update_params(state, lambda params: jax.tree.map(lambda x: 2 * x, params), paths="base/w")
+        np.testing.assert_array_equal(jzero.get_full_param(double, "base/w"), 2 * natural)
         jzero.save_checkpoint(tmp_path / "saved", state)
         moved = jzero.restore_checkpoint(tmp_path / "saved", lora_state(config_of(frozen="int8", offload=offload)))
         np.testing.assert_array_equal(np.asarray(jax.tree.leaves(moved.params["base"]["w"])[0]), bits)
@@ -132,6 +132,6 @@ def test_an_integer_base_works_wherever_parameters_do(tmp_path, offload):
         return state.apply_gradients(grads=grads), loss
 
     after, loss = own_step(state, BATCH)
-    want, metrics = jzero.make_train_step(lora_loss)(loaded, BATCH)
+    want, metrics = jzero.make_train_step(lora_loss)(state, BATCH)
     assert float(loss) == float(metrics["loss"])
     np.testing.assert_allclose(jzero.get_full_param(after, "a"), jzero.get_full_param(want, "a"), rtol=1e-6)

@@ -28,8 +28,8 @@ NAMES = sorted(SHAPES)
 CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names.split()}
 TRACED = [name for name, kind in CLASS_OF.items() if kind != "needs the loss function"]
 
-FEW = "adafactor apply_if_finite lamb muon noisy_sgd".split()
-"""Those whose kernels run by default: of each class, and with a `cond`."""
+FEW = "adafactor lamb muon noisy_sgd".split()
+"""Those whose kernels run by default: of each class; chains below have a `cond`."""
 
 
 def values(seed):
@@ -223,6 +223,6 @@ def check_chain(chain):
     assert_same(program.on_records(inputs, unequal=True), program.whole(inputs))
 
 
-@pytest.mark.parametrize("draws", [6, slow(60)])
+@pytest.mark.parametrize("draws", [5, slow(60)])
 def test_chains_of_operations(draws):
     hypothesis.settings(max_examples=draws, deadline=None)(check_chain)()
