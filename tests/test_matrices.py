@@ -158,7 +158,7 @@ def sent(found, kind):
     return sum(c.elements for c in found if c.kind == kind)
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("stack8", 3), slow("unrolled", 2)])
+@pytest.mark.parametrize(("kind", "stage"), [("stack8", 3), slow("unrolled", 3)])
 def test_devices_exchange_a_share_of_each_matrix_and_gather_nothing(kind, stage):
     state, text = models.update(models.few_params(kind), models.muon(), 1, stage=stage)
     plan, found = jzero.plan_of(state), find_collectives(text)
