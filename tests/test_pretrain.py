@@ -34,12 +34,17 @@ def run(folder, monkeypatch, *more):
 
 
 def test_the_loss_falls_and_is_logged(folder, monkeypatch, capsys):
+    """`evaluate` is that of `finetune.py`, whose test runs it."""
+    read = []
+    evaluate = lambda state, loader: read.append((int(state.step), loader.batches_per_epoch)) or 1.5
+    monkeypatch.setattr(pretrain, "make_evaluate", lambda model: evaluate)
     run(folder, monkeypatch, f"--log={folder}/log.csv", f"--checkpoints={folder}/run")
     rows = (folder / "log.csv").read_text().splitlines()
     losses = np.genfromtxt(rows, delimiter=",", names=True)["loss"]
     assert len(rows) == 1 + 12 + 1, "a row of names, of each step, of the evaluation"
     assert losses[11] < losses[0] - 1
-    assert float(rows[-1].split(",")[rows[0].split(",").index("held_out")]) < losses[0] - 1
+    assert float(rows[-1].split(",")[rows[0].split(",").index("held_out")]) == 1.5
+    assert read == [(12, 7)]
     assert "no published peak for 'cpu' devices" in capsys.readouterr().out
     assert (folder / "run" / "12").is_dir(), "the last step, whatever the interval"
 
