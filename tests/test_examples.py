@@ -51,12 +51,20 @@ def logged_steps(path: pathlib.Path) -> list[int | str]:
 
 @pytest.mark.parametrize(
     ("framework", "layers", "steps"),
-    [("nnx", "--scan", 4), slow("linen", "--scan", 20), slow("linen", "--no-scan", 20), slow("nnx", "--no-scan", 20)],
+    [("nnx", "--no-scan", 4), slow("nnx", "--scan", 20), slow("linen", "--scan", 20), slow("linen", "--no-scan", 20)],
 )
 def test_example_learns_and_shows_what_zero_saves(framework, layers, steps, tmp_path, monkeypatch, capsys):
     saving = (f"--checkpoints={tmp_path / 'checkpoints'}", f"--save-every={steps // 2}")
     log = tmp_path / "log.jsonl"
-    options = (f"--framework={framework}", layers, f"--log={log}", *saving, *TINY, f"--steps={steps}")
+    options = (
+        f"--framework={framework}",
+        layers,
+        f"--log={log}",
+        *saving,
+        *TINY,
+        f"--steps={steps}",
+        f"--layers={min(2, steps // 4)}",
+    )
     run = functools.partial(run_here, "train_gpt.py", f"--out={tmp_path}", monkeypatch=monkeypatch, capsys=capsys)
     output = run(*options)
 
