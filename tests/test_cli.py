@@ -166,11 +166,6 @@ def test_analyze_with_and_without_remat(run):
     assert kept[1] == pytest.approx(kept_bytes(WIDTH + 2 * 4 * WIDTH), abs=8)
 
 
-def test_analyze_of_an_nnx_pair_that_is_made_from_a_key(run):
-    found = data_of(run("analyze users:nnx_pair --stage 2 --json"))
-    assert found["communication_elements"] == pytest.approx(2 * WIDTH * 4 * WIDTH, rel=0.02)
-
-
 def test_analyze_ends_with_1_if_the_program_departs_from_the_plan(run, monkeypatch):
     analyze = jzero.analyze
     departs = lambda *args, **kwargs: dataclasses.replace(analyze(*args, **kwargs), violations=("a planted fault",))

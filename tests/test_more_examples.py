@@ -135,26 +135,6 @@ def test_plain_jax_at_its_default_size(precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("statistics", ["synced", "local"])
-def test_digits_at_their_default_size(statistics):
-    output = run_example("digits_batchnorm.py", f"--statistics={statistics}")
-    _, accuracy = numbers(r"epoch 5: loss (.*), test accuracy (.*)", output)
-    assert accuracy > 0.95
-
-
-@pytest.mark.slow
-def test_statistics_of_the_whole_batch_are_those_of_one_device(run):
-    """Synchronized statistics depend on the batch alone; local ones on how it is split."""
-    output = {
-        (how, size): run("digits_batchnorm.py", "--width=8", "--epochs=1", f"--statistics={how}", f"--stage={size}")
-        for how, size in (("synced", 2), ("synced", 3), ("local", 3))
-    }
-    line = {key: numbers(r"epoch 1: loss (.*), test accuracy (.*)", text) for key, text in output.items()}
-    assert line["synced", 2] == pytest.approx(line["synced", 3], abs=2e-4)
-    assert line["synced", 3] != pytest.approx(line["local", 3], abs=2e-4)
-
-
-@pytest.mark.slow
 def test_lora_from_a_model_that_is_there(run, tmp_path):
     options = (*TINY_GPT, "--pretrain-steps=5", "--steps=0", f"--pretrained={tmp_path / 'base.safetensors'}")
     first, again = run("lora.py", *options), run("lora.py", *options)
@@ -162,9 +142,3 @@ def test_lora_from_a_model_that_is_there(run, tmp_path):
     assert "pretrained:" not in again
     pattern = r"fine-tuned: validation loss (.*) -> (.*), merged (.*)"
     assert numbers(pattern, again) == numbers(pattern, first)
-
-
-@pytest.mark.slow
-def test_lora_at_its_default_size():
-    before, after, _ = numbers(r"fine-tuned: validation loss (.*) -> (.*), merged (.*)", run_example("lora.py"))
-    assert after < before - 0.5
