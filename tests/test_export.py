@@ -177,12 +177,7 @@ def test_several_files_with_an_index(tmp_path):
 def test_only_some_parameters(tmp_path):
     state = sharded(linen_state(), 3)
     jzero.export_params(state, tmp_path / "x.safetensors", paths="(first|third)/.*")
-    assert sorted(load_file(tmp_path / "x.safetensors")) == [
-        "first.bias",
-        "first.kernel",
-        "third.bias",
-        "third.kernel",
-    ]
+    assert sorted(load_file(tmp_path / "x.safetensors")) == ["first.bias", "first.kernel", "third.bias", "third.kernel"]
     with pytest.raises(ValueError, match="`paths` 'nothing' matches no parameter"):
         jzero.export_params(state, tmp_path / "y.safetensors", paths="nothing")
 

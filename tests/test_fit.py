@@ -120,9 +120,7 @@ def test_more_micro_batches_where_a_step_takes_more_than_reckoned(monkeypatch):
     limit = (whole + halves) / 2
     reckon = search.memory_of_step
     monkeypatch.setattr(
-        search,
-        "memory_of_step",
-        lambda *args, **options: dataclasses.replace(reckon(*args, **options), temporaries=0),
+        search, "memory_of_step", lambda *args, **options: dataclasses.replace(reckon(*args, **options), temporaries=0)
     )
     choice = fitted(limit / 1e6, stages=(2,), remat=(None,))
     assert [x.accumulate_steps for x in choice.tried] == [1, 2]

@@ -138,11 +138,7 @@ def test_mappings_that_say_nothing(tmp_path):
     for make, error, message in (
         (lambda: From(""), ValueError, "`From.name` must be the name of a tensor"),
         (lambda: From("w", permute=(0, 2)), ValueError, "`From.permute` of 'w' must hold each dimension once"),
-        (
-            lambda: From("w", section=(0, 1)),
-            ValueError,
-            "`From.section` of 'w' must be a dimension, a start",
-        ),
+        (lambda: From("w", section=(0, 1)), ValueError, "`From.section` of 'w' must be a dimension, a start"),
         (lambda: From("w", shape=(2, -1)), ValueError, "`From.shape` of 'w' must be a tuple of whole numbers"),
         (lambda: From("w", axis=-1), ValueError, "`From.axis` of 'w' must be a dimension"),
         (lambda: jzero.Mapping({}), ValueError, "`Mapping` must map paths of parameters"),

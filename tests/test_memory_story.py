@@ -201,11 +201,7 @@ def test_the_guides_figures_of_8b(ask):
 
 @pytest.mark.parametrize(
     ("topology", "options", "states"),
-    [
-        ("h100:8", "", "10.98"),
-        ("8xH100", "--lora-rank 8", "1.60"),
-        ("h100:8", "--lora-rank 8 --quantize int8", "0.83"),
-    ],
+    [("h100:8", "", "10.98"), ("8xH100", "--lora-rank 8", "1.60"), ("h100:8", "--lora-rank 8 --quantize int8", "0.83")],
 )
 def test_estimate_of_7b(ask, topology, options, states):
     text = ask(f"estimate --params 7B --topology {topology} --precision bf16 {options}", text=True)

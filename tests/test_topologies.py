@@ -118,8 +118,7 @@ def test_gpu_facts_agree_with_each_other(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "sold_as"),
-    [("h200", 141), ("h100", 80), ("b200", 180), ("a100-80", 80), ("a100-40", 40), ("l40s", 48)],
+    ("name", "sold_as"), [("h200", 141), ("h100", 80), ("b200", 180), ("a100-80", 80), ("a100-40", 40), ("l40s", 48)]
 )
 def test_gpu_memory_is_near_what_it_is_sold_as(name, sold_as):
     """Vendors count in GB or in GiB, and a part is kept for error correction."""
