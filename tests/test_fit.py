@@ -102,7 +102,7 @@ def test_near_the_limit_a_reckoned_choice_says_so():
 
 def test_nothing_fits():
     """Less than an eighth of the states: no layout can do."""
-    options = {"max_accumulate_steps": 2, "remat": ("as_written",)}
+    options = {"max_accumulate_steps": 1, "remat": ("as_written",)}
     choice = fitted(0.9 * STATE_BYTES / 8 / 1e6, stages=(2, 3), **options)
     assert choice.chosen is None
     assert "nothing fits. The least is stage 3" in str(choice)

@@ -179,7 +179,10 @@ def test_deepspeeds_formula_is_that_of_the_layout(ask, tmp_path):
         config = dataclasses.replace(request.config, offload=jzero.Offload(optimizer="host", ratio=0.5))
         found = account(request, load_source(request), MemoryTable(BytesPerDevice(1, 1, 1)), config=config)
         assert "DeepSpeed" not in str(found)
-    text = ask("fit whole:factory --topology h100:8 --stage 3 --hbm-bytes 2e6 --no-confirm", text=True)
+    text = ask(
+        "fit whole:factory --topology h100:8 --stage 3 --hbm-bytes 2e6 --persistence-threshold 0 --no-confirm",
+        text=True,
+    )
     assert "\non host  exact" in text
     assert "(2/N bytes per parameter, not " in text
 
@@ -378,6 +381,7 @@ def test_a_folder_says_its_sizes_itself(ask, tmp_path):
 # Users' models.
 
 
+@pytest.mark.usefixtures("fit_tries_little")
 def test_a_users_model_says_what_it_trains(ask, tmp_path):
     (tmp_path / "part.py").write_text(
         "from tests.cli_models import *\ndef model():\n    return *factory(), 'up'\ndef all():\n    return factory()\n"
