@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.analysis.sent import sent
+from jzero.analysis.traced_collectives import traced_collectives
 from tests import light_decoder, models
 from tests.compiled import analyze
 from tests.drawn import initializer
@@ -182,7 +182,7 @@ def test_lost_donation_is_found():
 def test_a_loss_that_casts_up_gathers_16_bits_all_the_same():
     wide = lambda params, batch: small_loss(jax.tree.map(lambda x: x.astype(jnp.float32), params), batch)
     state = small_state(jzero.ZeroConfig(stage=3, persistence_threshold=0, precision="bf16"))
-    travels = [*sent(jzero.make_train_step(wide).trace(state, ROWS).jaxpr)]
+    travels = [*traced_collectives(jzero.make_train_step(wide).trace(state, ROWS).jaxpr)]
     assert {x.path for x in travels if x.gathers} == {"layers/kernel", "head/kernel"}
     assert {str(x.dtype) for x in travels} == {"bfloat16"}
 
