@@ -265,18 +265,15 @@ def test_json_and_table():
 
 
 def test_errors():
-    state = stack_state(config_of(3))
-    with pytest.raises(TypeError, match="got PjitFunction"):
-        jzero.estimate_step_memory(jax.jit(stack_loss), state, BATCH)
-    step = jzero.make_train_step(stack_loss)
+    state, step = stack_state(config_of(3)), jzero.make_train_step(stack_loss)
     plain = jzero.unshard_train_state(state)
-    with pytest.raises(TypeError, match="not sharded by jzero: pass `config="):
-        jzero.estimate_step_memory(step, plain, BATCH)
-    with pytest.raises(ValueError, match="GPUs: h200"):
-        jzero.estimate_step_memory(step, state, BATCH, topology="h300:8")
-    with pytest.raises(ValueError, match="must be divisible by 64"):
-        jzero.estimate_step_memory(step, state, BATCH, topology="h200:64")
-    with pytest.raises(ValueError, match=r"`topology` must .*: got 8"):
-        jzero.estimate_step_memory(step, state, BATCH, topology=8)
-    with pytest.raises(TypeError, match="`config` must be a `ZeroConfig`: got 3"):
-        jzero.estimate_step_memory(step, plain, BATCH, config=3)
+    for error, says, wrong, given, options in (
+        (TypeError, "got PjitFunction", jax.jit(stack_loss), state, {}),
+        (TypeError, "not sharded by jzero: pass `config=", step, plain, {}),
+        (ValueError, "GPUs: h200", step, state, {"topology": "h300:8"}),
+        (ValueError, "must be divisible by 64", step, state, {"topology": "h200:64"}),
+        (ValueError, r"`topology` must .*: got 8", step, state, {"topology": 8}),
+        (TypeError, "`config` must be a `ZeroConfig`: got 3", step, plain, {"config": 3}),
+    ):
+        with pytest.raises(error, match=says):
+            jzero.estimate_step_memory(wrong, given, BATCH, **options)
