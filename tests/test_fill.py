@@ -133,6 +133,20 @@ def test_the_compiler_has_the_last_word(monkeypatch, error):
     assert found.remat.blocks == 2 or (error is None and found.remat.blocks == 1)
 
 
+def test_one_more_is_tried_while_the_last_fits(monkeypatch):
+    """What the third block takes may be less than estimated, though the estimate with two was right."""
+    block = peak_with(3) - peak_with(2)
+
+    def compiled(filling, number):
+        less = block if number > len(filling.paths) + 2 else 0
+        return CompiledStep(filling.estimated(number).peak - less, seconds=1 / (1 + number))
+
+    monkeypatch.setattr(Filling, "_compile", compiled)
+    monkeypatch.setattr(fill, "hardware_of", lambda *args, **kwargs: (machine("h200:8"), jax.devices(), []))
+    _, found = filled(peak_with(2) + 100, confirm=True)
+    assert found.remat == jzero.Keep(params="all", blocks=3)
+
+
 @pytest.mark.parametrize("fastest", [0, PATHS, PATHS + LAYERS])  # nothing, all parameters, blocks as well
 def test_what_takes_longer_is_not_kept(monkeypatch, fastest):
     compiled = lambda filling, number: CompiledStep(filling.estimated(number).peak, seconds=abs(number - fastest))
