@@ -13,13 +13,13 @@ print("a module that prints")
 LAYERS, WIDTH, BATCH = 4, 128, 16
 PARAMS = LAYERS * 2 * WIDTH * 4 * WIDTH
 NOT_A_FUNCTION = 3
+ADAM = optax.adam(1e-3)
 
 
 def make_state(key):
     shapes = {"up": (LAYERS, WIDTH, 4 * WIDTH), "down": (LAYERS, 4 * WIDTH, WIDTH)}
-    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
-    params = {name: 0.05 * jax.random.normal(keys[name], shape) for name, shape in shapes.items()}
-    return jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
+    params = {name: jnp.full(shape, 0.05) for name, shape in shapes.items()}
+    return jzero.TrainState.create(params=params, tx=ADAM)
 
 
 def loss_fn(params, batch):
@@ -50,12 +50,12 @@ def with_rng():
 
 def odd():
     params = {"kernel": jnp.ones((37, 11)), "bias": jnp.ones(11)}
-    return jzero.TrainState.create(params=params, tx=optax.adam(1e-3)), loss_fn, jnp.ones((8, 37))
+    return jzero.TrainState.create(params=params, tx=ADAM), loss_fn, jnp.ones((8, 37))
 
 
 def make_nnx(key):
     model = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=nnx.Rngs(params=key))
-    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
 
 
 def nnx_pair():

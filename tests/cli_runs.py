@@ -1,5 +1,6 @@
 """Commands run in this process, and what they print."""
 
+import functools
 import json
 import pathlib
 import shlex
@@ -8,6 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import jzero
 from jzero.cli.commands import app
 from tests import cli_models
 
@@ -33,6 +35,13 @@ def run(folder, monkeypatch):
         return CliRunner().invoke(app, shlex.split(line))
 
     return call
+
+
+@pytest.fixture
+def fit_tries_little(monkeypatch):
+    """One way to recompute, and nothing is kept with the memory that is left: a third of the traces."""
+    monkeypatch.setattr(jzero, "fit", functools.partial(jzero.fit, remat=("as_written",)))
+    monkeypatch.setattr("jzero.analysis.fit._filled", lambda *args, **options: None)
 
 
 def text_of(result):

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jzero
+from tests import shared
 from tests.drawn import to_jax
 
 ODD = {"a": (17, 3), "b": (7,), "c": (9, 100), "d": (), "e": (16, 8)}
@@ -14,7 +14,7 @@ def odd_state(seed=0, **options):
     rng = np.random.default_rng(seed)
     params = {name: to_jax(rng.normal(size=shape), jnp.float32) for name, shape in ODD.items()}
     params["whole"] = to_jax(np.arange(5, dtype=np.int32) + seed)
-    return jzero.TrainState.create(params=params, tx=optax.adam(1e-2)), {}
+    return jzero.TrainState.create(params=params, tx=shared.sgd(0.1, momentum=0.9)), {}
 
 
 def numbers(state):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 import jzero
+from jzero.analysis import fit, search
 from jzero.analysis.step_memory import memory_of_step
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH
 
@@ -23,12 +24,18 @@ def make_state(key):
 _RECKONED = {}
 
 
-def reckoned_once(step, arguments, hardware):
+def search_quickly(monkeypatch):
+    """Lets `fit` trace equal steps once in a process, and spend nothing of the memory that its choice has left."""
+    monkeypatch.setattr(search, "memory_of_step", reckoned_once)
+    monkeypatch.setattr(fit, "_filled", lambda *args, **options: None)
+
+
+def reckoned_once(step, arguments, hardware, traced=None):
     """Returns what `memory_of_step` returns; of equal steps only the first one is traced."""
     leaves, treedef = jax.tree.flatten(arguments)
     types = tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
     options = (step.loss.fn, step.micro, step.remat, step.has_aux, step.mutable)
     key = (treedef, types, hardware, options)
     if key not in _RECKONED:
-        _RECKONED[key] = memory_of_step(step, arguments, hardware)
+        _RECKONED[key] = memory_of_step(step, arguments, hardware, traced)
     return _RECKONED[key]

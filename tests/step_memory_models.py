@@ -10,11 +10,12 @@ from tests.drawn import to_jax
 
 WIDTH, HIDDEN, LAYERS, ROWS = 64, 256, 6, 32
 LOCAL = ROWS // 8
+ADAM = optax.adam(1e-3)
 
 
 def mlp_state(config, optimizer=None):
     params = {"up": jnp.ones((WIDTH, HIDDEN)), "down": jnp.ones((HIDDEN, WIDTH))}
-    plain = jzero.TrainState.create(params=params, tx=optimizer or optax.adam(1e-3))
+    plain = jzero.TrainState.create(params=params, tx=optimizer or ADAM)
     return jzero.shard_train_state(plain, config=config)
 
 
@@ -28,7 +29,7 @@ def stack_state(config, optimizer=None):
         "up": to_jax(rng.normal(size=(LAYERS, WIDTH, HIDDEN)) / 8, jnp.float32),
         "down": to_jax(rng.normal(size=(LAYERS, HIDDEN, WIDTH)) / 16, jnp.float32),
     }
-    plain = jzero.TrainState.create(params=params, tx=optimizer or optax.adam(1e-3))
+    plain = jzero.TrainState.create(params=params, tx=optimizer or ADAM)
     return jzero.shard_train_state(plain, config=config)
 
 

@@ -159,6 +159,7 @@ def test_a_run_that_goes_on_sees_the_rows_that_it_would_have_seen():
         batches.set_state(position)
 
 
+@pytest.mark.slow  # to import transformers takes two seconds
 def test_a_tokenizer_that_ends_texts_itself_ends_each_once(tmp_path):
     """Not between prompt and completion, nor in a chat, nor behind an end that the text brings along."""
     unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -180,6 +181,7 @@ ONE = "<|{{ m.role }}|>{% if m.role == 'assistant' %}" + ANSWER + "{% else %}{{ 
 TEMPLATE = f"{{% for m in messages %}}{ONE}{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}"
 
 
+@pytest.mark.slow  # to import transformers takes two seconds
 @pytest.mark.parametrize("marks", [False, True])
 def test_the_tokenizers_of_transformers_do_all_that(marks, tmp_path):
     unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")

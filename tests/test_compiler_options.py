@@ -16,7 +16,7 @@ import jzero
 from jzero.analysis.collectives import find_collectives
 from jzero.layout.route import route_of
 from jzero.step import compiler_options as _compiler_options
-from tests import models
+from tests import models, shared
 from tests.tiers import default_for, slow
 
 
@@ -27,13 +27,13 @@ def make_params():
 def state_of(stage=3, mesh=None, tx=None, cls=jzero.TrainState, **options):
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
     arguments = {"apply_fn": None} if cls is not jzero.TrainState else {}
-    state = cls.create(params=make_params(), tx=tx or optax.adamw(1e-2), **arguments)
+    state = cls.create(params=make_params(), tx=tx or shared.sgd(0.1, momentum=0.9), **arguments)
     return jzero.shard_train_state(state, config=config, mesh=mesh)
 
 
 def test_compiler_options_are_those_of_one_step():
     """XLA refuses what it does not know, so an option that arrives is seen."""
-    plain = jzero.TrainState.create(params={"w": np.ones((16, 16), np.float32)}, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params={"w": np.ones((16, 16), np.float32)}, tx=shared.sgd(0.1))
     state = jzero.shard_train_state(plain, stage=3)
     loss_fn, batch = lambda params, batch: (batch @ params["w"]).mean(), np.ones((8, 16), np.float32)
     with pytest.raises(Exception, match="no_such_option"):
@@ -97,7 +97,7 @@ def test_no_product_of_a_bf16_step_is_left_to_a_slow_kernel_on_cpus(scanned):
         x = jax.lax.scan(block, x, ws)[0] if scanned else block(block(x, ws[0])[0], ws[1])[0]
         return jnp.mean(jnp.square(x @ params["table"].T))
 
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(persistence_threshold=0, precision="bf16"))
     text = jzero.make_train_step(loss_fn).lower(state, np.ones((16, 16), np.int32)).compile().as_text()
     fused = set(re.findall(r"kind=kCustom, calls=(%\S+?),", text))
@@ -112,7 +112,7 @@ def test_no_product_of_a_bf16_step_is_left_to_a_slow_kernel_on_cpus(scanned):
 
 def test_one_device_costs_nothing():
     """The program for one device is that of plain `jax.jit`, within 5 % of its instructions and bytes."""
-    state = TrainState.create(apply_fn=None, params=make_params(), tx=optax.adamw(1e-2))
+    state = TrainState.create(apply_fn=None, params=make_params(), tx=shared.sgd(0.1, momentum=0.9))
     batch = jax.device_put(models.mlp_batch(16), jax.devices()[0])
 
     def plain_step(state, batch):
@@ -144,7 +144,7 @@ def test_one_device_sends_nothing(stage, precision):
 
     mesh = jzero.make_mesh(devices=jax.devices()[:1], replica=1, data=1)
     config = jzero.ZeroConfig(stage=stage, precision=precision, replica_axis="replica")
-    state = jzero.TrainState.create(params=make_params(), tx=optax.adamw(1e-2))
+    state = jzero.TrainState.create(params=make_params(), tx=shared.sgd(0.1, momentum=0.9))
     state = jzero.shard_train_state(state, config=config, mesh=mesh)
     step = jzero.make_train_step(loss_fn, has_aux=True, accumulate_steps=2, clip_norm=1.0)
     assert find_collectives(step.lower(state, models.mlp_batch(16)).compile().as_text()) == []
@@ -171,7 +171,7 @@ CLASSES = [(TrainState, 1), (DoublesUpdates, 2), (DoublesUnderItsName, 2)]
 def test_whole_parameters_are_made_anew_unless_somebody_looks_at_updates(cls, factor, precision):
     """Stage 2: the sum is taken on shards, and gathered; a class that computes on updates gets whole ones."""
     batch, plain = models.mlp_batch(16), make_params()
-    state = state_of(2, cls=cls, tx=optax.sgd(0.1), precision=precision)
+    state = state_of(2, cls=cls, tx=shared.sgd(0.1), precision=precision)
     step = jzero.make_train_step(models.mlp_loss)
     program = step.lower(state, batch).compile().as_text()
     sums = re.findall(r"= (?:f32|bf16)\[127,11\]\S* add\(", program)

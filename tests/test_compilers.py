@@ -31,6 +31,7 @@ def test_step_compiles_for(topology):
     assert report.memory.arguments * 8 == pytest.approx(12 * num_params, rel=0.02)
     gathered = sum(row.elements for row in report.collectives if row.kind == "all-gather" and row.dtype == "bf16")
     assert gathered > num_params
+    assert 2.5 * num_params < report.communication_elements < 3.5 * num_params
     assert report.exposed_communication is not None
     assert report.estimated is not None
 

@@ -19,7 +19,6 @@ import jzero.lora
 from tests import pages
 from tests.pages import BLOCK, DOCS, PAGES, ROOT, blocks
 from tests.site_hooks import hook
-from tests.tiers import default_for
 
 IN_TWO_PROCESSES = "guides/multi_host.md"
 CODE_WIDTH = 88  # columns; `.md-grid` in docs/stylesheets/extra.css makes room for them
@@ -30,14 +29,11 @@ RUN_ELSEWHERE = {  # with more to say about what comes out
     "migrating.md",  # test_migrating.py
     "monitoring.md",  # test_monitor.py
 }
-FIRST_PAGES = ("start.md", "life_of_a_step.md", "guides/precision.md")  # the others are slow; CI runs them all
 
 
+@pytest.mark.slow  # CI runs them all
 @pytest.mark.parametrize(
-    "page",
-    default_for(
-        FIRST_PAGES, [page for page in PAGES if page not in RUN_ELSEWHERE and "```" in PAGES[page].read_text()]
-    ),
+    "page", [page for page in PAGES if page not in RUN_ELSEWHERE and "```" in PAGES[page].read_text()]
 )
 def test_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -50,25 +50,33 @@ def logged_steps(path: pathlib.Path) -> list[int | str]:
 
 
 @pytest.mark.parametrize(
-    ("framework", "layers"),
-    [("nnx", "--scan"), slow("linen", "--scan"), slow("linen", "--no-scan"), slow("nnx", "--no-scan")],
+    ("framework", "layers", "steps"),
+    [("nnx", "--no-scan", 4), slow("nnx", "--scan", 20), slow("linen", "--scan", 20), slow("linen", "--no-scan", 20)],
 )
-def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path, monkeypatch, capsys):
-    saving = (f"--checkpoints={tmp_path / 'checkpoints'}", "--save-every=10")
+def test_example_learns_and_shows_what_zero_saves(framework, layers, steps, tmp_path, monkeypatch, capsys):
+    saving = (f"--checkpoints={tmp_path / 'checkpoints'}", f"--save-every={steps // 2}")
     log = tmp_path / "log.jsonl"
-    options = (f"--framework={framework}", layers, f"--log={log}", *saving, *TINY)
+    options = (
+        f"--framework={framework}",
+        layers,
+        f"--log={log}",
+        *saving,
+        *TINY,
+        f"--steps={steps}",
+        f"--layers={min(2, steps // 4)}",
+    )
     run = functools.partial(run_here, "train_gpt.py", f"--out={tmp_path}", monkeypatch=monkeypatch, capsys=capsys)
     output = run(*options)
 
     trained, untrained = validation_losses(output)
     assert untrained == pytest.approx(5.545, abs=0.2)  # ln 256: every byte is as likely
-    assert trained < untrained - 0.3
+    assert trained < untrained - (0.3 if steps == 20 else 0.1)
     assert output.startswith("creating the state at stage 3\nZeRO stage 3"), "the plan comes first"
     assert_memory_falls_with_the_stage(device_bytes(output))
     for name in ("loss.png", "memory.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    assert "step 20/20  loss " in output, "progress"
-    assert logged_steps(log) == [*range(1, 21), "validation"]
+    assert f"step {steps}/{steps}  loss " in output, "progress"
+    assert logged_steps(log) == [*range(1, steps + 1), "validation"]
     if (framework, layers) == ("linen", "--scan"):
         shutil.rmtree(tmp_path / "checkpoints" / "20")  # as if it had been stopped after step 10
         again = run(*options, "--stage=1")
@@ -113,7 +121,8 @@ def test_default_run_beats_the_promised_loss_in_time(tmp_path):
     assert trained < 2.6
 
 
-@pytest.mark.parametrize("framework", ["linen", slow("nnx")])
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_what_the_compiler_makes_of_the_example(framework, monkeypatch):
     """The example's own step at its default sizes, on 8 CPU devices, as its script builds it."""
     monkeypatch.syspath_prepend(str(EXAMPLES))

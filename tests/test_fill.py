@@ -17,15 +17,29 @@ from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.fill import Filling, _gathered_again
 from jzero.analysis.machines import machine
 from jzero.analysis.traced_collectives import traced_collectives
-from tests.test_keep import LAYERS, loss_fn, make_params, scan_loss, stacked_params
+from tests import shared
+from tests.fit_models import reckoned_once
+from tests.test_keep import loss_fn, make_params, scan_loss, stacked_params
 from tests.tiers import default_for
 
-ROWS = 1024
+ROWS, LAYERS = 1024, 3
+PATHS = 1 + 2 * LAYERS  # an embedding, and two of each layer
+
+
+@pytest.fixture(autouse=True)
+def _each_step_is_reckoned_once(monkeypatch):
+    monkeypatch.setattr(fill, "memory_of_step", reckoned_once)
 
 
 def make_state(params=None, **fields):
-    state = jzero.TrainState.create(params=make_params() if params is None else params, tx=optax.sgd(1.0))
-    return jzero.shard_train_state(state, config=jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **fields}))
+    state = jzero.TrainState.create(params=make_params(LAYERS) if params is None else params, tx=shared.sgd(1.0))
+    return jzero.shard_train_state(state, config=shared.config(**{"stage": 3, **fields}))
+
+
+@functools.cache
+def default_state():
+    """A state for tracing, which consumes none."""
+    return make_state()
 
 
 def make_batch(rows=ROWS):
@@ -33,14 +47,14 @@ def make_batch(rows=ROWS):
 
 
 def filled(hbm_bytes, *, loss=loss_fn, state=None, confirm=False, topology="h200:8", batch=None, **options):
-    state, batch = make_state() if state is None else state, make_batch() if batch is None else batch
-    step = jzero.make_train_step(loss, **options)
+    state, batch = default_state() if state is None else state, make_batch() if batch is None else batch
+    step = shared.make_train_step(loss, **options)
     return step, jzero.fill_memory(step, state, batch, hbm_bytes=hbm_bytes, topology=topology, confirm=confirm)
 
 
 def reckoned(step, batch=None):
     return jzero.estimate_step_memory(
-        step, make_state(), make_batch() if batch is None else batch, topology="h200:8"
+        step, default_state(), make_batch() if batch is None else batch, topology="h200:8"
     ).peak
 
 
@@ -59,7 +73,7 @@ def test_the_longest_prefix_that_fits_is_kept():
     """Between what the default takes and what everything takes, each limit gets the most blocks that it holds."""
     peaks = [peak_with(k) for k in range(LAYERS + 1)]
     assert peaks == sorted(peaks)
-    for k in (0, 3):
+    for k in (0, 2):
         peak = peaks[k]
         _, found = filled((peak + 16) / 0.9)  # without a compiler, at most 0.9 of the limit is taken
         best = max(i for i, x in enumerate(peaks) if x <= peak + 16)
@@ -106,26 +120,40 @@ def test_the_compiler_has_the_last_word(monkeypatch, error):
 
     def compiled(filling, number):
         asked.append(number)
-        if error is None and number > len(filling.paths) + 3:
+        if error is None and number > len(filling.paths) + 2:
             return None  # a compiler for TPUs refuses what does not fit
         return CompiledStep(round((error or 1) * filling.estimated(number).peak), seconds=1 / (1 + number))
 
     monkeypatch.setattr(Filling, "_compile", compiled)
-    limit = (error or 1.2) * peak_with(3) + 100
+    limit = (error or 1.2) * peak_with(2) + 100
     monkeypatch.setattr(fill, "hardware_of", lambda *args, **kwargs: (machine("h200:8"), jax.devices(), []))
     _, found = filled(limit, confirm=True)
     assert len(asked) <= 4 + 2  # the step as it is, and parameters alone
     assert found.remat.params == "all"
-    assert found.remat.blocks == 3 or (error is None and found.remat.blocks in (1, 2))
+    assert found.remat.blocks == 2 or (error is None and found.remat.blocks == 1)
 
 
-@pytest.mark.parametrize("fastest", [0, 11, 16])  # nothing, all parameters, blocks as well
+def test_one_more_is_tried_while_the_last_fits(monkeypatch):
+    """What the third block takes may be less than estimated, though the estimate with two was right."""
+    block = peak_with(3) - peak_with(2)
+
+    def compiled(filling, number):
+        less = block if number > len(filling.paths) + 2 else 0
+        return CompiledStep(filling.estimated(number).peak - less, seconds=1 / (1 + number))
+
+    monkeypatch.setattr(Filling, "_compile", compiled)
+    monkeypatch.setattr(fill, "hardware_of", lambda *args, **kwargs: (machine("h200:8"), jax.devices(), []))
+    _, found = filled(peak_with(2) + 100, confirm=True)
+    assert found.remat == jzero.Keep(params="all", blocks=3)
+
+
+@pytest.mark.parametrize("fastest", [0, PATHS, PATHS + LAYERS])  # nothing, all parameters, blocks as well
 def test_what_takes_longer_is_not_kept(monkeypatch, fastest):
     compiled = lambda filling, number: CompiledStep(filling.estimated(number).peak, seconds=abs(number - fastest))
     monkeypatch.setattr(Filling, "_compile", compiled)
     monkeypatch.setattr(fill, "hardware_of", lambda *args, **kwargs: (machine("h200:8"), jax.devices(), []))
     step, found = filled(None, confirm=True)
-    kept = {0: None, 11: jzero.Keep(params="all"), 16: jzero.Keep(params="all", blocks=LAYERS)}
+    kept = {0: None, PATHS: jzero.Keep(params="all"), PATHS + LAYERS: jzero.Keep(params="all", blocks=LAYERS)}
     assert found.remat == kept[fastest]
     assert (found is step) == (fastest == 0)
 
@@ -135,7 +163,7 @@ def test_what_is_compiled_already_is_not_compiled_again(monkeypatch):
     asked = []
     made = lambda filling, number: asked.append(number) or CompiledStep(filling.estimated(number).peak, seconds=1.0)
     monkeypatch.setattr(Filling, "_compile", made)
-    state, step = make_state(), jzero.make_train_step(loss_fn)
+    state, step = default_state(), shared.make_train_step(loss_fn)
     facts = {"plan": jzero.plan_of(state), "machine": machine("h200:8"), "topology": "h200:8"}
     known = {0: CompiledStep(1000, seconds=2.0)}
     filling = Filling(step=step, arguments=(state, make_batch(), None), compiled=known, **facts)
@@ -145,13 +173,14 @@ def test_what_is_compiled_already_is_not_compiled_again(monkeypatch):
 
 @pytest.mark.compilers
 def test_the_choice_fits_by_the_compiler_for_gpus():
-    state, batch = make_state(), jax.ShapeDtypeStruct((1 << 16, 23), jnp.float32)
+    layers = 5
+    state, batch = make_state(make_params(layers)), jax.ShapeDtypeStruct((1 << 16, 23), jnp.float32)
     peak = lambda step: jzero.analyze(step, state, batch, topology="h200:8").memory.peak
     step = jzero.make_train_step(loss_fn)
-    low, high = peak(step), peak(step.with_remat(jzero.Keep(params="all", blocks=LAYERS)))
+    low, high = peak(step), peak(step.with_remat(jzero.Keep(params="all", blocks=layers)))
     found = jzero.fill_memory(step, state, batch, hbm_bytes=(low + high) / 2, topology="h200:8")
     assert low < peak(found) <= (low + high) / 2
-    assert 1 < found.remat.blocks < LAYERS
+    assert 1 < found.remat.blocks < layers
 
 
 def test_a_step_that_takes_too_much_stays_as_it_is():
@@ -178,7 +207,7 @@ def test_a_given_remat_stays(remat):
 
 def test_a_step_can_be_filled_again():
     _, once = filled(None)
-    twice = jzero.fill_memory(once, make_state(), make_batch(), topology="h200:8", confirm=False)
+    twice = jzero.fill_memory(once, default_state(), make_batch(), topology="h200:8", confirm=False)
     assert twice.remat.params == "all"
 
 
@@ -188,18 +217,8 @@ def test_there_is_nothing_to_keep_where_nothing_is_made_again(fields):
     assert found is step
 
 
-def test_numbers_stay():
-    step, full = filled(None, clip_norm=0.1, accumulate_steps=2)
-    batch = make_batch(64)
-    results = [fn(make_state(), batch) for fn in (step, full)]
-    (new, metrics), (new_full, metrics_full) = results
-    assert metrics["loss"] == metrics_full["loss"]
-    a, b = (jzero.gather_params(x) for x in (new, new_full))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
-
-
 def test_impossible_arguments_are_refused():
-    state, batch, step = make_state(), make_batch(), jzero.make_train_step(loss_fn)
+    state, batch, step = default_state(), make_batch(), shared.make_train_step(loss_fn)
     with pytest.raises(ValueError, match="pass `hbm_bytes=`"):
         jzero.fill_memory(step, state, batch)
     with pytest.raises(ValueError, match=r"`hbm_bytes` must be .*: got 0"):
@@ -215,11 +234,11 @@ def test_impossible_arguments_are_refused():
 
 
 def test_fit_fills_what_it_chooses():
-    plain = jzero.TrainState.create(params=make_params(), tx=optax.sgd(1.0))
+    plain = jzero.TrainState.create(params=make_params(LAYERS), tx=optax.sgd(1.0))
     options = {"topology": "h200:8", "stages": (3,), "remat": ("cheap",), "confirm": False}
     choice = jzero.fit(plain, loss_fn, make_batch(), config=jzero.ZeroConfig(persistence_threshold=0), **options)
     assert choice.remat.blocks == LAYERS
-    assert "stage 3, parameters kept between passes, keeps 5 blocks fits" in str(choice)
+    assert "stage 3, parameters kept between passes, keeps 3 blocks fits" in str(choice)
     assert choice.chosen.memory.peak <= choice.limit
     assert choice.chosen.memory.seconds < choice.tried[1].memory.seconds
     json.loads(choice.to_json())

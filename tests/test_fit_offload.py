@@ -11,14 +11,14 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis import machines, search
-from tests.fit_models import BATCH, make_state, reckoned_once
+from jzero.analysis import machines
+from tests.fit_models import BATCH, make_state, search_quickly
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
 
 
 @pytest.fixture(autouse=True)
-def _each_step_is_reckoned_once(monkeypatch):
-    monkeypatch.setattr(search, "memory_of_step", reckoned_once)
+def _search_quickly(monkeypatch):
+    search_quickly(monkeypatch)
 
 
 DISK = {"disk_path": "/local/scratch", "disk_bytes": 1e12, "disk_bytes_per_s": 2e9}
@@ -33,7 +33,8 @@ def on_h200(**options):
 
 def test_offload_is_tried_last():
     """In host memory first, then on a disk."""
-    small = dataclasses.replace(MASTERS, offload=jzero.Offload(chunk_bytes=2**12))  # buffers for the disk are, too
+    offload = jzero.Offload(chunk_bytes=2**12)  # buffers for the disk are small, too
+    small = dataclasses.replace(MASTERS, offload=offload, persistence_threshold=0)
     find = functools.partial(on_h200, config=small, stages=(3,))
     least = min(x.memory.peak for x in find().tried if x.config.offload.optimizer == "none")
     assert find(hbm_bytes=1.01 * least, **DISK).config.offload.optimizer == "none"
@@ -66,7 +67,7 @@ def test_a_host_of_a_slice_keeps_the_state_of_its_own_chips():
 
 def test_the_host_is_compared_from_the_start_if_asked():
     """A master and two moments of each parameter, 12 bytes, each way over the device's own link."""
-    choice = on_h200(hbm_bytes=1e9, offload=True)
+    choice = on_h200(hbm_bytes=1e9, offload=True, stages=(0, 3))
     assert {x.config.offload.optimizer for x in choice.tried} == {"none", "host"}
     assert choice.config.offload.optimizer == "none"
     hosted = [x for x in choice.tried if x.memory.host]
@@ -87,7 +88,7 @@ def test_the_host_is_compared_from_the_start_if_asked():
 def test_where_the_link_to_the_host_is_unknown_offload_comes_last():
     choice = jzero.fit(
         jax.eval_shape(make_state, jax.random.key(0)), stack_loss, BATCH, topology="v5e:2x4", config=MASTERS,
-        hbm_bytes=1e9, remat=("as_written",), confirm=False, offload=True,
+        hbm_bytes=1e9, remat=("as_written",), confirm=False, offload=True, stages=(1, 2),
     )  # fmt: skip
     kinds = [x.config.offload.optimizer for x in choice.tried]
     assert kinds == sorted(kinds, reverse=True)
@@ -96,7 +97,7 @@ def test_where_the_link_to_the_host_is_unknown_offload_comes_last():
 
 def test_a_step_waits_for_as_long_as_the_state_moves():
     """A master and two moments of each parameter, 12 bytes, each way; all eight devices share their host's disk."""
-    choice = on_h200(max_accumulate_steps=4, **DISK)
+    choice = on_h200(max_accumulate_steps=2, stages=(0, 3), **DISK)
     size = 2 * LAYERS * WIDTH * HIDDEN
     for x in choice.tried:
         on_disk = x.config.offload.optimizer == "disk"
@@ -112,7 +113,7 @@ def test_a_step_waits_for_as_long_as_the_state_moves():
 def test_a_delayed_update_waits_for_what_a_step_leaves():
     offload = jzero.Offload(optimizer="disk", path="/local/scratch", compute="host", delay=1)
     config = dataclasses.replace(MASTERS, offload=offload)
-    slow_disk, fast_disk = (on_h200(config=config, disk_bytes_per_s=rate) for rate in (1e8, 1e15))
+    slow_disk, fast_disk = (on_h200(config=config, stages=(3,), disk_bytes_per_s=rate) for rate in (1e8, 1e15))
     assert all(x.config.offload == offload for x in slow_disk.tried)
     assert all(x.disk_seconds == 0 for x in fast_disk.tried)
     for x in slow_disk.tried:
@@ -120,7 +121,7 @@ def test_a_delayed_update_waits_for_what_a_step_leaves():
 
 
 def test_what_host_and_disk_lack_is_said():
-    small = on_h200(hbm_bytes=1e9, **{**DISK, "disk_bytes": 1e6})
+    small = on_h200(hbm_bytes=1e9, stages=(3,), **{**DISK, "disk_bytes": 1e6})
     assert {x.verdict[-22:] for x in small.tried if x.memory.disk} == {" too much for the disk"}
     host = dataclasses.replace(MASTERS, offload=jzero.Offload(optimizer="host"))
     needed = max(8 * x.memory.host for x in on_h200(config=host, stages=(3,)).tried)
@@ -132,11 +133,12 @@ def test_what_host_and_disk_lack_is_said():
 
 
 def test_optimizers_that_cannot_use_a_disk_are_not_tried_there():
-    state = jzero.TrainState.create(params={"w": jnp.ones((256, 256))}, tx=optax.contrib.muon(1e-3))
+    params = {"w": np.ones((256, 256), np.float32)}
+    state = jax.eval_shape(lambda: jzero.TrainState.create(params=params, tx=optax.contrib.muon(1e-3)))
     loss = lambda params, x: jnp.square(x @ params["w"]).mean()
     choice = jzero.fit(
         state, loss, jax.ShapeDtypeStruct((16, 256), jnp.float32), topology="h200:8", hbm_bytes=1e9, confirm=False,
-        config=MASTERS, **DISK,
+        config=MASTERS, stages=(1,), remat=("as_written",), **DISK,
     )  # fmt: skip
     assert {x.config.offload.optimizer for x in choice.tried} == {"none"}
     assert any(note.startswith("Optimizer state on disk was not tried: ") for note in choice.notes)

@@ -37,17 +37,26 @@ def born(config, num_devices=8, lora=None, trainable=None, tx=SGD, **options):
     return jzero.shard_train_state(plain, config=zero, mesh=mesh, trainable=trainable), model
 
 
+@functools.cache
+def compiled(model):
+    return jax.jit(lambda params, tokens: model.apply({"params": params}, tokens))
+
+
+@functools.cache
+def eval_step(model):
+    return jzero.make_eval_step(lambda params, tokens: jzero.PerExample(model.apply({"params": params}, tokens)))
+
+
 def logits(state, model):
     """Returns the logits of `hf_models.TOKENS`, computed from shards: [2, 9, V]."""
-    step = jzero.make_eval_step(lambda params, tokens: jzero.PerExample(model.apply({"params": params}, tokens)))
     rows = jzero.plan_of(state).num_shards
-    return np.asarray(step(state, jnp.asarray(np.resize(hf_models.TOKENS, (2 * rows, 9)))))[:2]
+    return np.asarray(eval_step(model)(state, jnp.asarray(np.resize(hf_models.TOKENS, (2 * rows, 9)))))[:2]
 
 
 def logits_alone(state, model):
     """Returns them of whole parameters, computed on one device."""
     params = jax.tree.map(lambda _, x: np.asarray(x), shapes_of(model), state.params)
-    return np.asarray(jax.jit(model.apply)({"params": params}, hf_models.TOKENS))
+    return np.asarray(compiled(model)(params, hf_models.TOKENS))
 
 
 @pytest.mark.parametrize("family", hf_models.FAMILIES)

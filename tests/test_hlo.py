@@ -158,8 +158,7 @@ def test_what_no_computation_covers_is_exposed():
     h200 = machine("h200:8")
     gather = 2 * (1024 * 256 + 128) * 7 / 8 / h200.intra_link_bytes_per_s
     product = max(
-        2 * 512 * 1024 * 256 / h200.flops["bf16"],
-        2 * (512 * 1024 + 1024 * 256 + 512 * 256) / h200.hbm_bytes_per_s,
+        2 * 512 * 1024 * 256 / h200.flops["bf16"], 2 * (512 * 1024 + 1024 * 256 + 512 * 256) / h200.hbm_bytes_per_s
     )
     reduced = 2 * 8 * 7 / 8 / h200.intra_link_bytes_per_s
     timeline, _ = simulate(parse_hlo(GPU), h200)

@@ -77,7 +77,7 @@ def reports(tmp_path_factory):
         jzero.plan_of(state),
         jzero.analyze(step, state, batch),
         jzero.estimate_step_memory(step, state, batch, topology="h200:8"),
-        jzero.fit(plain, loss_fn, batch, topology="h200:8", confirm=False),
+        jzero.fit(plain, loss_fn, batch, topology="h200:8", confirm=False, stages=(3,), remat=("as_written",)),
         jzero.check_equivalence(loss_fn, plain, [batch], stage=3),
         jzero.from_deepspeed({"zero_optimization": {"stage": 3}, "train_batch_size": 8})[1],
         jzero.inspect_checkpoint(path / "checkpoint"),

@@ -3,7 +3,6 @@
 import jax
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from safetensors import safe_open
@@ -11,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero.weights import safetensors_files
+from tests import shared
 from tests.checkpoint_states import natural, nnx_state, sharded
 from tests.export_states import ODD, leaves, numbers, odd_state
 from tests.tiers import singles
@@ -48,7 +48,7 @@ def test_each_device_reads_its_part_only(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors_files.TensorFile, "view", spy)
     params = {"w": np.ones((1000, 64), np.float32), "odd": np.ones((1003, 61), np.float32)}
-    state = sharded(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), 3)
+    state = sharded(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), 3)
     jzero.export_params(state, tmp_path / "x.safetensors")
     jzero.load_params(state, tmp_path / "x.safetensors")
     assert max(sizes) == 125 * 64
@@ -78,7 +78,7 @@ def test_tied_leaves_are_tied_again(tmp_path):
 def test_frozen_parameters_of_nnx(tmp_path):
     def make(seed):
         model = nnx.Linear(17, 13, rngs=nnx.Rngs(seed))
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.PathContains("bias"))
+        return model, nnx.Optimizer(model, shared.sgd(0.1, momentum=0.9), wrt=nnx.PathContains("bias"))
 
     pair = sharded(make(0), 3, precision="bf16")
     jzero.export_params(pair, tmp_path / "x.safetensors")
@@ -120,7 +120,7 @@ def test_some_parameters_are_loaded_and_others_stay(wrt, tmp_path):
 
     def make(layer, **options):
         model = nnx.Dict(layer=layer(17, 13, rngs=nnx.Rngs(len(options)), **options))
-        return sharded((model, nnx.Optimizer(model, optax.adam(1e-2), wrt=wrt)), 3)
+        return sharded((model, nnx.Optimizer(model, shared.sgd(0.1, momentum=0.9), wrt=wrt)), 3)
 
     without_adapters = r"(?!.*/lora_[ab]).*"
     saved = nnx.Dict(layer=nnx.Linear(17, 13, rngs=nnx.Rngs(5)))

@@ -5,13 +5,13 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero import From
+from tests import shared
 
 
 def make_state(shapes, stage=3, num_devices=8, **options):
@@ -22,7 +22,7 @@ def make_state(shapes, stage=3, num_devices=8, **options):
         for key in outer:
             inner = inner.setdefault(key, {})
         inner[last] = jnp.full(shape, -1.0)
-    plain = jzero.TrainState.create(params=params, tx=optax.adam(1e-2))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1, momentum=0.9))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
     return jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:num_devices]))
 
@@ -138,11 +138,7 @@ def test_mappings_that_say_nothing(tmp_path):
     for make, error, message in (
         (lambda: From(""), ValueError, "`From.name` must be the name of a tensor"),
         (lambda: From("w", permute=(0, 2)), ValueError, "`From.permute` of 'w' must hold each dimension once"),
-        (
-            lambda: From("w", section=(0, 1)),
-            ValueError,
-            "`From.section` of 'w' must be a dimension, a start",
-        ),
+        (lambda: From("w", section=(0, 1)), ValueError, "`From.section` of 'w' must be a dimension, a start"),
         (lambda: From("w", shape=(2, -1)), ValueError, "`From.shape` of 'w' must be a tuple of whole numbers"),
         (lambda: From("w", axis=-1), ValueError, "`From.axis` of 'w' must be a dimension"),
         (lambda: jzero.Mapping({}), ValueError, "`Mapping` must map paths of parameters"),
@@ -179,7 +175,7 @@ class Tied(nnx.Module):
 
 def test_a_tied_parameter_is_known_by_each_of_its_names(tmp_path):
     model = Tied()
-    pair = jzero.shard_train_state((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), stage=3)
+    pair = jzero.shard_train_state((model, nnx.Optimizer(model, shared.sgd(0.1), wrt=nnx.Param)), stage=3)
     save_file({"w": numbers(4, 8), "again": numbers(8, 4)}, tmp_path / "model.safetensors")
     for sources in ({"second": From("w", (1, 0))}, {"first": From("w", (1, 0))}):
         loaded = jzero.load_params(pair, tmp_path, mapping=jzero.Mapping(sources, ignore=("again",)))

@@ -8,6 +8,7 @@ import shlex
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -25,6 +26,7 @@ from jzero.cli.source import load_source
 from jzero.plan.state_bytes import BytesPerDevice
 from jzero.plan.table import format_bytes
 from tests import cli_models
+from tests.cli_runs import fit_tries_little  # noqa: F401  # a fixture
 from tests.pages import PAGES
 from tests.tiers import slow
 
@@ -114,6 +116,7 @@ def message_of(line):
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("fit_tries_little")
 @pytest.mark.parametrize("options", [slow(""), "--lora-rank 3 --precision bf16 --quantize int8"])
 def test_all_four_agree_on_the_states_to_the_byte(ask, options):
     asked = f"--params {TINY_PARAMS} {TINY} --seq 16 --batch 8 --stage 3 {options}"
@@ -146,6 +149,7 @@ def test_the_states_are_what_the_sizes_say(ask):
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("fit_tries_little")
 def test_7b_on_eight_h100(ask):
     found = ask("fit --params 7B --topology h100:8 --precision bf16 --batch 8 --seq 4096 --no-confirm")
     assert (found["num_params"], found["stage"]) == (6_738_415_616, 3)
@@ -158,6 +162,7 @@ def test_7b_on_eight_h100(ask):
     assert {x["states_bytes"] for x in found["tried"] if x["stage"] == 3} == {found["states_bytes"]}
 
 
+@pytest.mark.usefixtures("fit_tries_little")
 def test_deepspeeds_formula_is_that_of_the_layout(ask, tmp_path):
     """Where its documentation has one, with optimizer state on the host as without."""
     (tmp_path / "whole.py").write_text("from tests.cli_models import factory\n")
@@ -174,7 +179,10 @@ def test_deepspeeds_formula_is_that_of_the_layout(ask, tmp_path):
         config = dataclasses.replace(request.config, offload=jzero.Offload(optimizer="host", ratio=0.5))
         found = account(request, load_source(request), MemoryTable(BytesPerDevice(1, 1, 1)), config=config)
         assert "DeepSpeed" not in str(found)
-    text = ask("fit whole:factory --topology h100:8 --stage 3 --hbm-bytes 2e6 --no-confirm", text=True)
+    text = ask(
+        "fit whole:factory --topology h100:8 --stage 3 --hbm-bytes 2e6 --persistence-threshold 0 --no-confirm",
+        text=True,
+    )
     assert "\non host  exact" in text
     assert "(2/N bytes per parameter, not " in text
 
@@ -195,19 +203,20 @@ def test_the_guides_figures_of_8b(ask):
 
 
 @pytest.mark.parametrize(
-    ("options", "states"), [("", "10.98"), ("--lora-rank 8", "1.60"), ("--lora-rank 8 --quantize int8", "0.83")]
+    ("topology", "options", "states"),
+    [("h100:8", "", "10.98"), ("8xH100", "--lora-rank 8", "1.60"), ("h100:8", "--lora-rank 8 --quantize int8", "0.83")],
 )
-def test_estimate_of_7b(ask, options, states):
-    for topology in ("h100:8", "8xH100"):
-        text = ask(f"estimate --params 7B --topology {topology} --precision bf16 {options}", text=True)
-        first, second, ledger = text.splitlines()[:3]
-        assert first.startswith("7B: 32 layers, d_model 4096, 32 heads, d_hidden 11008, vocabulary 32000: 6,7")
-        assert first.endswith("100% of the others stored as int8") == ("int8" in options)
-        assert second == "8 x h100, bf16, batch 8 x 4096, stage 3"
-        assert re.match(rf"states  exact +{states} GiB  parameters", ledger)
-        assert "GB" not in text.replace("GiB", "")
+def test_estimate_of_7b(ask, topology, options, states):
+    text = ask(f"estimate --params 7B --topology {topology} --precision bf16 {options}", text=True)
+    first, second, ledger = text.splitlines()[:3]
+    assert first.startswith("7B: 32 layers, d_model 4096, 32 heads, d_hidden 11008, vocabulary 32000: 6,7")
+    assert first.endswith("100% of the others stored as int8") == ("int8" in options)
+    assert second == "8 x h100, bf16, batch 8 x 4096, stage 3"
+    assert re.match(rf"states  exact +{states} GiB  parameters", ledger)
+    assert "GB" not in text.replace("GiB", "")
 
 
+@pytest.mark.usefixtures("fit_tries_little")
 def test_fit_says_by_how_much_nothing_fits():
     line = f"fit --params {TINY_PARAMS} {TINY} --stage 0 --topology h100:1 --seq 16 --hbm-bytes 1e4 --no-confirm"
     result = CliRunner().invoke(app, shlex.split(line))
@@ -215,20 +224,16 @@ def test_fit_says_by_how_much_nothing_fits():
     assert re.search(r"device +usable +9.77 KiB  does not fit: the step takes [\d.]+ KiB more", result.stdout)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("1B", 1_235_814_400),
-        ("3B", 3_212_749_824),
-        ("7B", 6_738_415_616),
-        ("8B", 8_030_261_248),
-        ("13B", 13_015_864_320),
-        ("70B", 70_553_706_496),
-        ("405B", 405_853_388_800),
-    ],
-)
-def test_known_names_have_the_published_parameters(ask, name, parameters):
-    assert ask(f"estimate --params {name} --devices 8")["num_params"] == parameters
+def test_known_names_have_the_published_parameters():
+    assert {name: count(model_sizes(name, {})) for name in NAMED} == {
+        "1B": 1_235_814_400,
+        "3B": 3_212_749_824,
+        "7B": 6_738_415_616,
+        "8B": 8_030_261_248,
+        "13B": 13_015_864_320,
+        "70B": 70_553_706_496,
+        "405B": 405_853_388_800,
+    }
 
 
 def test_other_numbers_come_as_near_as_the_guide_says():
@@ -240,7 +245,7 @@ def test_other_numbers_come_as_near_as_the_guide_says():
     named = {text for guide in guides.values() for text in re.findall(r"--params ([\w.]+)", guide)}
     assert "2851e6" in named
     numbers = {parse_count(text) for text in named} - {parse_count(text) for text in NAMED}
-    numbers |= {round(x) for x in np.geomspace(parse_count(start), 10**12, 40)}
+    numbers |= {round(x) for x in np.geomspace(parse_count(start), 10**12, 11)}
     for number in numbers:
         sizes = model_sizes(str(number), {})
         assert count(sizes) == pytest.approx(number, rel=int(near) / 100)
@@ -268,24 +273,21 @@ def test_the_decoder_learns():
     """Its loss is a loss: it starts at ln V, and gradient steps lower it; adapters start as nothing."""
     sizes = model_sizes(str(TINY_PARAMS), TINY_SIZES)
     loss_fn, tokens = make_loss(sizes), np.random.default_rng(1).integers(0, 61, (2, 17), np.int32)
-    adapted = jax.jit(make_state(sizes, rank=3, base_dtype="float32"))(jax.random.key(0))
-    base = jax.tree.map(lambda x: x, adapted.params)
-    for block in base["layers"].values():
-        block.pop("lora_a", None), block.pop("lora_b", None)
-    adam = optax.adam(1e-2)
+    make = make_state(sizes, rank=3, base_dtype="float32")
+    params = jax.jit(lambda key: make(key).params)(jax.random.key(0))
 
     @jax.jit
-    def step(params, opt_state):
+    def step(params):
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
-        updates, opt_state = adam.update(grads, opt_state)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return jax.tree.map(lambda x, y: x - 1e-2 * jnp.sign(y), params, grads), loss
 
-    state, losses = (base, jax.jit(adam.init)(base)), []
+    adapted = jax.tree_util.tree_map_with_path(lambda path, x: 9 * x if path[-1].key == "lora_a" else x, params)
+    (_, alike), losses = step(adapted), []
     for _ in range(11):
-        *state, loss = step(*state)
+        params, loss = step(params)
         losses.append(float(loss))
     assert losses[0] == pytest.approx(np.log(61), rel=0.02)
-    assert float(jax.jit(loss_fn)(adapted.params, tokens)) == pytest.approx(losses[0], rel=1e-6)
+    assert float(alike) == losses[0], "whatever one side of the adapters is, the other is nothing"
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -325,16 +327,8 @@ COUNTS = json.loads((pathlib.Path(__file__).parent / "data" / "parameter_counts.
 
 
 @pytest.mark.parametrize("family", COUNTS)
-def test_a_folder_has_the_parameters_that_transformers_counts(ask, tmp_path, family):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(COUNTS[family]["config"]))
-    found = ask("plan --model model --devices 3")
-    assert found["num_params"] == COUNTS[family]["parameters"]
-    assert found["sizes"]["model_type"] == COUNTS[family]["config"]["model_type"]
-
-
-@pytest.mark.parametrize("family", COUNTS)
 def test_what_is_reckoned_with_has_the_leaves_of_the_decoder_that_trains(tmp_path, family):
+    """And their base the parameters that `transformers` counts."""
     (tmp_path / "config.json").write_text(json.dumps(COUNTS[family]["config"]))
     sizes = jzero.hf.read_config(tmp_path)
     trains = decoder.Decoder(sizes, decoder.Lora(rank=2, alpha=4))
@@ -342,6 +336,9 @@ def test_what_is_reckoned_with_has_the_leaves_of_the_decoder_that_trains(tmp_pat
     found = jax.eval_shape(make_state(sizes, rank=2, base_dtype="float32"), jax.random.key(0)).params
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     assert jax.tree.map(lambda x: x.shape, found) == jax.tree.map(lambda x: x.shape, wanted)
+    assert count(sizes) == COUNTS[family]["parameters"]
+    leaves = jax.tree_util.tree_leaves_with_path(found)
+    assert sum(x.size for path, x in leaves if "lora" not in path[-1].key) == count(sizes)
 
 
 def test_a_step_is_reckoned_to_take_what_one_of_the_decoder_that_trains_does():
@@ -377,12 +374,14 @@ def test_a_folder_says_its_sizes_itself(ask, tmp_path):
     # What `load_params` cannot compute, but has the same sizes.
     other = {"rope_scaling": {"type": "yarn", "factor": 4.0}, "hidden_act": "relu", "quantization_config": {"bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(COUNTS["qwen2"]["config"] | other))
-    assert ask("plan --model . --devices 3")["num_params"] == COUNTS["qwen2"]["parameters"]
+    found = ask("plan --model . --devices 3")
+    assert (found["num_params"], found["sizes"]["model_type"]) == (COUNTS["qwen2"]["parameters"], "qwen2")
 
 
 # Users' models.
 
 
+@pytest.mark.usefixtures("fit_tries_little")
 def test_a_users_model_says_what_it_trains(ask, tmp_path):
     (tmp_path / "part.py").write_text(
         "from tests.cli_models import *\ndef model():\n    return *factory(), 'up'\ndef all():\n    return factory()\n"

@@ -1,6 +1,7 @@
 """Messages of errors and warnings: each says what to do, or docs/troubleshooting.md does."""
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -53,6 +54,7 @@ def head(message):
     return line
 
 
+@functools.cache
 def messages():
     """Returns all errors and warnings that the sources make: where, and the text."""
     found = []

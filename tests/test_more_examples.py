@@ -73,7 +73,7 @@ def test_lora_trains_adapters_alone(run, tmp_path):
 
 
 def test_plain_jax_learns_in_both_loops(run):
-    tiny = "--width=64 --layers=2 --context=8 --batch-size=64 --steps=40 --lr=5e-3 --precision=fp32".split()
+    tiny = "--width=64 --layers=2 --context=8 --batch-size=64 --steps=10 --lr=2e-2 --precision=fp32".split()
     output = run("plain_jax.py", *tiny)
     found = {name: numbers(rf"{name}: loss (.*) nats per byte \(at first (.*)\)", output) for name in LOOPS}
     assert found["make_train_step"] == pytest.approx(found["jax.grad"], abs=2e-3)
@@ -95,13 +95,13 @@ def test_drop_in_is_five_lines_and_changes_no_result(run):
     assert sum("jzero" in line for line in changed) == 4
     assert "jzero" not in before.lower()
 
-    tiny = "--width=64 --steps=50 --batch-size=32".split()
+    tiny = "--width=64 --steps=20 --batch-size=32".split()
     outputs = [run(f"drop_in/{name}", *tiny) for name in ("before.py", "after.py")]
     losses = [re.findall(r"^step (\d+): loss (\d\.\d{6})$", output, re.MULTILINE) for output in outputs]
-    assert [int(step) for step, _ in losses[0]] == [10, 20, 30, 40, 50]
+    assert [int(step) for step, _ in losses[0]] == [10, 20]
     ordinary, zero = ([float(loss) for _, loss in found] for found in losses)
     assert zero == pytest.approx(ordinary, rel=1e-5)
-    assert ordinary[-1] < 0.7 * ordinary[0]
+    assert ordinary[-1] < ordinary[0]
     assert "ZeRO stage 3" in outputs[1]
 
 
@@ -135,26 +135,6 @@ def test_plain_jax_at_its_default_size(precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("statistics", ["synced", "local"])
-def test_digits_at_their_default_size(statistics):
-    output = run_example("digits_batchnorm.py", f"--statistics={statistics}")
-    _, accuracy = numbers(r"epoch 5: loss (.*), test accuracy (.*)", output)
-    assert accuracy > 0.95
-
-
-@pytest.mark.slow
-def test_statistics_of_the_whole_batch_are_those_of_one_device(run):
-    """Synchronized statistics depend on the batch alone; local ones on how it is split."""
-    output = {
-        (how, size): run("digits_batchnorm.py", "--width=8", "--epochs=1", f"--statistics={how}", f"--stage={size}")
-        for how, size in (("synced", 2), ("synced", 3), ("local", 3))
-    }
-    line = {key: numbers(r"epoch 1: loss (.*), test accuracy (.*)", text) for key, text in output.items()}
-    assert line["synced", 2] == pytest.approx(line["synced", 3], abs=2e-4)
-    assert line["synced", 3] != pytest.approx(line["local", 3], abs=2e-4)
-
-
-@pytest.mark.slow
 def test_lora_from_a_model_that_is_there(run, tmp_path):
     options = (*TINY_GPT, "--pretrain-steps=5", "--steps=0", f"--pretrained={tmp_path / 'base.safetensors'}")
     first, again = run("lora.py", *options), run("lora.py", *options)
@@ -162,9 +142,3 @@ def test_lora_from_a_model_that_is_there(run, tmp_path):
     assert "pretrained:" not in again
     pattern = r"fine-tuned: validation loss (.*) -> (.*), merged (.*)"
     assert numbers(pattern, again) == numbers(pattern, first)
-
-
-@pytest.mark.slow
-def test_lora_at_its_default_size():
-    before, after, _ = numbers(r"fine-tuned: validation loss (.*) -> (.*), merged (.*)", run_example("lora.py"))
-    assert after < before - 0.5

@@ -15,7 +15,6 @@ import pytest
 
 import jzero
 from tests import pages
-from tests.tiers import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
@@ -111,7 +110,8 @@ def test_machine_paths_are_recognized():
         assert not MACHINE_PATH.search(text), text
 
 
-@pytest.mark.parametrize("number", ["01", slow("02"), slow("03"), slow("04")])
+@pytest.mark.slow  # CI runs the first with the documentation
+@pytest.mark.parametrize("number", ["01", "02", "03", "04"])
 def test_notebook_runs_and_prints_what_is_committed(number, monkeypatch):
     """Every claim of its that can be an assertion is one, so that to run is to pass; of outputs the words count.
 

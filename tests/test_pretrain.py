@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import jzero
 import jzero.hf
@@ -26,20 +27,37 @@ def folder(tmp_path):
     return tmp_path
 
 
+class Pairs(nn.Module):
+    """What follows each token, in place of a decoder: `finetune.py`, whose test trains one, has the same loop."""
+
+    config: jzero.hf.ModelConfig
+
+    @nn.compact
+    def __call__(self, tokens):
+        size = self.config.vocab_size
+        return nn.Dense(size)(nn.Embed(size, 16, name="embed")(tokens))
+
+
 def run(folder, monkeypatch, *more):
-    options = f"--config={folder} --seq=16 --batch=8 --steps=12 --lr=2e-2 --precision=fp32 --eval-every=12"
+    monkeypatch.setattr(pretrain, "Decoder", Pairs)
+    options = f"--config={folder} --seq=16 --batch=8 --steps=12 --lr=2e-1 --precision=fp32 --eval-every=12"
     files = f"--data {folder}/b.bin {folder}/a.bin --held-out {folder}/a.bin"
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *options.split(), *files.split(), *more])
     pretrain.main()
 
 
 def test_the_loss_falls_and_is_logged(folder, monkeypatch, capsys):
+    """`evaluate` is that of `finetune.py`, whose test runs it."""
+    read = []
+    evaluate = lambda state, loader: read.append((int(state.step), loader.batches_per_epoch)) or 1.5
+    monkeypatch.setattr(pretrain, "make_evaluate", lambda model: evaluate)
     run(folder, monkeypatch, f"--log={folder}/log.csv", f"--checkpoints={folder}/run")
     rows = (folder / "log.csv").read_text().splitlines()
     losses = np.genfromtxt(rows, delimiter=",", names=True)["loss"]
     assert len(rows) == 1 + 12 + 1, "a row of names, of each step, of the evaluation"
     assert losses[11] < losses[0] - 1
-    assert float(rows[-1].split(",")[rows[0].split(",").index("held_out")]) < losses[0] - 1
+    assert float(rows[-1].split(",")[rows[0].split(",").index("held_out")]) == 1.5
+    assert read == [(12, 7)]
     assert "no published peak for 'cpu' devices" in capsys.readouterr().out
     assert (folder / "run" / "12").is_dir(), "the last step, whatever the interval"
 

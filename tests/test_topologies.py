@@ -44,8 +44,6 @@ def test_a_name_says_how_many_devices_and_what_joins_them(name, kind, num_device
     assert (found.name, found.kind) == (name, kind)
     assert (found.num_devices, found.devices_per_node) == (num_devices, devices_per_node)
     assert found.devices_per_host == devices_per_host
-    assert hash(found) == hash(machine(name))
-    assert found == machine(name)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +118,7 @@ def test_gpu_facts_agree_with_each_other(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "sold_as"),
-    [("h200", 141), ("h100", 80), ("b200", 180), ("a100-80", 80), ("a100-40", 40), ("l40s", 48)],
+    ("name", "sold_as"), [("h200", 141), ("h100", 80), ("b200", 180), ("a100-80", 80), ("a100-40", 40), ("l40s", 48)]
 )
 def test_gpu_memory_is_near_what_it_is_sold_as(name, sold_as):
     """Vendors count in GB or in GiB, and a part is kept for error correction."""
@@ -148,60 +145,28 @@ def fields(text):
 
 
 # As XLA reads them off real GPUs (its `target_config/specs`); memory and bandwidth differ a little by driver.
+COMMON = """
+threads_per_core_limit: 2048 threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+registers_per_core_limit: 65536 registers_per_block_limit: 65536
+"""
 REAL = {
-    "h100": {
-        "threads_per_core_limit": 2048,
-        "core_count": 132,
-        "fpus_per_core": 128,
-        "memory_bandwidth": 3352320000000,
-        "l2_cache_size": 52428800,
-        "clock_rate_ghz": 1.98,
-        "device_memory_size": 84942979072,
-        "shared_memory_per_core": 233472,
-        "shared_memory_per_block_optin": 232448,
-        "major": 9,
-        "active_links": 18,
-    },
-    "a100-80": {
-        "threads_per_core_limit": 2048,
-        "core_count": 108,
-        "fpus_per_core": 64,
-        "memory_bandwidth": 2039040000000,
-        "l2_cache_size": 41943040,
-        "clock_rate_ghz": 1.41,
-        "device_memory_size": 85100068864,
-        "shared_memory_per_core": 167936,
-        "shared_memory_per_block_optin": 166912,
-    },
-    "b200": {
-        "threads_per_core_limit": 2048,
-        "core_count": 148,
-        "fpus_per_core": 128,
-        "memory_bandwidth": 7672320000000,
-        "l2_cache_size": 132644864,
-        "clock_rate_ghz": 1.965,
-        "device_memory_size": 191514411008,
-        "shared_memory_per_core": 233472,
-        "shared_memory_per_block_optin": 232448,
-        "active_links": 18,
-    },
-}
-COMMON = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "shared_memory_per_block": 49152,
-    "block_dim_limit_x": 2147483647,
-    "block_dim_limit_y": 65535,
-    "block_dim_limit_z": 65535,
-    "registers_per_core_limit": 65536,
-    "registers_per_block_limit": 65536,
+    "h100": """core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 major: 9 active_links: 18
+        memory_bandwidth: 3352320000000 device_memory_size: 84942979072 l2_cache_size: 52428800
+        shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448""",
+    "a100-80": """core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41
+        memory_bandwidth: 2039040000000 device_memory_size: 85100068864 l2_cache_size: 41943040
+        shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912""",
+    "b200": """core_count: 148 fpus_per_core: 128 clock_rate_ghz: 1.965 active_links: 18
+        memory_bandwidth: 7672320000000 device_memory_size: 191514411008 l2_cache_size: 132644864
+        shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448""",
 }
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_target_config_says_what_the_real_gpu_reports(name):
     found = fields(target_config(GPUS[name]))
-    for key, value in {**COMMON, **REAL[name]}.items():
+    for key, value in fields(COMMON + REAL[name]).items():
         tolerance = 0.01 if key in ("memory_bandwidth", "device_memory_size") else 0
         assert math.isclose(found[key], value, rel_tol=tolerance), key
 

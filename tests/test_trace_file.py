@@ -16,7 +16,6 @@ import jzero
 from jzero.analysis import schedule, trace_file
 from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.machines import machine
-from tests.compiled import analyze
 
 LAYERS, WIDTH = 3, 40
 
@@ -36,11 +35,11 @@ def loss_fn(params, batch):
 def compiled():
     """A step, its report, and its program as text."""
     params = {"head": jnp.ones((WIDTH, WIDTH)), "layers": jnp.ones((LAYERS, WIDTH, WIDTH))}
-    state = jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
     state, batch = jzero.shard_train_state(state, config=config), np.ones((16, WIDTH), np.float32)
     step = jzero.make_train_step(loss_fn)
-    return analyze(step, state, batch), parse_hlo(step.lower(state, batch).compile().as_text())
+    return jzero.analyze(step, state, batch), parse_hlo(step.lower(state, batch).compile().as_text())
 
 
 ONE_NODE = machine("h200:8")

@@ -20,7 +20,7 @@ class CompiledStep(NamedTuple):
     """The compiler's figures of a step.
 
     Attributes:
-      peak: The most bytes on one device.
+      peak: The most bytes on one device: in use at a time, or allocated, whichever is more.
       seconds: The step by the compiled schedule; `None` if no rates are known.
     """
 
@@ -50,7 +50,7 @@ def compile_step(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return None
-    peak = max(x.peak for x in programs)
+    peak = max(x.beside + x.times * max(x.memory.peak, x.memory.allocated) for x in programs)
     if machine is None:
         return CompiledStep(peak, None)
     timeline, _ = simulate(programs[0].program, machine)

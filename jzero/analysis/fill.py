@@ -235,9 +235,10 @@ class Filling:
                 continue
             fits = figures.peak <= limit
             longest, fails = (number, fails) if fits else (longest, number)
-            # The next estimate may be off by as much, or in the same ratio: if this step fits, try the bolder guess.
+            # The next estimate may be off by as much, or in the same ratio: if this step fits, try the bolder guess,
+            # and one more at least, since what another block takes may be less than what estimates are off by.
             guesses = self.longest(limit - (figures.peak - estimated)), self.longest(limit * estimated / figures.peak)
-            number = min(max(guesses) if fits else min(guesses), fails - 1)
+            number = min(max(*guesses, number + 1) if fits else min(guesses), fails - 1)
         if longest == 0 or self.machine is None:
             return longest
         for number in {0, min(len(self.paths), longest)} - {*self.compiled}:

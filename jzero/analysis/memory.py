@@ -30,6 +30,11 @@ class Memory:
     peak: int
     host: int
 
+    @property
+    def allocated(self) -> int:
+        """Arguments, outputs and temporaries, aliased ones once: on GPUs, fragments make it more than the peak."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
 
 def compiled_memory(compiled: jax.stages.Compiled, platform: str, host_state: int = 0) -> Memory:
     """Returns the memory of a compiled program.
@@ -57,11 +62,12 @@ def compiled_memory(compiled: jax.stages.Compiled, platform: str, host_state: in
             outputs, aliased = outputs - host, aliased - host
     if stated:
         stated -= host
-    return Memory(
+    memory = Memory(
         arguments=arguments,
         outputs=outputs,
         aliased=aliased,
         temporaries=temporaries,
-        peak=stated or arguments + outputs - aliased + temporaries,
+        peak=stated,
         host=host,
     )
+    return dataclasses.replace(memory, peak=stated or memory.allocated)
