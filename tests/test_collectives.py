@@ -21,10 +21,20 @@ from tests.tiers import slow, stages
 N = 8
 
 
+DEFAULTS = {"scan": True, "remat": None, "tx": "momentum", "layers": None, "vocab": 512, "tied": False}
+DEFAULTS |= {"recompute": None, "micro": 1}
+
+
+def _lowered(stage, **options):
+    return _lowered_once(stage, **DEFAULTS | options)
+
+
+def _compiled(stage, **options):
+    return _compiled_once(stage, **DEFAULTS | options)
+
+
 @functools.cache
-def _lowered(
-    stage, scan=True, remat=None, tx="momentum", layers=None, vocab=512, tied=False, recompute=None, micro=1, **options
-):
+def _lowered_once(stage, *, scan, remat, tx, layers, vocab, tied, recompute, micro, **options):
     layer = light_decoder.apply_layer if remat is None else jax.checkpoint(light_decoder.apply_layer, **dict(remat))
     sizes = {"layers": layers or (3 if scan else 2), "width": 128, "vocab": vocab, "scan": scan, "tied": tied}
     optimizers = {"adam": optax.adam, "muon": optax.contrib.muon, "lion": optax.lion, "sgd": optax.sgd}
@@ -36,7 +46,7 @@ def _lowered(
 
 
 @functools.cache
-def _compiled(stage, **options):
+def _compiled_once(stage, **options):
     state, lowered = _lowered(stage, **options)
     compiled = lowered.compile()
     return jzero.plan_of(state), compiled, find_collectives(compiled.as_text())
@@ -229,21 +239,6 @@ def mlp_state(stage, tx, threshold=0, devices=N):
     return jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:devices]))
 
 
-@stages(3)
-def test_no_recompilation_after_the_first_step(stage):
-    tx = optax.adamw(1e-3)
-    step = jzero.make_train_step(models.mlp_loss)
-    state, _ = step(mlp_state(stage, tx), models.mlp_batch(8))
-    with jax.log_compiles(False), NoCompilation():
-        for seed in range(2):
-            state, _ = step(state, models.mlp_batch(8, seed))
-    # The same optax object wrapped again, over a state made anew: still the same program.
-    again = mlp_state(stage, tx)
-    with NoCompilation():
-        again, _ = step(again, models.mlp_batch(8, 5))
-    jax.tree.map(lambda a, b: None, again, state)  # equal static fields: one tree.map over both
-
-
 class NoCompilation:
     """Fails if anything is compiled inside."""
 
@@ -259,11 +254,17 @@ class NoCompilation:
         assert self.count == 0 or exc[0], f"{self.count} programs were compiled"
 
 
-@stages(2)
-def test_all_copies_of_replicated_values_are_equal(stage):
-    state, step = mlp_state(stage, optax.adamw(1e-3), threshold=100), jzero.make_train_step(models.mlp_loss)
-    for seed in range(3):
-        state, metrics = step(state, models.mlp_batch(8, seed))
+def test_nothing_is_compiled_after_the_first_step_and_all_copies_of_replicated_values_are_equal():
+    tx, step = optax.adamw(1e-3), jzero.make_train_step(models.mlp_loss)
+    state, _ = step(mlp_state(3, tx, threshold=100), models.mlp_batch(8))
+    with jax.log_compiles(False), NoCompilation():
+        for seed in range(2):
+            state, metrics = step(state, models.mlp_batch(8, seed))
+    # The same optax object wrapped again, over a state made anew: still the same program.
+    again = mlp_state(3, tx, threshold=100)
+    with NoCompilation():
+        again, _ = step(again, models.mlp_batch(8, 5))
+    jax.tree.map(lambda a, b: None, again, state)  # equal static fields: one tree.map over both
     replicated = [x for x in jax.tree.leaves((state, metrics)) if x.sharding.is_fully_replicated]
     assert len(replicated) > 3
     for x in replicated:
