@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from jzero.monitor import readings as readings_module
 from jzero.step.metrics import STEP_METRICS
-from tests import disk_states, pages
-from tests.models import mlp_batch, mlp_loss, mlp_params
+from tests import disk_states, pages, shared
+from tests.models import mlp_batch, mlp_loss
 from tests.monitor_runs import Clock, Reading, Record, quiet, run
 
 
@@ -121,8 +121,7 @@ def test_memory_is_that_of_the_fullest_device_and_absent_where_unknown(monkeypat
 
 
 def test_metrics_of_a_step_with_aux_by_path():
-    state = jzero.TrainState.create(params=mlp_params(), tx=optax.sgd(0.1))
-    state = jzero.shard_train_state(state, stage=3)
+    state = shared.mlp_state(3, shared.sgd(0.1))
 
     def loss_fn(params, batch):
         loss = mlp_loss(params, batch)
@@ -151,7 +150,6 @@ def test_metrics_of_a_step_with_aux_by_path():
 IN_MEMORY = {"optimizer": "host", "path": None, "compute": "host"}
 RECORDS = {  # the state's `Offload`, options of the step, and the metrics that it returns beside those of all steps
     "disk": ({}, {}, "disk"),
-    "disk_delay": ({"compute": "host", "delay": 1}, {}, "disk"),
     "delay": ({**IN_MEMORY, "delay": 1}, {"clip_norm": 1.0}, "host"),
     "zenflow": (
         {**IN_MEMORY, "zenflow": jzero.ZenFlow(topk_ratio=0.5, update_interval=1)},
@@ -186,8 +184,7 @@ STEPS = {
 @pytest.mark.parametrize("case", STEPS)
 def test_every_metric_of_a_compiled_step_is_logged_by_its_name(case):
     settings, options, more = STEPS[case]
-    state = jzero.TrainState.create(params=mlp_params(), tx=optax.sgd(0.1))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, **settings))
+    state = shared.mlp_state(3, shared.sgd(0.1), **settings)
     loss_fn = (lambda params, batch: (mlp_loss(params, batch), {"x": 1.0})) if case == "aux" else mlp_loss
     _, shapes = jzero.make_train_step(loss_fn, **options).eval_shape(state, mlp_batch(16))
     sink = Record()
@@ -337,6 +334,7 @@ def test_other_processes_are_silent_unless_asked(every_process, monkeypatch, cap
     assert sink.closed == 1
 
 
+@pytest.mark.slow
 def test_guide_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pages.run("monitoring.md")
