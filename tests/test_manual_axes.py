@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from tests.tiers import default_for, singles, slow, stages
+from tests.tiers import default_for, singles, slow
 
 WIDTH, HIDDEN = 16, 64
 
@@ -117,13 +117,14 @@ def assert_close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
 
 
-TOGETHER = ["literals gather permute scatter scan while_loop cond remat_with_policy"]
+TOGETHER = "literals gather permute scatter scan while_loop cond remat_with_policy"
 """What is in one program by default; to find a fault, the slow tier has each by itself."""
 
 
-@stages(3, of=(1, 3))
-@pytest.mark.parametrize("check_vma", [True, slow(False)])
-@pytest.mark.parametrize("names", default_for(TOGETHER, [*TOGETHER, *INSIDE]))
+@pytest.mark.parametrize(
+    ("names", "check_vma", "stage"),
+    [(TOGETHER, True, 3), slow(TOGETHER, False, 1), *(slow(name, True, 3) for name in INSIDE)],
+)
 def test_what_is_computed_inside(names, check_vma, stage):
     """The reference is plain jax: the mean of the loss of each device's rows, by the same `shard_map`."""
     mesh = jzero.make_mesh(data=4, model=2)
@@ -157,6 +158,9 @@ CONFIGS = [
 ]
 
 
+RECOMPUTED = [(True, "as_written"), (True, "auto"), (False, "auto")]
+
+
 @pytest.mark.parametrize(
     ("config", "scan", "recompute", "remat"),
     default_for(
@@ -164,7 +168,7 @@ CONFIGS = [
             (CONFIGS[0], False, True, "as_written"),
             (CONFIGS[2], True, True, "auto"),
         ],
-        itertools.product(CONFIGS, [True, False], [True, False], ["auto", "as_written"]),
+        [(*case, *more) for case in itertools.product(CONFIGS, [True, False]) for more in RECOMPUTED],
     ),
 )
 def test_layers_that_cut_their_hidden_units_themselves(config, scan, recompute, remat):
