@@ -31,7 +31,7 @@ def loss_fn(params, batch):
 def raises(error, *parts):
     """Expects an error whose message holds each of `parts`."""
     with pytest.raises(error) as caught:
-        yield
+        yield caught
     for part in parts:
         assert part in str(caught.value)
 
