@@ -90,47 +90,6 @@ def test_two_updates_of_parameters_held_whole_keep_their_layout(stage):
     assert two_steps(state, engine_losses.batch()["x"]).params["w"].sharding.is_fully_replicated
 
 
-@pytest.mark.slow  # by default, line searches in `tests/test_extra_args.py` compute on padded shards
-@pytest.mark.parametrize(("stage", "jitted"), [(3, True), (1, True), (1, False), (3, False)])
-def test_line_search_gets_natural_gradients_and_its_function(stage, jitted):
-    """`lbfgs` takes `grad=` (as `value_and_grad` returns it, padded) and a callable over whole parameters."""
-    batch, params, tx = models.mlp_batch(8), models.mlp_params(), optax.lbfgs()
-    state = jzero.TrainState.create(params=params, tx=tx)
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
-
-    def step(state):
-        value, grad = jzero.value_and_grad(models.mlp_loss)(state, batch)
-        extra = {"value": value, "grad": grad, "value_fn": lambda p: models.mlp_loss(p, batch)}
-        updates, opt_state = state.tx.update(grad, state.opt_state, state.params, **extra)
-        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
-
-    step = jax.jit(step) if jitted else step
-
-    @jax.jit
-    def plain_step(params, opt_state):
-        value, grad = jax.value_and_grad(models.mlp_loss)(params, batch)
-        extra = {"value": value, "grad": grad, "value_fn": lambda p: models.mlp_loss(p, batch)}
-        updates, opt_state = tx.update(grad, opt_state, params, **extra)
-        return optax.apply_updates(params, updates), opt_state
-
-    opt_state = tx.init(params)
-    for _ in range(2):
-        params, opt_state = plain_step(params, opt_state)
-        state = step(state)
-    got = jzero.gather_params(state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, params)
-
-
-def test_one_use_of_a_computed_weight_gathers_and_reduces_once():
-    params = {"w": jnp.ones((24, 64))}
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    loss = lambda p, x: jnp.square(x @ (p["w"] * jax.nn.sigmoid(p["w"]) + p["w"] ** 2)).mean()
-    text = jzero.make_train_step(loss).lower(state, np.ones((8, 24), np.float32)).as_text()
-    assert text.count("stablehlo.all_gather") == 2  # forward and backward
-    assert text.count("stablehlo.reduce_scatter") == 1
-
-
 def test_optimizer_that_mixes_elements_takes_empty_leaves():
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(24, 64)).astype(np.float32), "empty": np.zeros((0, 3), np.float32)}

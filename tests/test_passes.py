@@ -264,6 +264,7 @@ def test_a_weight_that_is_computed_from_itself_is_gathered_once_in_each_pass():
     fn = jzero.value_and_grad(loss, remat="as_written")
     found = list(names(jax.make_jaxpr(fn)(sharded({"w": matrix()}), BATCH)))
     assert found.count("zero_gather") == 2
+    assert found.count("zero_reduce") == 1
 
 
 @pytest.mark.parametrize(("length", "operations"), [(8, 16), (24, 24)])

@@ -5,7 +5,6 @@ import functools
 import re
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 import jzero
 from jzero import _compat
 from jzero.jaxpr.structure import CanonicalJaxpr, Structures
-from tests import models
 from tests.tiers import slow
 
 LAYERS, WIDTH = 3, 32
@@ -117,19 +115,15 @@ def test_a_program_grows_by_a_call_per_layer(way):
     assert len({text.count("stablehlo.cosine") for text in texts}) == 1, "nor of its backward pass"
 
 
-def test_short_layers_are_no_calls(monkeypatch):
-    """A call takes as long to trace as a few equations."""
+def test_short_layers_and_layers_that_differ_are_no_calls(monkeypatch):
+    """A call takes as long to trace as a few equations; and nothing would be traced once."""
     way, loss = WAYS["stage 2"], unrolled([layer] * LAYERS)
     assert num_functions(loss, make_params(), way) > 0
+    assert num_functions(unrolled(DIFFERENT["a number"]), make_params(), way) == 0
     monkeypatch.undo()
     assert num_functions(loss, make_params(), way) == 0
     long = lambda w, x: functools.reduce(lambda x, _: jnp.sin(x), range(20), layer(w, x))
     assert num_functions(unrolled([long] * LAYERS), make_params(), way) > 0
-
-
-def test_layers_that_differ_are_no_calls():
-    """Nothing would be traced once for them."""
-    assert num_functions(unrolled(DIFFERENT["a number"]), make_params(), WAYS["stage 2"]) == 0
 
 
 def test_a_bound_on_gathers_sees_every_use():
@@ -189,12 +183,9 @@ def called_back(fn, x):
 ONE = np.float32(1)
 CONSTANTS = np.random.default_rng(2).normal(size=(LAYERS, 1, WIDTH)).astype(np.float32)
 
+# Other equations are told apart where they are compared (`test_what_is_the_same`).
 DIFFERENT = {
     "a number": [lambda w, x, i=i: x + 0.5**i * jnp.tanh(x @ w) for i in range(LAYERS)],
-    "the sign of zero": [lambda w, x, i=i: x + jnp.copysign((-1) ** i * 0.0, x) * 3 + x @ w for i in range(LAYERS)],
-    "a parameter": [lambda w, x, i=i: x + jnp.roll(x @ w, i + 1, axis=1) for i in range(LAYERS)],
-    "a power": [lambda w, x, i=i: x + jax.lax.integer_pow(jnp.tanh(x @ w), i + 2) for i in range(LAYERS)],
-    "order": [lambda w, x, i=i: (x - x @ w) if i % 2 else (x @ w - x) for i in range(LAYERS)],
     "an array": [lambda w, x, i=i: x + jnp.tanh(x @ w) * CONSTANTS[i] for i in range(LAYERS)],
     "an array in a call": [
         lambda w, x, i=i: x + jax.jit(lambda y: jnp.tanh(y) * CONSTANTS[i])(x @ w) for i in range(LAYERS)
@@ -216,7 +207,7 @@ DIFFERENT = {
 
 
 TOGETHER = {way: list(DIFFERENT)[number :: len(WAYS)] for number, way in enumerate(WAYS)}
-"""Layers of several kinds in one model, for each way another; to find a fault, the slow tier has each by itself."""
+"""Layers of two kinds in one model, for each way others; to find a fault, the slow tier has each by itself."""
 
 
 @pytest.mark.parametrize(("way", "kinds"), [*TOGETHER.items(), *(slow("by default", [kind]) for kind in DIFFERENT)])
@@ -259,36 +250,14 @@ def test_nothing_of_a_loop_outlives_it():
         step.trace(sharded(make_params()), make_batch())
 
 
-class Dropping(nn.Module):
-    layers: int = LAYERS
-    remat: bool = True
-
-    @nn.compact
-    def __call__(self, x):
-        layer = nn.remat(DroppingLayer, prevent_cse=True) if self.remat else DroppingLayer
-        for i in range(self.layers):
-            x = layer(name=f"layer_{i}")(x)
-        return x
-
-
-class DroppingLayer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dropout(0.5, deterministic=False)(nn.Dense(WIDTH)(x))
-
-
 @pytest.mark.parametrize("way", ["by the loss", slow("stage 2")])
 def test_layers_that_drop_are_shared_and_draw_for_themselves(way):
     """Other masks than those of plain jax would give other gradients."""
-    way = WAYS[way]
-
-    def case(layers):
-        model, key = Dropping(layers, remat=way.stage == 3), lambda: jax.random.key(5, impl="unsafe_rbg")
-        params = models.draw_params(model, make_batch())
-        loss = lambda params, batch: jnp.square(model.apply({"params": params}, batch, rngs={"dropout": key()})).mean()
-        return loss, params
-
-    assert functions_in(check(*case(3), way)[0]) == num_functions(*case(4), way) > 0
+    way, key = WAYS[way], lambda i: jax.random.fold_in(jax.random.key(5, impl="unsafe_rbg"), i)
+    dropping = lambda i: lambda w, x: x + x @ w * jax.random.bernoulli(key(i), 0.5, x.shape)
+    few, many = ([way.wrap(dropping(i)) for i in range(layers)] for layers in (3, 4))
+    text, _ = check(unrolled(few), make_params(3), way)
+    assert functions_in(text) == num_functions(unrolled(many), make_params(4), way) > 0
 
 
 def common(fn, *args):
@@ -296,11 +265,19 @@ def common(fn, *args):
 
 
 def named(name, fn):
-    def run(*args):
-        with jax.named_scope(name):
-            return fn(*args)
+    return jax.named_scope(name)(fn)
 
-    return run
+
+def scoped(name):
+    return lambda x: named(name, jnp.sin)(x) + x
+
+
+def looped(fn, x):
+    return jax.lax.scan(lambda c, y: (fn(c, y), y), x[0], x)[0]
+
+
+def times_random(number, x):
+    return jax.random.uniform(jax.random.fold_in(jax.random.key(0), number)) * x
 
 
 X = jnp.ones((3, 4))
@@ -311,16 +288,8 @@ X = jnp.ones((3, 4))
     [
         (lambda x: jnp.sin(x) * 2, lambda y: jnp.sin(y) * 2, True),
         (named("one", jnp.sin), named("two", jnp.sin), True),
-        (
-            named("one", lambda x: named("in", jnp.sin)(x) + x),
-            named("two", lambda x: named("in", jnp.sin)(x) + x),
-            True,
-        ),
-        (
-            named("one", lambda x: named("in", jnp.sin)(x) + x),
-            named("two", lambda x: named("of", jnp.sin)(x) + x),
-            False,
-        ),
+        (named("one", scoped("in")), named("two", scoped("in")), True),
+        (named("one", scoped("in")), named("two", scoped("of")), False),
         (lambda x: jnp.sin(x) * 2, lambda x: jnp.sin(x) * 3, False),
         (lambda x: x * jnp.float32(0.0), lambda x: x * jnp.float32(-0.0), False),
         (lambda x: x - 2 * x, lambda x: 2 * x - x, False),
@@ -328,16 +297,8 @@ X = jnp.ones((3, 4))
         (lambda x: x.astype(jnp.bfloat16), lambda x: x.astype(jnp.float16), False),
         (lambda x: 1 + jax.jit(lambda y: y * 2)(x), lambda x: 1 + jax.jit(lambda y: y * 2)(x), True),
         (lambda x: 1 + jax.jit(lambda y: y * 2)(x), lambda x: 1 + jax.jit(lambda y: y * 3)(x), False),
-        (
-            lambda x: jax.lax.scan(lambda c, y: (c + y, y), x[0], x)[0],
-            lambda x: jax.lax.scan(lambda c, y: (c - y, y), x[0], x)[0],
-            False,
-        ),
-        (
-            lambda x: jax.random.uniform(jax.random.fold_in(jax.random.key(0), 3)) * x,
-            lambda x: jax.random.uniform(jax.random.fold_in(jax.random.key(0), 4)) * x,
-            True,
-        ),
+        (lambda x: looped(jnp.add, x), lambda x: looped(jnp.subtract, x), False),
+        (lambda x: times_random(3, x), lambda x: times_random(4, x), True),
         (lambda x: x + x.shape[0], lambda x: x + x.shape[1], False),
         (lambda x: (x, x + 1), lambda x: (x + 1, x), False),
     ],
