@@ -259,8 +259,7 @@ def test_devices_draw_different_numbers_from_keys_in_the_state(n):
         aux = {"value": new, "numbers": jzero.PerExample(jnp.stack(numbers, 1))}
         return jnp.square(batch["x"] @ params["w"]).mean(), aux
 
-    key = functools.partial(jax.random.key, impl="unsafe_rbg")
-    start = {"stream": key(1), "fixed": key(2), "count": jnp.int32(0)}
+    start = {"stream": jax.random.key(1), "fixed": jax.random.key(2), "count": jnp.int32(0)}
     state = make_state(start, n)
     step = jzero.make_train_step(loss, has_aux=True, mutable=("value",), accumulate_steps=STEPS)
     rows, value = len(X) // (n * STEPS), start
