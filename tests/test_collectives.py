@@ -60,6 +60,14 @@ def _of(collectives, kind):
     return [c for c in collectives if c.kind == kind]
 
 
+def assert_all_reduces_are_small(plan, collectives):
+    """No more than those of leaves that are whole, and of numbers; nothing else is exchanged."""
+    small = sum(leaf.grad.size for leaf in plan.leaves if leaf.grad.cut is None)
+    assert small < 100
+    assert all(c.full_size <= small + 4 for c in _of(collectives, "all-reduce"))
+    assert not [c for c in collectives if c.kind in ("all-to-all", "collective-permute")]
+
+
 @pytest.mark.parametrize(("stage", "scan"), [(1, True), (2, False), slow(1, False), slow(2, True)])
 def test_stages_1_and_2_send_two_psi(stage, scan):
     plan, _, collectives = _compiled(stage, scan=scan)
@@ -67,6 +75,7 @@ def test_stages_1_and_2_send_two_psi(stage, scan):
     assert math.isclose(sum(c.elements for c in collectives), 2 * psi, rel_tol=0.02)
     assert math.isclose(sum(c.elements for c in _of(collectives, "reduce-scatter")), psi, rel_tol=0.01)
     assert math.isclose(sum(c.elements for c in _of(collectives, "all-gather")), psi, rel_tol=0.01)
+    assert_all_reduces_are_small(plan, collectives)
 
 
 @pytest.mark.parametrize("remat", [slow(None), (("prevent_cse", False),)], ids=["plain", "remat"])
@@ -74,17 +83,9 @@ def test_stage_3_sends_three_psi(remat):
     """A deep model: embedding and biases, whose backward pass needs no parameter, are under 2 % of it."""
     plan, _, collectives = _compiled(3, remat=remat, layers=12, vocab=64)
     psi = _size(plan)
+    assert_all_reduces_are_small(plan, collectives)
     assert math.isclose(sum(c.elements for c in collectives), 3 * psi, rel_tol=0.02)
     assert math.isclose(sum(c.elements for c in _of(collectives, "reduce-scatter")), psi, rel_tol=0.01)
-
-
-@pytest.mark.parametrize(("stage", "scan"), [(1, True), (2, False), (3, True), slow(2, True), slow(3, False)])
-def test_no_all_reduce_beyond_small_whole_leaves(stage, scan):
-    plan, _, collectives = _compiled(stage, scan=scan)
-    small = sum(leaf.grad.size for leaf in plan.leaves if leaf.grad.cut is None)
-    assert small < 100
-    assert all(c.full_size <= small + 4 for c in _of(collectives, "all-reduce"))
-    assert not [c for c in collectives if c.kind in ("all-to-all", "collective-permute")]
 
 
 @pytest.mark.parametrize("remat", [None, slow((("prevent_cse", False),))], ids=["plain", "remat"])
@@ -103,22 +104,15 @@ def test_stage_3_gathers_a_scanned_layer_inside_the_loop(remat):
     assert any(c.in_loop for c in _of(collectives, "reduce-scatter"))
 
 
-def test_stage_3_gathers_once_per_use_and_scatters_once_per_leaf():
-    """On the lowered program, before any combiner: forward, backward of those whose value the gradient needs."""
-    state, lowered = _lowered(3, scan=False, recompute="as_written")
-    plan = jzero.plan_of(state)
-    text = in_line(lowered.as_text())
-    cut = [leaf for leaf in plan.leaves if leaf.param.cut is not None]
-    assert text.count("stablehlo.reduce_scatter") == len(cut)
-    needed_again = [leaf for leaf in cut if re.search("kernel|scale", leaf.path)]
-    assert text.count("stablehlo.all_gather") == len(cut) + len(needed_again)
+@pytest.mark.parametrize(("recompute", "again"), [("as_written", "kernel|scale"), (None, "kernel|scale|layer_.*bias")])
+def test_what_is_recomputed_gathers_no_parameter_a_third_time(recompute, again):
+    """As lowered, before any combiner: forward, backward of those whose value the gradient needs, one scatter a leaf.
 
-
-def test_what_is_recomputed_gathers_no_parameter_a_third_time():
-    """By default: of the layers the biases are wanted again as well, but for that of their last product."""
-    state, lowered = _lowered(3, scan=False, layers=3)
+    By default the biases of the layers are wanted again as well, but for that of their last product.
+    """
+    state, lowered = _lowered(3, scan=False, layers=3, recompute=recompute)
     cut = [leaf.path for leaf in jzero.plan_of(state).leaves if leaf.param.cut is not None]
-    needed_again = [x for x in cut if re.search("kernel|scale|layer_.*bias", x) and not x.endswith("down/bias")]
+    needed_again = [x for x in cut if re.search(again, x) and not x.endswith("down/bias")]
     text = in_line(lowered.as_text())
     assert text.count("stablehlo.reduce_scatter") == len(cut)
     assert text.count("stablehlo.all_gather") == len(cut) + len(needed_again)

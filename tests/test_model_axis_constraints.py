@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import jax
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from tests.model_axis_models import batched_on_its_own, constrained
-from tests.tiers import default_for, slow, stages
+from tests.tiers import slow, stages
 
 
 @jax.custom_vjp
@@ -79,20 +78,17 @@ OWN = {
 }
 
 
-TOGETHER = ["relu logsumexp set custom_vmap vjp jvp_in_scan vjp_in_remat"]
-"""What is in one program by default; to find a fault, the slow tier has each by itself."""
+TOGETHER = "relu logsumexp set custom_vmap vjp jvp_in_scan vjp_in_remat"
+"""What is in one program by default; the slow tier has all."""
 
 
-@pytest.mark.parametrize("stage", [slow(1), 3])
-@pytest.mark.parametrize("names", default_for(TOGETHER, [*TOGETHER, *OWN]))
+@pytest.mark.parametrize(("names", "stage"), [(TOGETHER, 3), slow(" ".join(OWN), 1), slow(" ".join(OWN), 3)])
 def test_functions_of_what_is_constrained(names, stage):
     """They hold jaxprs, and so the mesh that they were traced in; some bring their own derivative."""
     assert_as_on_one_device(names.split(), stage, jzero.make_mesh(data=4, model=2), remat=True)
 
 
-@pytest.mark.parametrize(
-    "names", ["relu custom_vmap jvp_in_scan", *map(slow, ("sort", "solve", "reduce", "jvp_of_remat_in_cond"))]
-)
+@pytest.mark.parametrize("names", ["relu custom_vmap jvp_in_scan", slow("sort solve reduce jvp_of_remat_in_cond")])
 def test_functions_of_what_is_computed_under_a_mesh(names):
     """All types carry the mesh where one is set."""
     mesh = jzero.make_mesh(data=4, model=2)
@@ -130,10 +126,7 @@ WEIGHTED = {
 HALVES = ["scan while vmap_of_while cond", "platforms composite jit remat"]
 
 
-@pytest.mark.parametrize(
-    ("names", "stage"),
-    default_for([(HALVES[0], 1), (HALVES[1], 3)], itertools.product([*HALVES, *WEIGHTED], [1, 3])),
-)
+@pytest.mark.parametrize(("names", "stage"), [(HALVES[0], 1), (HALVES[1], 3), slow(HALVES[0], 3), slow(HALVES[1], 1)])
 def test_places_along_an_axis_beside_another(names, stage):
     """`lax.axis_index` in what holds jaxprs."""
     mesh = jzero.make_mesh(data=4, model=2)
@@ -276,11 +269,7 @@ FREE = (P.UNCONSTRAINED, P.UNCONSTRAINED)
 
 
 @pytest.mark.parametrize(
-    ("names", "stage"),
-    default_for(
-        [((), 3), (("model", None), 1), (FREE, 3)],
-        itertools.product([(), ("data",), ("data", None), ("model", None), FREE], [1, 3]),
-    ),
+    ("names", "stage"), [((), 3), (("model", None), 1), (FREE, 3), slow(("data",), 1), slow(("data", None), 3)]
 )
 def test_constraints_that_cut_nothing_more_leave_a_parameter_as_it_is(names, stage):
     mesh = jzero.make_mesh(data=4, model=2)

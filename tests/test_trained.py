@@ -193,6 +193,10 @@ def test_an_optimizer_that_reads_all_gradients_keeps_them():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), jzero.gather_params(state), plain.params)
 
 
+def with_value(updates, state, params=None, *, value, **_):
+    raise RuntimeError("no value")
+
+
 @pytest.mark.parametrize(
     "tx",
     [
@@ -204,8 +208,16 @@ def test_an_optimizer_that_reads_all_gradients_keeps_them():
         ),
         optax.masked(ADAM, is_label("train")),
         optax.multi_transform({"train": ADAM, "freeze": optax.scale(0.0)}, labels),  # 0 * inf is NaN
+        optax.chain(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), with_value), MULTI),
     ],
-    ids=["no state", "masked nothing", "decay after freezing", "masked passes gradients on", "times zero"],
+    ids=[
+        "no state",
+        "masked nothing",
+        "decay after freezing",
+        "masked passes gradients on",
+        "times zero",
+        "asks for more arguments",
+    ],
 )
 def test_what_is_not_frozen_is_trained(tx):
     assert all(leaf.trained for leaf in jzero.plan_train_state(plain_state(tx), stage=3).leaves)
@@ -232,15 +244,6 @@ def test_what_optax_freezes_is_found_beside_what_is_left_out(trainable):
     state = jzero.shard_train_state(state, stage=1, trainable=trainable)
     trained = {leaf.path for leaf in jzero.plan_of(state).leaves if leaf.trained}
     assert trained == ({"w", "left_out"} if trainable is None else {"w"})
-
-
-def test_an_optimizer_that_asks_for_more_arguments_is_taken_as_it_is():
-    def update(updates, state, params=None, *, value, **_):
-        raise RuntimeError("no value")
-
-    picky = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    plain = plain_state(optax.chain(picky, MULTI))
-    assert all(leaf.trained for leaf in jzero.plan_train_state(plain, stage=3).leaves)
 
 
 def test_trees_of_booleans_and_prefixes_select():
