@@ -132,7 +132,7 @@ def test_models_train_as_on_one_device(how, stage, options):
 
 
 def collectives(ops, mesh):
-    report = jzero.analyze(jzero.make_train_step(loss_of(ops, "scan")), make_state(mesh), TOKENS)
+    report = jzero.analyze(jzero.make_train_step(loss_of(ops, "scan cond")), make_state(mesh), TOKENS)
     report.verify()
     rows = collections.defaultdict(collections.Counter)
     for row in report.collectives:

@@ -31,23 +31,6 @@ def scan_in_a_scan(p, batch):
     return engine_losses.out(p, lax.scan(outer, batch["x"], None, length=2)[0], batch)
 
 
-def together(p, batch):
-    """What is in one program by default; to find a fault, the slow tier has each by itself."""
-    losses = scan_in_a_scan, engine_losses.scan_with_constant_weights, engine_losses.scan_carrying_weights
-    return sum(loss(p, batch) for loss in losses) / len(losses)
-
-
-OFTEN = [together, engine_losses.scan_reversed_with_outputs]
-
-
-@pytest.mark.parametrize("loss_fn", default_for(OFTEN, [together, *LOSSES]), ids=lambda f: f.__name__)
-def test_gradients_equal_plain_jax(loss_fn):
-    batch = engine_losses.batch()
-    if loss_fn is branches:
-        batch["x"] = np.abs(batch["x"])
-    engine_losses.assert_equal(engine_losses.sharded(3, 8, prefetch_bytes=AMPLE), loss_fn, batch)
-
-
 def scan_with_everything(p, batch):
     """A constant with a gradient, an integer carry, integers and keys among the rows, results of both kinds."""
     keys = jax.random.split(jax.random.key(3, impl="unsafe_rbg"), 6)
@@ -118,26 +101,26 @@ def one_after_another(p, batch):
     return engine_losses.nested_jit(p, batch | {"x": x}) + scan_of_a_call(p, batch)
 
 
-SCANS = [
-    scan_with_everything,
-    scan_of_remat_with_policy,
-    scan_of_remat_with_keys,
-    scan_within_remat,
-    scan_of_a_call,
-]
+def together(p, batch):
+    losses = scan_with_everything, scan_of_remat_with_keys, scan_within_remat, scan_in_a_scan
+    return sum(loss(p, batch) for loss in losses) / len(losses)
 
 
-def all_scans(p, batch):
-    return sum(loss(p, batch) for loss in SCANS) / len(SCANS)
+OFTEN = [(AMPLE, together), (AMPLE, engine_losses.scan_reversed_with_outputs), (D * D * 4, one_after_another)]
+RARELY = [(D * D * 4, together), (0, together), *((AMPLE, fn) for fn in (scan_of_remat_with_policy, *LOSSES))]
 
 
 @pytest.mark.parametrize(
     ("limit", "loss_fn"),
-    [(AMPLE, all_scans), (D * D * 4, one_after_another), slow(D * D * 4, all_scans), slow(0, all_scans)],
+    default_for(OFTEN, [*OFTEN, *(case for case in RARELY if case not in OFTEN)]),
     ids=lambda x: getattr(x, "__name__", None),
 )
-def test_scans_of_all_kinds_equal_plain_jax(loss_fn, limit):
-    engine_losses.assert_equal(engine_losses.sharded(3, 8, prefetch_bytes=limit), loss_fn, engine_losses.batch())
+def test_gradients_equal_plain_jax(limit, loss_fn):
+    """What is in one program by default; to find a fault, the slow tier has each by itself."""
+    batch = engine_losses.batch()
+    if loss_fn is branches:
+        batch["x"] = np.abs(batch["x"])
+    engine_losses.assert_equal(engine_losses.sharded(3, 8, prefetch_bytes=limit), loss_fn, batch)
 
 
 def test_a_scan_that_uses_a_parameter_of_the_outside_gathers_ahead():
@@ -168,6 +151,7 @@ def test_no_gather_more_than_of_the_last_turn_and_no_weights_kept():
     assert ahead.memory.peak <= plain.memory.peak + 3 * 4 * layer
 
 
+@pytest.mark.slow
 def test_what_a_loop_recomputes_is_gathered_ahead_once_more():
     state = engine_losses.sharded(3, 8, prefetch_bytes=AMPLE)
     report = jzero.analyze(jzero.make_train_step(engine_losses.scan_of_remat), state, engine_losses.batch())
@@ -208,7 +192,7 @@ def test_training_with_micro_batches_and_16_bits_is_the_same(precision):
     np.testing.assert_allclose(runs[2:], runs[:2], rtol=1e-5)
 
 
-@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"replica": 2, "data": 4}], ids="-".join)
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, slow({"replica": 2, "data": 4})], ids="-".join)
 def test_beside_other_axes(axes):
     mesh, batch = jzero.make_mesh(**axes), jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32)
     params = jzero.gather_params(stack_state(None))
