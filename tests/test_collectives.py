@@ -21,7 +21,7 @@ from tests.tiers import slow, stages
 N = 8
 
 
-DEFAULTS = {"scan": True, "remat": None, "tx": "momentum", "layers": None, "vocab": 512, "tied": False}
+DEFAULTS = {"scan": True, "remat": None, "tx": "adam", "layers": None, "vocab": 512, "tied": False}
 DEFAULTS |= {"recompute": None, "micro": 1}
 
 
@@ -168,16 +168,16 @@ def test_scan_keeps_no_stack_of_gathered_weights():
     assert saved >= 0.6 * stack  # 2 of 3 layers: at least one is whole at any time
 
 
-@pytest.mark.slow  # by default, `tests/test_analyze.py` verifies steps of Adam
-@pytest.mark.parametrize("tx", ["adam", "lion"])
+@pytest.mark.slow  # by default, all programs of this file are those of Adam
+@pytest.mark.parametrize("tx", ["momentum", "lion"])
 def test_elementwise_optimizers_add_no_collective(tx):
-    _, _, momentum = _compiled(3)
+    _, _, adam = _compiled(3)
     _, _, other = _compiled(3, tx=tx)
     count = lambda collectives: sorted((c.kind, c.shapes, c.times) for c in collectives if c.kind != "all-reduce")
-    assert count(other) == count(momentum)
+    assert count(other) == count(adam)
     _, lowered = _lowered(3)
     explicit = lowered.as_text().count("stablehlo.all_gather")
-    assert sum(len(c.shapes) for c in _of(momentum, "all-gather")) <= explicit
+    assert sum(len(c.shapes) for c in _of(adam, "all-gather")) <= explicit
 
 
 def test_muon_multiplies_whole_matrices():

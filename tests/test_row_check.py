@@ -108,7 +108,7 @@ def test_a_batch_in_one_part_is_not_checked():
 )
 def test_warnings_name_the_value_and_the_way_out(fn, says):
     with pytest.warns(UserWarning, match=says):
-        jzero.value_and_grad(fn)(sharded(), BATCH)
+        jax.make_jaxpr(jzero.value_and_grad(fn))(sharded(), BATCH)
 
 
 def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
@@ -126,7 +126,7 @@ def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
 
     step = jzero.make_eval_step(metrics)
     with pytest.warns(UserWarning, match="the results are averaged") as caught:
-        step(sharded(), BATCH)
+        jax.make_jaxpr(step)(sharded(), BATCH)
     lines = str(caught[0].message).split("\n")
     names = [line.split()[0] for line in lines if line.startswith("  aux")]
     assert names == ["aux['masked']", "aux['perplexity']", "aux['total']"]
@@ -137,8 +137,9 @@ def test_collectives_count_over_all_axes_of_the_batch():
     """With a replica axis both have to be named; the axis of one device need not be."""
     loss = lambda axes: lambda params, x: jnp.log(jax.lax.pmean(each(params, x).mean(), axes))
     for devices in (4, 2):  # replica=2, data=2 or 1
-        jzero.value_and_grad(loss(("replica", "data")))(sharded(devices, replica_axis="replica"), BATCH)
-    jzero.value_and_grad(loss("replica"))(sharded(2, replica_axis="replica"), BATCH)
+        fn = jzero.value_and_grad(loss(("replica", "data")))
+        jax.make_jaxpr(fn)(sharded(devices, replica_axis="replica"), BATCH)
+    jax.make_jaxpr(jzero.value_and_grad(loss("replica")))(sharded(2, replica_axis="replica"), BATCH)
 
 
 @pytest.mark.usefixtures("checks_may_fail")
