@@ -135,7 +135,7 @@ def test_one_micro_batch_is_reduced_inside_the_scan(stage):
     assert {c.times for c in _of(collectives, "reduce-scatter") if c.in_loop} == {3}
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, slow(False)])
 def test_the_gradient_of_a_tied_parameter_is_reduced_once(scan):
     """The embedding is the head here. Its whole gradient is summed first; from stage 2 on not across a loop."""
     for stage, more in ((1, 0), (2, int(scan))):

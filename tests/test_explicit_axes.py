@@ -111,6 +111,7 @@ def assert_near(got, want):
     ("how", "stage", "options"),
     [
         ("scan cond", 3, {}),
+        slow("constrained scan remat", 3, {}),
         slow("unrolled jit", 2, {"accumulate_steps": 2}),
         slow("unrolled", 3, {}),
         slow("unrolled remat", 3, {"remat": "as_written"}),
@@ -121,9 +122,11 @@ def assert_near(got, want):
 )
 def test_models_train_as_on_one_device(how, stage, options):
     loss, new = trained_on_one_device(how)
-    step, state = jzero.make_train_step(loss_of(Explicit, how), **options), make_state(stage=stage)
-    with jax.set_mesh(MESH):  # where new arrays have its types
-        state, metrics = step(state, jax.device_put(TOKENS, NamedSharding(MESH, P("data"))))
+    mesh = jzero.make_mesh(data=4, model=2) if "constrained" in how else MESH
+    loss_fn = loss_of(Constrained if "constrained" in how else Explicit, how)
+    step, state = jzero.make_train_step(loss_fn, **options), make_state(mesh, stage)
+    with jax.set_mesh(mesh):  # where new arrays have its types
+        state, metrics = step(state, jax.device_put(TOKENS, NamedSharding(mesh, P("data"))))
         assert_near(metrics["loss"] + 0, loss)
         assert_near(jzero.gather_params(state), new)
     assert state.params["layers"]["q"].sharding.spec == P(

@@ -151,17 +151,12 @@ def test_values_of_one_devices_rows_are_refused_by_name(name):
         ("mean", np.zeros((ROWS, D), bool), "cannot be 'mean'"),
         ("per_example", np.zeros((B + 1, D), bool), r"bool\[7, 5\], then bool\[2, 5\]"),
         ("sum", np.zeros((ROWS, D), bool), "`merge` must be"),
+        ({"vale": "summed"}, np.zeros((ROWS, D), bool), r"\['vale'\].* It writes \['value'\]"),
     ],
 )
 def test_a_word_that_does_not_fit_is_refused(word, start, message):
     with pytest.raises(ValueError, match=message):
         make_step(lambda batch, value: batch["x"] > 0, word).eval_shape(make_state(start), BATCH)
-
-
-def test_a_name_that_the_loss_does_not_write_is_refused():
-    step = jzero.make_train_step(loss_writing(lambda b, v: v + 1), True, mutable=("value",), merge={"vale": "summed"})
-    with pytest.raises(ValueError, match=r"\['vale'\].* It writes \['value'\]"):
-        step.eval_shape(make_state(0), BATCH)
 
 
 def test_a_loss_that_holds_for_one_number_of_rows_says_that_its_counts_were_not_seen():
