@@ -40,7 +40,7 @@ def scan_with_everything(p, batch):
         h, count, total = carry
         w, i, key, scale = row
         h = jnp.tanh(h @ w["w"] + w["b"][None] * scale) + constant * h
-        h = h * (jax.random.bernoulli(key, 0.9, (1, D)) * (i >= 0))
+        h = h * ((jax.random.bits(key, (1, D), jnp.uint8) > 25) * (i >= 0))
         return (h, count + i, total + h.mean()), (h.mean() * count, i * 2)
 
     rows = (p["stack"], jnp.arange(6), keys, jnp.linspace(0.5, 1.5, 6) * p["b"][:6])
@@ -69,7 +69,7 @@ def scan_of_remat_with_keys(p, batch):
 
     @jax.checkpoint
     def dropped(h, w, key):
-        return jnp.tanh(h @ w["w"] + w["b"][None]) * jax.random.bernoulli(key, 0.9, (1, D))
+        return jnp.tanh(h @ w["w"] + w["b"][None]) * (jax.random.bits(key, (1, D), jnp.uint8) > 25)
 
     def layer(carry, row):
         h, i = carry
