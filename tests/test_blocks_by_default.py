@@ -7,11 +7,11 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jzero
 from jzero import _compat
+from tests import shared
 from tests.block_models import LAYERS, WIDTH, layer, loss_fn, make_batch, make_params, num_activations
 
 
@@ -30,7 +30,9 @@ def num_recomputed(loss_fn, params, batch, **options):
     devices = options.pop("num_devices", 8)
     config = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **options})
     mesh = jzero.make_mesh(devices=jax.devices()[:devices])
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(1.0)), config=config, mesh=mesh)
+    state = jzero.shard_train_state(
+        jzero.TrainState.create(params=params, tx=shared.sgd(1.0)), config=config, mesh=mesh
+    )
     step = jzero.make_train_step(loss_fn, **step_options)
     return num_activations(_compat.open_jaxpr(step.trace(state, batch).jaxpr)[0]) - num_activations(
         _compat.open_jaxpr(jax.make_jaxpr(loss_fn)(params, batch))[0]
@@ -70,7 +72,7 @@ def test_layers_are_recomputed_by_default_where_parameters_are_gathered_again(sc
 )
 def test_what_is_recomputed_by_default_is_told(make, options, says_so):
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    plain = jzero.TrainState.create(params=make_params(2), tx=optax.sgd(1.0))
+    plain = jzero.TrainState.create(params=make_params(2), tx=shared.sgd(1.0))
     state = jzero.shard_train_state(plain, config=config)
     fn = make(loss_fn, **options)
     assert fn.recomputation(state, make_batch()) == "cheap"
@@ -81,7 +83,7 @@ def test_what_is_recomputed_by_default_is_told(make, options, says_so):
 
 
 def test_gradients_outside_of_a_step_are_recomputed_alike():
-    state = jzero.TrainState.create(params=make_params(), tx=optax.sgd(1.0))
+    state = jzero.TrainState.create(params=make_params(), tx=shared.sgd(1.0))
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
     gradients = jzero.value_and_grad
     fns = (gradients(loss_fn), gradients(loss_fn, remat="as_written"), jzero.make_eval_step(loss_fn))
@@ -108,14 +110,14 @@ def test_what_prints_is_not_run_twice(scan, capfd):
 
     params, batch = (make_stack() if scan else make_params()), np.ones((24, WIDTH), np.float32)
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(1.0)), config=config)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(1.0)), config=config)
     jax.block_until_ready(jzero.make_train_step(loss)(state, batch))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("a layer") == LAYERS * jax.device_count()
 
 
 def test_an_option_that_changes_nothing_says_so():
-    state = jzero.TrainState.create(params=make_params(1), tx=optax.sgd(1.0))
+    state = jzero.TrainState.create(params=make_params(1), tx=shared.sgd(1.0))
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
     with pytest.warns(UserWarning, match="`remat='cheap'` changes nothing"):
         jzero.make_train_step(loss_fn, remat="cheap").trace(state, make_batch())

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jzero
+from tests import shared
 from tests.tiers import slow, stages
 
 D, DEVICES, STEPS, ROWS = 5, 3, 2, 2
@@ -51,7 +52,7 @@ def mean_square(params, x):
 
 def sharded(stage, **fields):
     params = {"w": jnp.ones((D, 7))}
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.0), **fields)
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.0), **fields)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     return jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:DEVICES]))
 

@@ -104,7 +104,7 @@ def test_optimizer_that_mixes_elements_takes_empty_leaves():
 @pytest.mark.parametrize("kind", ["train", "gradients", "evaluate"])
 def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):
     """A batch that is like the last one is not looked at; one that differs in anything is."""
-    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=optax.sgd(0.0))
+    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=shared.sgd(0.0))
     state = jzero.shard_train_state(state, stage=1)
     plan = jzero.plan_of(state)
     loss = lambda p, batch, rng=None: (batch["x"] @ p["w"]).mean() + batch.get("more", 0.0)
@@ -141,7 +141,7 @@ def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):
 
 
 def test_a_batch_too_small_for_micro_batches_is_refused_after_one_that_fits():
-    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=optax.sgd(0.0))
+    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=shared.sgd(0.0))
     state = jzero.shard_train_state(state, stage=1)
     step = jzero.make_train_step(lambda p, x: (x @ p["w"]).mean(), accumulate_steps=2)
     rows = lambda n: jax.device_put(np.ones((n, 8), np.float32), jzero.plan_of(state).batch_sharding)

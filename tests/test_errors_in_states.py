@@ -18,6 +18,7 @@ from flax import nnx
 from flax.training import train_state as flax_train_state
 
 import jzero
+from tests import shared
 from tests.error_cases import BATCH, leaves_intact, loss_fn, plain_state, raises, sharded_state
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -45,7 +46,7 @@ class Model(nnx.Module):
 @pytest.mark.parametrize("call", [jzero.shard_train_state, jzero.plan_train_state])
 def test_leaves_that_are_no_arrays_are_all_listed(call):
     extra = {"name": "first run", "fn": len, "objects": np.array([object()]), "count": 3, "scale": np.float32(2)}
-    state = StateWithName.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1), extra=extra)
+    state = StateWithName.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=shared.sgd(0.1), extra=extra)
     parts = "extra/name: str", "first run", "extra/fn: builtin", "extra/objects", "pytree_node=False"
     with raises(TypeError, *parts) as caught:
         call(state, stage=1)
@@ -53,14 +54,14 @@ def test_leaves_that_are_no_arrays_are_all_listed(call):
     assert "extra/scale" not in str(caught.value)
     layer = {"w": jnp.ones((8, 8)), "activation": jnp.tanh, "name": np.array(["dense"])}
     with raises(TypeError, "params/activation: ", "params/name: ndarray", "eqx.partition"):
-        call(jzero.TrainState(step=0, params=layer, opt_state=(), tx=optax.sgd(0.1)), stage=1)
+        call(jzero.TrainState(step=0, params=layer, opt_state=(), tx=shared.sgd(0.1)), stage=1)
 
 
 def test_static_fields_are_no_leaves():
     class Named(flax_train_state.TrainState):
         name: str = flax.struct.field(pytree_node=False)
 
-    state = Named.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1), name="first run")
+    state = Named.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=shared.sgd(0.1), name="first run")
     assert jzero.shard_train_state(state, stage=3).name == "first run"
 
 
@@ -99,7 +100,7 @@ REFUSED = {
         "0/nu/dense/b: missing|0/mu/dense/c: shape (24,)|tx.init(params)",
     ),
     "optimizer state of another optimizer": (
-        lambda: jzero.plan_train_state(state_with(tx=optax.sgd(0.1, momentum=0.9)), stage=1),
+        lambda: jzero.plan_train_state(state_with(tx=shared.sgd(0.1, momentum=0.9)), stage=1),
         "ValueError 0/trace/dense/w: missing|0/mu/dense/w|tx.init(params)",
     ),
     "shapes": (
@@ -300,7 +301,7 @@ def test_a_state_that_has_no_weak_references():
         replace = dataclasses.replace
         apply_gradients = jzero.TrainState.apply_gradients
 
-    plain = jzero.TrainState.create(params={"w": jnp.ones((512, 64))}, tx=optax.sgd(0.5))
+    plain = jzero.TrainState.create(params={"w": jnp.ones((512, 64))}, tx=shared.sgd(0.5))
     state = jzero.shard_train_state(Slots(plain.step, plain.params, plain.opt_state, plain.tx), stage=3)
     step = jzero.make_train_step(lambda params, batch: jnp.mean(batch @ params["w"]))
     for _ in range(2):

@@ -118,7 +118,7 @@ def test_exchanging_a_parameter_whole_is_a_violation(monkeypatch):
     mesh = jzero.make_mesh(data=4, model=2)
     params = {"w": jnp.ones((64, 128)), "v": jnp.ones((128, 256))}
     params["w"] = jax.device_put(params["w"], NamedSharding(mesh, P(None, "model")))
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(persistence_threshold=0), mesh=mesh)
     step = jzero.make_train_step(lambda p, batch: jnp.tanh(jnp.tanh(batch @ p["w"]) @ p["v"]).mean())
     with pytest.raises(jzero.PlanViolation) as error:

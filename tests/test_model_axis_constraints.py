@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas
@@ -15,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from tests import shared
 from tests.model_axis_models import batched_on_its_own, constrained
 from tests.tiers import slow, stages
 
@@ -136,7 +136,7 @@ def test_places_along_an_axis_beside_another(names, stage):
     weights = 1 + np.repeat(np.arange(4), 3)[:, None]
     num, out = len(names.split()), batch @ params["w"] * weights
     want, want_grad = num * np.square(out).mean(), num * batch.T @ (2 * out * weights) / out.size
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
     loss_fn = lambda p, x: sum(jnp.square(WEIGHTED[name](x, p["w"])).mean() for name in names.split())
@@ -161,7 +161,7 @@ def assert_as_on_one_device(names, stage, mesh, remat):
         return lax.map(lambda part: loss_fn(p, part, None), parts).mean()
 
     want, want_grads = jax.jit(jax.value_and_grad(loss_of_parts))(params, batch)
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
     loss, grads = jzero.value_and_grad(loss_fn, remat=remat, check_rows=False)(state, batch)
@@ -188,7 +188,7 @@ def test_parameters_that_the_loss_constrains(stage):
         return jnp.square(hidden * p["scale"][None]).mean() + constrained(p["flat"], mesh, None).sum()
 
     want, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, None)))(params)
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(1.0))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(1.0))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
     step = jzero.make_train_step(loss_fn)
@@ -221,7 +221,7 @@ def test_shardings_of_calls_are_constraints(stage):
         return jnp.square(first(batch, p["u"]) @ p["w"] + second(batch, p["v"]) @ p["x"]).mean()
 
     want, want_grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, ({}, {}))))(params)
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=mesh)
     compiled = jax.jit(jzero.value_and_grad(loss_fn)).lower(state, batch).compile()
     loss, grads = compiled(state, batch)
@@ -254,7 +254,7 @@ def test_parts_survive_what_is_done_to_shards(use, width, gathered):
     w = rng.normal(size=(64, 128)).astype(np.float32)
     batch = rng.normal(size=(16, width)).astype(np.float32)
     plain = jzero.TrainState.create(
-        params={"w": jax.device_put(w, NamedSharding(mesh, P("model", None)))}, tx=optax.sgd(0.1)
+        params={"w": jax.device_put(w, NamedSharding(mesh, P("model", None)))}, tx=shared.sgd(0.1)
     )
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0), mesh=mesh)
     loss_fn = lambda p, batch: jnp.square(use(p["w"], batch)).mean()
@@ -277,7 +277,7 @@ def test_constraints_that_cut_nothing_more_leave_a_parameter_as_it_is(names, sta
         "w": jax.device_put(jnp.ones((64, 128)), NamedSharding(mesh, P(None, "model"))),
         "v": jnp.ones((128, 128)),
     }
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=mesh)
 
     def loss_fn(p, batch):
@@ -299,7 +299,7 @@ def test_a_constraint_that_names_no_other_axis_makes_whole_along_it():
         return jnp.square(jnp.sin(constrained(hidden, mesh, "data", *names))).mean()
 
     w = jax.device_put(jnp.ones((64, 128)), NamedSharding(mesh, P(None, "model")))
-    plain = jzero.TrainState.create(params={"w": w}, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params={"w": w}, tx=shared.sgd(0.1))
     state = jzero.shard_train_state(plain, stage=3, mesh=mesh)
     kinds = []
     for names in ("model",), (None,):

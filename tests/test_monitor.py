@@ -182,7 +182,7 @@ def test_the_guide_has_every_metric_of_a_step_that_is_measured():
 
 def test_skipped_steps_show_and_are_counted():
     precision = jzero.Precision(compute_dtype="float16", loss_scale=jzero.DynamicLossScale(initial=2.0**15))
-    state = jzero.TrainState.create(params={"w": jnp.ones((16, 8))}, tx=optax.sgd(0.1))
+    state = jzero.TrainState.create(params={"w": jnp.ones((16, 8))}, tx=shared.sgd(0.1))
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=2, precision=precision))
     step = jzero.make_train_step(lambda params, batch: (batch.astype(jnp.float16) @ params["w"]).mean())
     sink = Record()

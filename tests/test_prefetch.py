@@ -7,13 +7,12 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from tests import engine_losses
+from tests import engine_losses, shared
 from tests.engine_losses import LOSSES, D, branches
 from tests.prefetch_models import (
     AMPLE,
@@ -203,7 +202,7 @@ def test_beside_other_axes(axes):
         params = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
     replica = "replica" if "replica" in axes else None
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=AMPLE, replica_axis=replica)
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     state, _ = jzero.make_train_step(two_products)(jzero.shard_train_state(plain, config=config, mesh=mesh), batch)
     for name, x in jzero.gather_params(state).items():
         np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-6)

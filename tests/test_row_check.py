@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jzero
 from jzero.arrays import processes
+from tests import shared
 
 ROWS, WIDTH = 24, 5
 W = np.linspace(-1, 1, WIDTH * 3, dtype=np.float32).reshape(WIDTH, 3)
@@ -18,7 +18,7 @@ MAKERS = (jzero.value_and_grad, jzero.make_train_step)
 
 
 def sharded(devices=8, **options):
-    plain = jzero.TrainState.create(params={"w": jnp.asarray(W)}, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params={"w": jnp.asarray(W)}, tx=shared.sgd(0.1))
     mesh = jzero.make_mesh(
         devices=jax.devices()[:devices], **({"replica": 2, "data": -1} if "replica_axis" in options else {})
     )

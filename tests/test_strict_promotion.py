@@ -13,6 +13,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jzero
+from tests import shared
 from tests.tiers import default_for
 
 RANDOM = np.random.default_rng(0)
@@ -109,7 +110,7 @@ def test_own_loops(make, stage, precision):
 
 @strictly
 def test_states_are_looked_into_edited_saved_and_laid_out_anew(tmp_path):
-    small = functools.partial(sharded, tx=optax.sgd(0.1, momentum=0.9))
+    small = functools.partial(sharded, tx=shared.sgd(0.1, momentum=0.9))
     state = small(1, "bf16")
     grads = jzero.value_and_grad(mean_loss)(state, X)[1]
     assert np.isfinite(jzero.get_full_grad(state, "w", grads=grads)).all()
@@ -127,7 +128,7 @@ def test_states_are_looked_into_edited_saved_and_laid_out_anew(tmp_path):
 
 @strictly
 def test_the_reference_of_check_equivalence():
-    plain = jzero.TrainState.create(params=PARAMS, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=PARAMS, tx=shared.sgd(0.1))
     config = jzero.ZeroConfig(stage=2, precision="bf16")
     jzero.check_equivalence(weighted_loss, plain, [X, X], config=config, clip_norm=0.1)
 
@@ -139,7 +140,7 @@ def test_norms_of_mixed_dtypes_and_schedules():
     report.schedule(jnp.int32(3))
     with jax.enable_x64(True):
         params = {"w": PARAMS["w"].astype(np.float64), "v": PARAMS["v"]}
-        state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), stage=2)
+        state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), stage=2)
         loss = lambda params, x: (
             jnp.square(x.astype(jnp.float64) @ params["w"]).mean() + jnp.square(params["v"]).mean().astype(jnp.float64)
         )

@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 import jzero
 from jzero.state.adapter import adapt
 from jzero.state.init import lower_init
-from tests import models
+from tests import models, shared
 from tests.tiers import singles, slow, stages
 
 
@@ -36,7 +36,7 @@ def _rich_state():
     return RichState.create(
         apply_fn=None,
         params=params,
-        tx=optax.adamw(1e-3),
+        tx=shared.adamw(1e-3),
         batch_stats={"mean": jnp.arange(37.0)},
         ema=jax.tree.map(lambda x: x + 1, params),
         dropout_key=jax.random.key(3),
@@ -122,7 +122,7 @@ def test_result_shares_no_buffer_with_the_input():
 def test_a_program_may_reuse_the_memory_of_what_was_placed(make, stage):
     """The runtime takes large arrays of the host as they are, and could not give them away."""
     params = {"w": make(np.ones((8 * 128, 257), np.float32))}
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1)).replace(params=params)
+    state = jzero.TrainState.create(params=params, tx=shared.sgd(0.1)).replace(params=params)
     placed = jzero.shard_train_state(state, stage).params["w"]
     pointers = lambda x: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
     before = pointers(placed)
@@ -131,7 +131,7 @@ def test_a_program_may_reuse_the_memory_of_what_was_placed(make, stage):
 
 def test_an_array_goes_from_each_layout_of_a_leaf_to_each_other():
     natural = np.random.default_rng(0).normal(size=(37, 61)).astype(np.float32)
-    state = jzero.TrainState.create(params={"w": natural}, tx=optax.sgd(0.1))
+    state = jzero.TrainState.create(params={"w": natural}, tx=shared.sgd(0.1))
     leaf_of = lambda stage, **rules: jzero.plan_train_state(
         state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0, rules=rules)
     ).leaves[0]
@@ -246,7 +246,7 @@ def test_wrapping_one_optimizer_twice_gives_equal_states():
 def test_float64_of_numpy_is_trained_as_jax_would_have_it():
     params = {"w": np.linspace(-1, 1, 64 * 64).reshape(64, 64)}
     assert params["w"].dtype == np.float64
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1, momentum=0.9))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1, momentum=0.9))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(persistence_threshold=0))
     assert jzero.plan_of(state).leaves[0].param.dtype == state.params["w"].dtype == np.float32
     loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
@@ -270,7 +270,7 @@ def test_which_states_a_step_updates_itself():
 
     def found(cls):
         params = {"params": {"w": jnp.ones(2)}}
-        return not adapt(cls.create(apply_fn=None, params=params, tx=optax.sgd(0.1))).has_own_update
+        return not adapt(cls.create(apply_fn=None, params=params, tx=shared.sgd(0.1))).has_own_update
 
     assert found(TrainState)
     assert found(jzero.TrainState)
@@ -290,18 +290,18 @@ def test_fp8_scales_that_flax_overwrites_with_their_gradients_are_refused():
 
     model = Model()
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 4)))
-    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=optax.sgd(0.1)), params)
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=shared.sgd(0.1)), params)
     with pytest.raises(ValueError, match="_overwrite_with_gradient"):
         jzero.plan_train_state(state, stage=1)
 
 
 @stages(3, of=(0, 3))
 def test_plain_pytree_state_with_tied_and_empty_leaves(stage):
-    shared = jnp.ones((16, 16))
-    params = [shared, {"tied": shared, "empty": jnp.zeros((0, 4)), "scalar": jnp.float32(2)}]
+    twice = jnp.ones((16, 16))
+    params = [twice, {"tied": twice, "empty": jnp.zeros((0, 4)), "scalar": jnp.float32(2)}]
     loss = lambda p, x: jnp.square(x @ p[0] @ p[1]["tied"]).mean() * p[1]["scalar"] + p[1]["empty"].sum()
     grads = jax.jit(jax.grad(loss))(params, np.ones((8, 16), np.float32))
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=_config(stage))
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), config=_config(stage))
     got, _ = jzero.make_train_step(loss)(state, np.ones((8, 16), np.float32))
     want = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), params, grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), jzero.gather_params(got), want)

@@ -227,7 +227,7 @@ def test_what_is_not_frozen_is_trained(tx):
 def test_negative_zeros_of_frozen_leaves_stay_negative(stage):
     """Updates add nothing to them, to the bit; where nothing is compiled, since compilers drop additions of zeros."""
     params = {"frozen": np.full(16, -0.0, np.float32), "w": np.ones((16, 8), np.float32)}
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, trainable="w")
     state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
@@ -389,7 +389,7 @@ def test_random_keys_among_the_parameters_stay_as_they_are(make, stage, trainabl
 
 def test_optimizer_state_keeps_its_dtype_outside_of_a_step():
     params = {"w": jnp.ones((D, D), jnp.bfloat16), "table": jnp.arange(D)}
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1, momentum=0.9))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1, momentum=0.9))
     state = jzero.shard_train_state(plain, stage=2)
     grads = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), params)
     state = jax.jit(lambda state: state.apply_gradients(grads=grads))(state)

@@ -17,6 +17,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
+from tests import shared
 from tests.tiers import slow, stages
 
 D, DEVICES, STEPS, ROWS = 5, 3, 2, 2
@@ -42,7 +43,7 @@ class Written(TrainState):
 
 def make_state(value, n=DEVICES, stage=3):
     params = {"w": jnp.ones((D, 7))}
-    state = Written.create(apply_fn=None, params=params, tx=optax.sgd(0.1), value=jax.tree.map(jnp.asarray, value))
+    state = Written.create(apply_fn=None, params=params, tx=shared.sgd(0.1), value=jax.tree.map(jnp.asarray, value))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     return jzero.shard_train_state(state, config=config, mesh=mesh_of(n))
 
@@ -209,7 +210,7 @@ def extremes(batch, value):
     [
         ({"data": 3}, {}),
         ({"replica": 2, "data": 2}, {"replica_axis": "replica"}),
-        ({"node": 2, "data": 3}, {"node_axis": "node"}),
+        slow({"node": 2, "data": 3}, {"node_axis": "node"}),
     ],
 )
 def test_maxima_are_those_of_the_whole_batch(sizes, axes):
@@ -221,7 +222,7 @@ def test_maxima_are_those_of_the_whole_batch(sizes, axes):
         "fp8": jnp.float8_e4m3fn(400),
     }
     mesh = jzero.make_mesh(**sizes, devices=jax.devices()[: np.prod(list(sizes.values()))])
-    state = Written.create(apply_fn=None, params={"w": jnp.ones((D, 7))}, tx=optax.sgd(0.1), value=expected)
+    state = Written.create(apply_fn=None, params={"w": jnp.ones((D, 7))}, tx=shared.sgd(0.1), value=expected)
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, **axes), mesh=mesh)
     step = make_step(extremes, {"value/least": "min", ".*": "max"})
     for seed in range(2):

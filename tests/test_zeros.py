@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.state.init import lower_init
+from tests import shared
 
 TX = optax.adam(1e-2)
 CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0)
@@ -92,7 +93,7 @@ def test_frozen_variables_of_nnx_and_shared_arrays():
 
     def tied(key):
         w = jax.random.normal(key, (61, 36))
-        return jzero.TrainState.create(params={"a": w, "b": w}, tx=optax.sgd(0.1))
+        return jzero.TrainState.create(params={"a": w, "b": w}, tx=shared.sgd(0.1))
 
     for zeros, is_drawn in (("a", True), ("a|b", False)):
         born = jzero.init_train_state(tied, jax.random.key(0), config=CONFIG, zeros=zeros)
