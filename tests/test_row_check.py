@@ -76,9 +76,9 @@ def test_predictions_of_an_evaluation_step_are_refused():
 def test_a_step_warns_once_and_only_if_asked(maker):
     step = maker(masked_mean)
     with pytest.warns(UserWarning, match=r"test_row_check\.py:.*\(masked_m"):
-        step(sharded(), BATCH)
-    step(sharded(), BATCH[:16])  # traced again: pytest makes warnings errors
-    maker(masked_mean, check_rows=False)(sharded(), BATCH)
+        jax.make_jaxpr(step)(sharded(), BATCH)
+    jax.make_jaxpr(step)(sharded(), BATCH[:16])  # pytest makes warnings errors
+    jax.make_jaxpr(maker(masked_mean, check_rows=False))(sharded(), BATCH)
     with pytest.raises(ValueError, match="`check_rows` must be True or False"):
         maker(masked_mean, check_rows="no")
 
@@ -91,7 +91,7 @@ def test_a_batch_in_one_part_is_not_checked():
     _, metrics = jzero.make_train_step(loss, has_aux=True)(sharded(1), BATCH)
     np.testing.assert_allclose(metrics["aux"]["each"], np.square(BATCH @ W).mean(-1), rtol=1e-5)
     with pytest.warns(UserWarning, match="each of 2 parts"):
-        jzero.make_train_step(masked_mean, accumulate_steps=2)(sharded(1), BATCH)
+        jax.make_jaxpr(jzero.make_train_step(masked_mean, accumulate_steps=2))(sharded(1), BATCH)
 
 
 @pytest.mark.parametrize(
