@@ -23,7 +23,6 @@ def make_params():
         "rows": draw(127, 23),  # with padding
         "flat": draw(10, 7),  # both dimensions would be mostly padding: flattened
         "stack": draw(3, 10, 7),  # of layers, each flattened
-        "even": draw(48, 20),
         "whole": draw(3),
     }
 
