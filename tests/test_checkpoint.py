@@ -136,7 +136,7 @@ def test_golden_checkpoint_of_this_format_is_read():
 
 
 def mixed_state(stage, precision):
-    state = jzero.TrainState.create(params=disk_states.make_params(layers=1), tx=optax.adamw(1e-2))
+    state = jzero.TrainState.create(params=disk_states.make_params(), tx=optax.adamw(1e-2))
     config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=50)
     return jzero.shard_train_state(state, config=config)
 

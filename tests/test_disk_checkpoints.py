@@ -228,7 +228,8 @@ def run_script(*arguments, **environment):
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_lose_nothing(tmp_path, kills=50):
+def test_kills_at_random_moments_lose_nothing(tmp_path):
+    kills = 50
     (tmp_path / "scratch").mkdir()
     rows = disk_checkpoint_run.run(str(tmp_path), str(tmp_path / "scratch"), kills, seed=11)
     assert len(rows) == kills + 1
