@@ -285,16 +285,6 @@ def test_compute_on_the_host_and_files_that_close(scratch):
     assert os.listdir(scratch) == []
 
 
-@pytest.mark.slow
-def test_a_thousand_steps_do_not_hang(scratch):
-    state, step = made(on_disk(scratch)), jzero.make_train_step(loss_fn, accumulate_steps=2)
-    before, store = bytes_read(state), records_of(state).pipeline.store
-    for seed in range(1000):
-        state, metrics = step(state, batch(seed % 7))
-    assert float(metrics["loss"]) < 0.5
-    assert bytes_read(state) - before == 1000 * (4 * LAYERS * N * len(STACKS) * PAGE + store.num_bytes)
-
-
 # The reader by itself.
 
 COUNTS = (3, 5)
