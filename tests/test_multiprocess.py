@@ -46,6 +46,8 @@ def of_run(scenario, prepare=lambda folder: None):
 def run(request, tmp_path_factory):
     """Runs the scenarios of the tests that are selected; returns their results by scenario, and the folder."""
     tests = {x.function.scenario: x.function for x in request.session.items if hasattr(x.function, "scenario")}
+    if "alone" in tests:  # the last one: processes are at different places after it
+        tests["alone"] = tests.pop("alone")
     folder = tmp_path_factory.mktemp("two")
     for scenario, test in tests.items():
         (folder / scenario.split(":")[0]).mkdir()
@@ -276,7 +278,7 @@ def test_sigterm_to_one_process_ends_both_at_the_same_step(results, folder):
     assert jzero.inspect_checkpoint(folder, verify=True).damaged == {}
 
 
-@of_run("alone")  # the last one: processes are at different places after it
+@of_run("alone")
 def test_a_process_that_is_alone_is_told_so(results, folder):
     told, other = results
     for name, where in (
