@@ -216,16 +216,14 @@ def records(folder: pathlib.Path, name: str) -> dict[str, Any]:
     disk = {"optimizer": "disk", "path": folder / "scratch", "chunk_bytes": 2048}
     host = {"optimizer": "host", "chunk_bytes": 2048, "compute": "host"}
     flow = jzero.ZenFlow(topk_ratio=0.2, update_interval=2, select_interval=4)
-    offload = jzero.Offload(
-        **{
-            "at once": disk,
-            "one step later": {**disk, "compute": "host", "delay": 1},
-            "columns": {**host, "zenflow": flow},
-        }[name]
-    )
-    far = dataclasses.replace(config(3), precision="bf16", offload=offload)
-    # LAMB makes sums over records first.
-    like = jax.eval_shape(lambda: make_pair(TX if name == "columns" else LAMB))
+    kinds = {
+        "at once": disk,
+        "one step later": {**disk, "compute": "host", "delay": 1},
+        "columns": {**host, "zenflow": flow},
+    }
+    far = dataclasses.replace(config(3), precision="bf16", offload=jzero.Offload(**kinds[name]))
+    tx = TX if name == "columns" else LAMB  # LAMB makes sums over records first
+    like = jax.eval_shape(lambda: make_pair(tx))
     like = jzero.abstract_train_state(like, config=far, mesh=mesh())
     state = jzero.restore_checkpoint(folder / "from_one", like)
     results: dict[str, Any] = {"restored": whole(state)}

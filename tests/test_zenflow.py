@@ -154,7 +154,6 @@ class Loop:
 
 SETTINGS = {
     "overlapped": {"topk_ratio": 0.2, "update_interval": 2, "select_interval": 4},
-    "waits": {"topk_ratio": 0.2, "update_interval": 3, "select_interval": 6, "overlap": False},
     "warm-up, waits": {
         "topk_ratio": 0.3,
         "update_interval": 3,
