@@ -175,15 +175,15 @@ MUTANTS = [
         "            x = hop.reduce(x, cut)",
         "            x = hop.reduce(x + x, cut)",
         "test_engine.py::test_gradients_equal_plain_jax_at_stage_3",
-        "[plain]",
+        "jit_casting",
     ),
     Mutant(
         "replicas_not_summed",
         "layout/route.py",
         'if self.sum == "copy":\n            return lax.psum(x, self.axis)',
         'if self.sum == "copy":\n            return x',
-        "test_engine.py::test_hybrid_sharding_replicates_the_shards",
-        "[3]",
+        "test_engine.py::test_gradients_equal_plain_jax_at_every_stage",
+        "options5",
     ),
     Mutant(
         "predivide_dropped",
