@@ -49,10 +49,13 @@ def swallowed_dims(cut: Cut) -> set[int]:
     return set(range(cut.dim, len(cut.shape))) if cut.flat else {cut.dim}
 
 
-@pytest.mark.smoke
-@pure
-@given(constrained_leaves())
-def test_every_device_holds_an_equal_part_and_together_they_hold_the_leaf(leaf):
+CONSTRAINED, FREE = [], []
+"""What holds for leaves with dimensions that must not be cut, and what for all others."""
+constrained, free = CONSTRAINED.append, FREE.append
+
+
+@constrained
+def every_device_holds_an_equal_part_and_together_they_hold_the_leaf(leaf):
     shape, num_shards, scan_dim, taken = leaf
     cut, reason = choose(shape, num_shards, scan_dim, taken)
     assert (cut is None) == bool(reason), "a leaf that stays whole says why, and no other does"
@@ -69,9 +72,8 @@ def test_every_device_holds_an_equal_part_and_together_they_hold_the_leaf(leaf):
     assert cut.is_stored_naturally == (cut.stored_shape == shape and not cut.flat)
 
 
-@pure
-@given(constrained_leaves())
-def test_natural_shape_is_the_stored_one_without_padding_and_flattening(leaf):
+@constrained
+def natural_shape_is_the_stored_one_without_padding_and_flattening(leaf):
     cut, _ = choose(*leaf)
     if cut is None:
         return
@@ -84,9 +86,8 @@ def test_natural_shape_is_the_stored_one_without_padding_and_flattening(leaf):
         assert tuple(sliced) == leaf[0]
 
 
-@pure
-@given(constrained_leaves())
-def test_scanned_dimensions_and_those_of_other_axes_are_never_cut(leaf):
+@constrained
+def scanned_dimensions_and_those_of_other_axes_are_never_cut(leaf):
     shape, num_shards, scan_dim, taken = leaf
     cut, _ = choose(shape, num_shards, scan_dim, taken)
     if cut is not None:
@@ -94,9 +95,8 @@ def test_scanned_dimensions_and_those_of_other_axes_are_never_cut(leaf):
         assert not taken & swallowed_dims(cut)
 
 
-@pure
-@given(constrained_leaves())
-def test_largest_dimension_that_divides_or_the_first_of_a_stack_is_cut_without_padding(leaf):
+@constrained
+def largest_dimension_that_divides_or_the_first_of_a_stack_is_cut_without_padding(leaf):
     shape, num_shards, scan_dim, taken = leaf
     even = [d for d, size in enumerate(shape) if size % num_shards == 0 and d != scan_dim and d not in taken]
     if num_shards == 1 or not even or math.prod(shape) < num_shards:
@@ -106,6 +106,65 @@ def test_largest_dimension_that_divides_or_the_first_of_a_stack_is_cut_without_p
     assert cut.is_stored_naturally
     largest = max(even, key=lambda d: (shape[d], -d))  # the earliest among equals
     assert cut.dim == (largest if scan_dim is None else even[0])
+
+
+@constrained
+def no_other_layout_wastes_less_than_one_that_wastes_much(leaf):
+    shape, num_shards, scan_dim, taken = leaf
+    cut, _ = choose(shape, num_shards, scan_dim, taken)
+    if cut is None or cut.padding <= MAX_PADDING * math.prod(shape):
+        return
+    free = [d for d in range(len(shape)) if d != scan_dim and d not in taken]
+    others = [Cut(d, shape, num_shards) for d in free]
+    behind_scan = 0 if scan_dim is None else scan_dim + 1
+    if behind_scan < len(shape) and not any(d in taken for d in range(behind_scan, len(shape))):
+        others.append(Cut(behind_scan, shape, num_shards, flat=True))
+    assert cut.padding == min(other.padding for other in others)
+
+
+@free
+def unconstrained_leaf_is_cut_fairly(leaf):
+    shape, num_shards = leaf
+    size = math.prod(shape)
+    cut, reason = choose(shape, num_shards)
+    if num_shards == 1 or size < num_shards:
+        assert cut is None, "some devices would hold nothing but padding"
+        assert reason
+    else:
+        assert cut is not None
+        assert cut.padding <= 0.125 * size or cut.padding < num_shards, "less than an element a device"
+        assert math.prod(cut.shard_shape) <= max(1.125 * size / num_shards, math.ceil(size / num_shards))
+
+
+@constrained
+def constrained_leaf_is_cut_only_if_that_saves_memory(leaf):
+    cut, _ = choose(*leaf)
+    if cut is not None:
+        assert math.prod(cut.shard_shape) < math.prod(leaf[0])
+
+
+@free
+def rule_decides_the_dimension(leaf):
+    shape, num_shards = leaf
+    if not shape or num_shards == 1 or math.prod(shape) == 0:
+        return
+    for dim in range(len(shape)):
+        assert choose(shape, num_shards, dim=dim) == (Cut(dim, shape, num_shards), "")
+
+
+@pytest.mark.smoke
+@pure
+@given(constrained_leaves())
+def test_every_cut(leaf):
+    for holds in CONSTRAINED:
+        holds(leaf)
+
+
+@pure
+@given(leaves())
+def test_every_cut_of_a_leaf_without_constraints(leaf):
+    for holds in FREE:
+        holds(leaf)
 
 
 @pytest.mark.parametrize(
@@ -123,57 +182,6 @@ def test_stacks_are_cut_on_their_first_dimension(shape, scan_dim, dim):
     cut, _ = choose(shape, 8, scan_dim, frozenset())
     assert cut is not None
     assert cut.dim == dim
-
-
-@pure
-@given(constrained_leaves())
-def test_no_other_layout_wastes_less_than_one_that_wastes_much(leaf):
-    shape, num_shards, scan_dim, taken = leaf
-    cut, _ = choose(shape, num_shards, scan_dim, taken)
-    if cut is None or cut.padding <= MAX_PADDING * math.prod(shape):
-        return
-    free = [d for d in range(len(shape)) if d != scan_dim and d not in taken]
-    others = [Cut(d, shape, num_shards) for d in free]
-    behind_scan = 0 if scan_dim is None else scan_dim + 1
-    if behind_scan < len(shape) and not any(d in taken for d in range(behind_scan, len(shape))):
-        others.append(Cut(behind_scan, shape, num_shards, flat=True))
-    assert cut.padding == min(other.padding for other in others)
-
-
-@pure
-@given(leaves())
-def test_unconstrained_leaf_is_cut_fairly(leaf):
-    shape, num_shards = leaf
-    size = math.prod(shape)
-    cut, reason = choose(shape, num_shards)
-    if num_shards == 1 or size < num_shards:
-        assert cut is None, "some devices would hold nothing but padding"
-        assert reason
-    else:
-        assert cut is not None
-        assert cut.padding <= 0.125 * size or cut.padding < num_shards, "less than an element a device"
-        assert math.prod(cut.shard_shape) <= max(1.125 * size / num_shards, math.ceil(size / num_shards))
-
-
-@pure
-@given(constrained_leaves())
-def test_constrained_leaf_is_cut_only_if_that_saves_memory(leaf):
-    cut, _ = choose(*leaf)
-    if cut is not None:
-        assert math.prod(cut.shard_shape) < math.prod(leaf[0])
-
-
-@pure
-@given(leaves(), st.data())
-def test_rule_decides_the_dimension(leaf, data):
-    shape, num_shards = leaf
-    if not shape or num_shards == 1 or math.prod(shape) == 0:
-        return
-    dim = data.draw(st.sampled_from(range(len(shape))))
-    cut, reason = choose(shape, num_shards, dim=dim)
-    assert cut == Cut(dim, shape, num_shards)
-    assert not reason
-    assert not cut.flat
 
 
 @pytest.mark.parametrize(
