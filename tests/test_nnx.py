@@ -182,13 +182,6 @@ def test_a_key_that_the_loss_writes_is_that_of_the_first_device():
     np.testing.assert_array_equal(jax.random.key_data(state[0].key[...]), jax.random.key_data(first))
 
 
-def test_editing_gathered_parameters():
-    state = jzero.shard_train_state(_pair(), config=_config(3))
-    state = jzero.update_params(state, lambda p: jax.tree.map(jnp.zeros_like, p), paths="b/kernel")
-    assert not jzero.gather_params(state, paths="b/kernel")["b"]["kernel"].any()
-    assert jzero.gather_params(state, paths="a/kernel")["a"]["kernel"].any()
-
-
 def test_a_swapped_pair_and_a_model_alone_are_refused_by_name():
     model = MLP(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
