@@ -99,10 +99,10 @@ def test_every_loss_is_among_those_together():
     [
         (0, 3, {}),
         slow(1, 3, {}),
-        (2, 5, {}),
+        slow(2, 5, {}),
         slow(3, 3, {}),
-        (3, 8, {"reshard_after_forward": False, "reduce_scatter": False}),
-        (3, 8, {"replica_axis": "replica"}),
+        slow(3, 8, {"reshard_after_forward": False}),
+        (3, 8, {"replica_axis": "replica", "reshard_after_forward": False, "reduce_scatter": False}),
     ],
 )
 def test_gradients_equal_plain_jax_at_every_stage(stage, devices, options):

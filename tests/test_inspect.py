@@ -363,7 +363,7 @@ def test_states_that_cannot_be_looked_at():
         jzero.get_full_opt_state(jzero.shard_train_state(plain, stage=1), KERNEL, name="trace")
     with pytest.raises(TypeError, match="shard"):
         jzero.get_full_param(plain, KERNEL)
-    state = sharded(make_config(2, "bf16"))
+    state = sharded(make_config(3, MOMENTS), cls=jzero.TrainState)
     train(state, 1)
     for call in (
         lambda: jzero.get_full_param(state, KERNEL),

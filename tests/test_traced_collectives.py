@@ -47,7 +47,7 @@ OPTIONS = {"precision": "bf16"}, {"reshard_after_forward": False}, {"prefetch_by
 @pytest.mark.parametrize(
     ("scan", "remat", "options"),
     default_for(
-        [(False, None, OPTIONS[0]), (True, None, OPTIONS[1]), (True, "as_written", OPTIONS[2])],
+        [(False, None, OPTIONS[0]), (True, "as_written", OPTIONS[2])],
         itertools.product([False, True], [None, "as_written"], OPTIONS),
     ),
 )
