@@ -11,8 +11,8 @@ import optax
 from jax import lax
 
 import jzero
-from jzero.layout.padded import is_padded
 from tests.drawn import to_jax
+from tests.shared import whole
 
 D = 24
 
@@ -282,7 +282,7 @@ def gradients(state, loss_fn, batch, *, check_rows=True, **options):
     """Loss and whole gradients, as NumPy arrays."""
     check_rows = check_rows and loss_fn not in COUPLED
     loss, grads = jzero.value_and_grad(loss_fn, check_rows=check_rows, **options)(state, batch)
-    return loss, jax.tree.map(np.asarray, grads, is_leaf=is_padded)
+    return loss, whole(grads)
 
 
 def assert_equal(state, loss_fn, batch, *, want=None, check_rows=True, **options):

@@ -16,6 +16,7 @@ from jax import lax
 import jzero
 from tests import engine_losses, models
 from tests.engine_losses import D
+from tests.shared import whole
 from tests.tiers import stages
 
 
@@ -61,7 +62,7 @@ def test_integer_boolean_and_complex_leaves(stage):
     want_loss, want = jax.jit(jax.value_and_grad(lambda q: loss_fn({**params, **q}, batch)))(inexact)
     np.testing.assert_allclose(metrics["loss"], want_loss, rtol=2e-6)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(want), rtol=2e-6)
-    got = jzero.gather_params(new)
+    got = whole(new.params)
     for name in ("w", "z"):
         np.testing.assert_allclose(got[name], params[name] - want[name], rtol=1e-4, atol=3e-6)
     for name in ("table", "mask"):
@@ -111,15 +112,15 @@ def test_weighted_loss_is_the_mean_over_tokens_not_over_devices():
     step = jzero.make_train_step(weighted)
     new, metrics = step(jzero.shard_train_state(engine_losses.sharded(3, 8), stage=3), batch)
     np.testing.assert_allclose(metrics["loss"], want_loss, rtol=2e-6)
-    moved = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), engine_losses.params(), jzero.gather_params(new))
+    moved = jax.tree.map(np.subtract, engine_losses.params(), whole(new.params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), moved, want)
     # Without any weight the step is skipped, and the state keeps its values to the bit.
     nothing = {**batch, "mask": np.zeros(24, np.float32)}
     state = jzero.shard_train_state(engine_losses.sharded(3, 8), stage=3)
-    before = jax.tree.map(np.asarray, jzero.unshard_train_state(state))
+    before = whole(state)
     state, metrics = step(state, nothing)
     assert not metrics["step_applied"]
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, jzero.unshard_train_state(state)), before)
+    jax.tree.map(np.testing.assert_array_equal, whole(state), before)
 
 
 def test_auxiliary_values_are_reduced_as_they_say():

@@ -18,10 +18,8 @@ import jzero
 from tests import models
 from tests.equivalence_cases import (
     BATCHES,
-    ROWS,
     assert_reference,
     compare,
-    line_loss,
     line_state,
     make_config,
     plain_run,
@@ -152,20 +150,3 @@ def test_losses_that_exchange_among_the_devices_of_the_batch(exchanges, sizes, n
 
     _, losses, norms = plain_run(functools.partial(loss_of, plain), state, batches)
     assert_reference(report, losses, norms)
-
-
-@pytest.mark.slow  # by default, one that names a further axis, too
-@pytest.mark.parametrize("is_set", [False, True])
-def test_a_loss_that_names_the_axis_of_the_batch_in_constraints(is_set):
-    mesh = jzero.make_mesh()
-    spec = P("data", None) if is_set else NamedSharding(mesh, P("data", None))
-
-    def loss_fn(params, batch):
-        h = lax.with_sharding_constraint(batch["x"] @ params["w"], spec)
-        return jnp.square(jnp.tanh(h) - batch["y"]).mean()
-
-    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        batches = [jax.tree.map(jnp.asarray, x) for x in (*BATCHES, models.mlp_batch(2 * ROWS))]
-        report = compare(loss_fn, line_state(), stage=3, batches=batches)
-    report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-4)
-    assert_reference(report, *plain_run(line_loss, line_state(), jax.tree.map(np.asarray, batches))[1:])

@@ -13,7 +13,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
-from tests import models
+from tests import models, shared
 from tests.drawn import initializer
 from tests.tiers import default_for, slow
 
@@ -283,31 +283,20 @@ def test_a_parameter_that_no_optimizer_knows(prefix):
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
 
 
-def test_names_of_a_chain_of_two():
-    tx = optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale_by_adam(), optax.scale(-1e-3))
+def test_names_of_nested_chains():
+    """A whole name goes before the end of another."""
+    tx = optax.chain(optax.chain(optax.trace(0.1), optax.trace(0.9)), optax.trace(0.3), optax.scale_by_adam())
     state, _ = ONE_KERNEL_STEP(sharded(make_config(3), tx=tx, params=one_kernel()), models.mlp_batch(ROWS))
-    with pytest.raises(ValueError, match=r"several .*\['0/mu', '2/mu'\]"):
-        jzero.get_full_opt_state(state, KERNEL, name="mu")
-    first, second = (jzero.get_full_opt_state(state, KERNEL, name=name) for name in ("0/mu", "2/exp_avg"))
-    np.testing.assert_array_equal(first, jzero.unshard_train_state(state).opt_state[0].mu["layer_0"]["kernel"])
-    np.testing.assert_array_equal(second, jzero.unshard_train_state(state).opt_state[2].mu["layer_0"]["kernel"])
-    assert np.any(first != second)
-    assert np.any(jzero.get_full_opt_state(state, KERNEL, name="trace"))
-    edited = jzero.set_full_opt_state(state, KERNEL, name="2/nu", value=jnp.ones((37, 127)))
-    np.testing.assert_array_equal(jzero.get_full_opt_state(edited, KERNEL, name="2/nu"), np.ones((37, 127)))
-    np.testing.assert_array_equal(
-        jzero.get_full_opt_state(edited, KERNEL, name="0/nu"), jzero.get_full_opt_state(state, KERNEL, name="0/nu")
-    )
-
-
-def test_a_whole_name_goes_before_the_end_of_another():
-    tx = optax.chain(optax.chain(optax.trace(0.1), optax.trace(0.2)), optax.trace(0.3))
-    state = sharded(make_config(2), tx=tx)
-    with pytest.raises(ValueError, match=r"\['0/0/trace', '0/1/trace', '1"):
-        jzero.get_full_opt_state(state, KERNEL, name="trace")
+    get = functools.partial(jzero.get_full_opt_state, path=KERNEL)
+    with pytest.raises(ValueError, match=r"several .*\['0/0/trace', '0/1/trace', '1/trace'\]"):
+        get(state, name="trace")
+    names = {"0/0/trace": state.opt_state[0][0].trace, "1/trace": state.opt_state[1].trace}
+    names |= {"2/exp_avg": state.opt_state[2].mu, "mu": state.opt_state[2].mu}
+    for name, kept in names.items():
+        np.testing.assert_array_equal(get(state, name=name), shared.whole(kept)["layer_0"]["kernel"])
     edited = jzero.set_full_opt_state(state, KERNEL, name="1/trace", value=np.ones((37, 127)))
-    assert np.any(jzero.get_full_opt_state(edited, KERNEL, name="1/trace"))
-    assert not np.any(jzero.get_full_opt_state(edited, KERNEL, name="0/1/trace"))
+    np.testing.assert_array_equal(get(edited, name="1/trace"), np.ones((37, 127)))
+    np.testing.assert_array_equal(get(edited, name="0/1/trace"), get(state, name="0/1/trace"))
 
 
 def test_leaves_of_another_shape_and_of_wrapped_optimizers():

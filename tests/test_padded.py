@@ -18,6 +18,7 @@ from optax import contrib
 import jzero
 from tests import models
 from tests.drawn import initializer, to_jax
+from tests.shared import whole
 from tests.tiers import stages
 
 CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0)
@@ -57,7 +58,7 @@ def test_a_loop_of_ones_own_over_padded_leaves_is_right():
 
     (want, *numbers), (new, *got) = step(step(plain)[0]), step(step(state)[0])
     np.testing.assert_allclose(got, numbers, rtol=1e-5)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), jzero.gather_params(new), want.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole(new.params), want.params)
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert [x.sharding for x in jax.tree.leaves(new)] == [x.sharding for x in jax.tree.leaves(state)]
     assert all(not np.any(x[61:]) for x in jax.tree.leaves(new.params["embed"])), "padding stays zero"
@@ -226,8 +227,7 @@ def test_small_odd_leaves_train_whole_beside_others(stage):
     plain, _ = sharded(MOMENTUM)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, padding_threshold=800)
     state = jzero.shard_train_state(plain, config=config)
-    whole = {x.path for x in jzero.plan_of(state).leaves if x.grad.cut is None}
-    assert whole == {"layers", "kernel"}
+    assert {x.path for x in jzero.plan_of(state).leaves if x.grad.cut is None} == {"layers", "kernel"}
     step = jzero.make_train_step(small_loss, accumulate_steps=2, clip_norm=0.1)
     tokens = np.repeat(TOKENS, 4)
     jzero.analyze(step, state, tokens).verify()
@@ -237,8 +237,8 @@ def test_small_odd_leaves_train_whole_beside_others(stage):
     want = TrainState.create(apply_fn=None, params=plain.params, tx=tx)
     for _ in range(2):
         want = step_by_hand(want)[0]
-    assert_close(jzero.gather_params(state), want.params)
-    moments = {name: np.asarray(x) for name, x in state.opt_state[0].trace.items()}
+    assert_close(whole(state.params), want.params)
+    moments = whole(state.opt_state[0].trace)
     assert_close(moments, want.opt_state[1][0].trace)
 
 
@@ -256,7 +256,7 @@ def test_flattened_leaves_are_updated_as_they_are_stored(stage):
     for _ in range(2):
         state, _ = step(state, TOKENS)
         plain = step_by_hand(plain)[0]
-    assert_close(jzero.gather_params(state), plain.params)
+    assert_close(whole(state.params), plain.params)
     layers = state.opt_state[1].trace["layers"].stored  # each 11 · 11 elements and 7 zeros
     assert layers.shape == (3, 1, 128)
     assert not np.asarray(layers)[..., 121:].any()

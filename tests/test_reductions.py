@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from jzero import _compat
 from jzero.analysis.collectives import find_collectives
+from tests.shared import whole
 from tests.tiers import singles, slow
 
 X = jnp.ones((3, 16))
@@ -129,7 +130,7 @@ def test_each_gradient_is_reduced_once(cases, stage):
     # From stage 2 on, not across a loop: there the gradient of each is reduced.
     is_twice = lambda name: stage > 1 and cases[name][0] in ("constant_of_two_loops", "scanned_twice")
     assert sum(c.elements for c in reduced) == sum(w.size * (1 + is_twice(name)) for name, w in params.items())
-    got = jzero.gather_params(compiled(state, batch)[0])
+    got = whole(compiled(state, batch)[0].params)
     want = jax.jit(jax.grad(loss_fn))(params, batch)
     for name, (loss, *_) in cases.items():
         # Sums of 8 equal gradients, in another order; in bf16 these differ by a rounding.

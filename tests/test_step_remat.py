@@ -10,6 +10,7 @@ import pytest
 
 import jzero
 from jzero.analysis.sent import sent
+from tests.shared import whole
 from tests.step_memory_models import (
     BATCH,
     HIDDEN,
@@ -70,7 +71,7 @@ def test_remat_changes_no_number_but_memory():
     for remat in ("as_written", True):
         compiled = steps[remat].lower(state, many).compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
-        got = jzero.gather_params(compiled(stack_state(config_of(3), tx), many)[0])
+        got = whole(compiled(stack_state(config_of(3), tx), many)[0].params)
         for name, g in gradient.items():  # sums over 8 parts in another order
             np.testing.assert_allclose(got[name], plain[name] - np.float32(0.1) * g, rtol=2e-5, atol=2e-6)
     saved = temporaries[0] - temporaries[1]
@@ -110,7 +111,7 @@ def test_loops_that_close_over_parameters_are_recomputed_at_every_stage(stage, c
     state, metrics = compiled(state, many)
     plain, want, norm = chunked_gradients()
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    for name, x in jzero.gather_params(state).items():
+    for name, x in whole(state.params).items():
         np.testing.assert_allclose(x, plain[name] - np.float32(0.1) * want[name], rtol=1e-5, atol=1e-6)
 
 
@@ -125,7 +126,7 @@ def chunked_state(stage, tx):
 @functools.cache
 def chunked_gradients():
     """The parameters, their gradients in plain jax, and the norm of these."""
-    params = jax.tree.map(np.asarray, jzero.gather_params(chunked_state(0, optax.sgd(0.1))))
+    params = whole(chunked_state(0, optax.sgd(0.1)).params)
     grads = jax.tree.map(np.asarray, jax.jit(jax.grad(mlp_loss))(params, BATCH))
     return params, grads, np.sqrt(sum(np.square(x).sum() for x in grads.values()))
 
