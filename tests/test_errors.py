@@ -21,11 +21,15 @@ def rules(**patterns):
 
 
 def zero(**fields):
-    return lambda: jzero.ZeroConfig(**fields)
+    return lambda: jzero.ZeroConfig(**{"stage": 3} | fields)
 
 
 def rule(**fields):
     return lambda: jzero.LeafRule(**fields)
+
+
+def keep(**fields):
+    return lambda: jzero.Keep(**fields)
 
 
 def mesh(**sizes):
@@ -51,6 +55,18 @@ VALUES = [  # a call, and what its error names
     (zero(rules=[("w", jzero.LeafRule())]), "`rules`", "list", "must map"),
     (zero(rules={"w": {"dim": 0}}), "`rules`", "'w'", "`LeafRule`s"),
     (zero(rules={"*": jzero.LeafRule()}), "`rules`", "'*'", "regular expression"),
+    (zero(prefetch_bytes=-1), "`prefetch_bytes`", ">= 0", "got -1"),
+    (zero(prefetch_bytes=1.5), "`prefetch_bytes`", "integer", "1.5"),
+    (zero(prefetch_bytes=True), "`prefetch_bytes`", "integer", "True"),
+    (zero(prefetch_bytes=8, offload=jzero.Offload(params="host")), "prefetch_bytes", "params='host'"),
+    (keep(blocks=-1), "`Keep.blocks`", "an integer >= 0", "got -1"),
+    (keep(blocks=True), "`Keep.blocks`", "an integer >= 0", "got True"),
+    (keep(params=3), "`Keep.params`", "got 3"),
+    (keep(params=("(",)), "Keep.params"),
+    (keep(remat="offload"), "`Keep.remat`", "got 'offload'"),
+    (keep(remat="as_written", blocks=2), "Keep.blocks=2", "Keep.remat"),
+    (train(remat="all"), "a `Keep`", "got 'all'"),
+    (lambda: jzero.value_and_grad(loss_fn, remat="all"), "a `Keep`", "got 'all'"),
     (rule(dim=-1), "`LeafRule.dim`", "-1", ">= 0"),
     (rule(scan_dim=-2), "`LeafRule.scan_dim`", "-2", ">= -1"),
     (rule(replicated=True, dim=0), "replicated=True", "dim=0", "Drop one"),

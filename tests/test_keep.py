@@ -219,22 +219,6 @@ def test_micro_batches_keep_less():
     assert whole == 3 * third
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"blocks": -1}, "Keep.blocks.*an integer >= 0: got -1"),
-        ({"blocks": True}, "Keep.blocks.*an integer >= 0: got True"),
-        ({"params": 3}, "Keep.params.*got 3"),
-        ({"params": ("(",)}, "Keep.params"),
-        ({"remat": "offload"}, "Keep.remat.*got 'offload'"),
-        ({"remat": "as_written", "blocks": 2}, "Keep.blocks=2.*Keep.remat"),
-    ],
-)
-def test_impossible_fields_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        jzero.Keep(**fields)
-
-
 def test_patterns_without_a_parameter_are_refused():
     with pytest.raises(ValueError, match=r"no parameter: \['heads'\]"):
         traced(loss_fn, jzero.Keep(params=("embed", "heads")))

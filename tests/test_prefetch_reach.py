@@ -297,17 +297,3 @@ def test_gathers_outside_of_loops_wait_for_earlier_uses(limit, forward, backward
     assert most_ahead(gathers[:8]) == forward * unit
     assert most_ahead(gathers[8:]) == backward * unit
     assert all(7 in g.needs for g in gathers[8:]), "nothing before the forward pass is done: product 7 is its last"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prefetch_bytes": -1}, "prefetch_bytes.*>= 0: got -1"),
-        ({"prefetch_bytes": 1.5}, "prefetch_bytes.*integer"),
-        ({"prefetch_bytes": True}, "prefetch_bytes.*integer"),
-        ({"prefetch_bytes": 8, "offload": jzero.Offload(params="host")}, "params='host'"),
-    ],
-)
-def test_what_contradicts_a_bound_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        jzero.ZeroConfig(stage=3, **options)
