@@ -69,9 +69,9 @@ def test_mixed_precision_against_wide_masters(stage, precision):
     config = make_config(stage, precision, rules={"bias": jzero.LeafRule(compute_dtype="float32")})
     params = {"kernel": line_state().params["w"], "bias": np.linspace(-1, 1, 11, dtype=np.float32)}
     state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    batches = [models.mlp_batch(ROWS, seed) for seed in range(10)]
+    batches = [models.mlp_batch(ROWS, seed) for seed in range(10 if precision is SCALED else 2)]
     report = compare(biased_loss, state, config=config, batches=batches)
-    report.check(loss=1e-2, grad_norm=1e-2, params=1e-2)
+    report.check(loss=1e-2, grad_norm=1e-2, params=1e-2, drift=0.5 if precision is NARROW_MASTERS else 0.1)
     dtype = jnp.float16 if precision is SCALED else jnp.bfloat16
     loss = jax.jit(biased_loss)({**params, "kernel": params["kernel"].astype(dtype)}, batches[0])
     np.testing.assert_allclose(report.steps[0].reference_loss, loss, rtol=1e-6)
