@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,13 +82,19 @@ LOSSES = {
     "layer_by_layer": layer_by_layer,
     "in_columns": lambda w: sum(((i + 1) * (X @ w[:, i : i + 4]) ** 2).sum() for i in (0, 4, 8, 12)),
 }
-MATRIX, STACK = (16, 16), (4, 16, 16)
-OF_STACKS = ["scanned", "scanned_tied", "scanned_twice", "indexed_in_a_loop", "layer_by_layer"]
+MATRIX, STACK, DEEP = (16, 16), (4, 16, 16), (8, 16, 16)
 CASES = [  # and the dimension that is cut
-    *((name, MATRIX, 0) for name in LOSSES if name not in OF_STACKS),
-    *((name, STACK, 1) for name in OF_STACKS),
+    *((name, MATRIX, 0) for name in itertools.takewhile(lambda name: name != "scanned", LOSSES)),
+    ("scanned", STACK, 1),
+    ("scanned_tied", STACK, 1),
+    ("scanned_twice", STACK, 1),
+    ("scanned", DEEP, 0),  # gathered before the loop
+    ("indexed_in_a_loop", STACK, 1),
+    ("indexed_in_a_loop", DEEP, 0),
+    ("layer_by_layer", STACK, 1),
     ("in_columns", MATRIX, 1),
-    *((name, (8, 16, 16), 0) for name in ("scanned", "indexed_in_a_loop", "layer_by_layer")),  # gathered before a loop
+    ("layer_by_layer", DEEP, 0),
+    ("in_columns", MATRIX, 0),
 ]
 
 
