@@ -235,4 +235,4 @@ def test_no_output_without_progress(capsys):
 
 def test_numbers_as_people_read_them():
     values = {"perf/seconds_per_step": 1.5, "perf/peak_device_bytes": 3 * 2**20, "perf/skipped_steps": 0.0}
-    assert progress_module.describe(values, ()) == "1.50 s/step  3 MiB"
+    assert progress_module.describe_progress(values, ()) == "1.50 s/step  3 MiB"
