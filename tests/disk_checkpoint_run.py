@@ -13,20 +13,15 @@ import gc
 import json
 import os
 import pathlib
-import random
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from typing import Any
 
 import numpy as np
 
-from tests.fault_run import save_for_ever
+from tests import fault_run
 
-ROOT = pathlib.Path(__file__).parents[1]
 NUM_DEVICES = 2
 RATE, DECAY = 2.0**-10, 0.5  # powers of two: with them a step rounds in no more than one place, however it is compiled
 SHAPES = {"odd": (257, 509), "small": (3,)}
@@ -78,49 +73,13 @@ def train(directory: str, scratch: str) -> None:
                 for name, x in tree.items():
                     assert not (np.asarray(x) != number).any(), f"{name} at step {found}"
         state = manager.restore(like) if manager.all_steps() else jzero.shard_train_state(make(), config=config)
-        save_for_ever(manager, step, state, batch)
+        fault_run.save_for_ever(manager, step, state, batch)
 
 
-def run(directory: str, scratch: str, kills: int, seed: int, longest: float = 0.6) -> list[dict[str, int]]:
-    """Starts and kills the program; returns what it went on from, and what it had reported, each time.
-
-    Args:
-      directory: Where the checkpoints are.
-      scratch: The folder of the state.
-      kills: How often.
-      seed: Of the moments.
-      longest: How many seconds after its first to third message it is killed at most.
-    """
-    moments = random.Random(seed)
-    complete = 0
-    rows = []
-    for number in range(kills + 1):
-        command = [
-            sys.executable,
-            "-W",
-            "error",
-            "-m",
-            "tests.disk_checkpoint_run",
-            "--train",
-            directory,
-            "--scratch",
-            scratch,
-        ]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            first = process.stdout.readline().split()
-            if first[:1] != ["start"]:
-                raise AssertionError(f"After kill {number} the program does not start: {process.stderr.read()}")
-            lines = [process.stdout.readline() for _ in range(moments.randrange(3))]
-            if number < kills:
-                time.sleep(moments.uniform(0, longest))
-            os.kill(process.pid, signal.SIGKILL)
-            lines += process.stdout.read().splitlines(keepends=True)
-            words = [line.split() for line in lines if line.endswith("\n")]
-        rows.append({"kill": number, "went_on_from": int(first[1]), "was_complete": complete})
-        complete = max([complete, int(first[1]), *(int(step) for what, step in words)])
-    return rows
+def run(directory: str, scratch: str, kills: int, seed: int) -> list[dict[str, int]]:
+    """Starts and kills the program; its state is in the folder `scratch`."""
+    command = ["tests.disk_checkpoint_run", "--train", directory, "--scratch", scratch]
+    return fault_run.run(command, kills, seed, messages=2)
 
 
 MEMORY_SHAPE = (2048, 2048)
@@ -150,7 +109,7 @@ def measure(directory: str) -> dict[str, int]:
     offload = jzero.Offload(optimizer="disk", path=f"{directory}/scratch", chunk_bytes=MEMORY_RECORD)
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0, precision="bf16", offload=offload)
     grew = {}
-    for num_params in (1, 5):  # the first one so that everything is compiled
+    for num_params in (1, 3):  # the first one so that everything is compiled
         state = jzero.init_train_state(functools.partial(make, num_params=num_params), jax.random.key(0), config=config)
         like, path = jzero.abstract_train_state(state, config=config), f"{directory}/{num_params}"
         grew["save"] = growth(functools.partial(jzero.save_checkpoint, path, state))
@@ -204,10 +163,7 @@ def main() -> int:
         before = free_bytes(scratch)
         rows = run(directory, scratch, options.kills, options.seed)
         left = sorted(os.listdir(scratch)), before - free_bytes(scratch)
-    lost = 0
-    for row in rows:
-        lost += row["went_on_from"] < row["was_complete"]
-        print(row)  # noqa: T201
+    lost = fault_run.num_lost(rows)
     print(f"{options.kills} kills, {lost} lost checkpoints; left on the disk: {left[0]}, {left[1]:,} bytes")  # noqa: T201
     return 1 if lost or left[0] or left[1] > LITTLE else 0
 

@@ -12,7 +12,7 @@ from tests import models
 from tests.drawn import to_jax
 
 
-def make_params(layers=2):
+def make_params(layers=1):
     rng = np.random.default_rng(0)
     draw = lambda *shape: to_jax(rng.normal(size=shape) / 8, jnp.float32)
     if layers == 1:
@@ -38,7 +38,7 @@ def two_devices():
     return jzero.make_mesh(devices=jax.devices()[:2])
 
 
-def state_on_disk(path, stage=3, precision="fp32", tx=None, mesh=None, layers=2, **offload):
+def state_on_disk(path, stage=3, precision="fp32", tx=None, mesh=None, layers=1, **offload):
     options = {"optimizer": "disk", "path": path, "chunk_bytes": 2048} | offload
     state = jzero.TrainState.create(params=make_params(layers), tx=tx or ADAMW)
     config = jzero.ZeroConfig(
@@ -51,8 +51,8 @@ def state_on_disk(path, stage=3, precision="fp32", tx=None, mesh=None, layers=2,
     return jzero.shard_train_state(state, config=config, mesh=mesh or two_devices())
 
 
-def in_memory(stage=3, precision="fp32", tx=None, layers=2):
-    return state_on_disk(None, stage, precision, tx, layers=layers, optimizer="host")
+def in_memory(stage=3, precision="fp32", tx=None):
+    return state_on_disk(None, stage, precision, tx, optimizer="host")
 
 
 @functools.cache

@@ -11,12 +11,13 @@ import pytest
 import jzero
 
 EVERYTHING = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+ADAM = optax.adam(1e-2)
 BATCH = np.linspace(-1, 1, 16 * 32, dtype=np.float32).reshape(16, 32)
 
 
 def plain_state():
     params = {"dense": {"w": jnp.linspace(-1, 1, 32 * 24).reshape(32, 24), "b": jnp.ones(24)}}
-    return jzero.TrainState.create(params=params, tx=optax.adam(1e-2))
+    return jzero.TrainState.create(params=params, tx=ADAM)
 
 
 def sharded_state(mesh=None, config=EVERYTHING):
@@ -31,7 +32,7 @@ def loss_fn(params, batch):
 def raises(error, *parts):
     """Expects an error whose message holds each of `parts`."""
     with pytest.raises(error) as caught:
-        yield
+        yield caught
     for part in parts:
         assert part in str(caught.value)
 

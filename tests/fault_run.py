@@ -72,34 +72,43 @@ def _say(what: str, step: int) -> None:
     print(what, step, flush=True)  # noqa: T201  # for the parent, which reads it
 
 
-def run(directory: str, kills: int, seed: int, longest: float = 0.6) -> list[dict[str, int]]:
-    """Starts and kills the program; returns what it went on from, and what it had reported, each time.
+def run(command: list[str], kills: int, seed: int, longest: float = 0.6, messages: int = 0) -> list[dict[str, int]]:
+    """Starts and kills a program; returns what it went on from, and what it had reported, each time.
 
     Args:
-      directory: Where the checkpoints are.
+      command: The module that trains, and its arguments.
       kills: How often.
       seed: Of the moments.
-      longest: How many seconds after the start of training it is killed at most.
+      longest: How many seconds after one of its messages it is killed at most.
+      messages: The last of these messages, counted from the first.
     """
     moments = random.Random(seed)
     complete = 0
     rows = []
+    command = [sys.executable, "-W", "error", "-m", *command]
     for number in range(kills + 1):
-        command = [sys.executable, "-W", "error", "-m", "tests.fault_run", "--train", directory]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             first = process.stdout.readline().split()
             if first[:1] != ["start"]:
                 raise AssertionError(f"After kill {number} the program does not start: {process.stderr.read()}")
+            lines = [process.stdout.readline() for _ in range(moments.randint(0, messages))]
             if number < kills:
                 time.sleep(moments.uniform(0, longest))
             os.kill(process.pid, signal.SIGKILL)
-            words = [line.split() for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
-        row = {"kill": number, "went_on_from": int(first[1]), "was_complete": complete}
+            lines += process.stdout.read().splitlines(keepends=True)
+            words = [line.split() for line in lines if line.endswith("\n")]
+        rows.append({"kill": number, "went_on_from": int(first[1]), "was_complete": complete})
         complete = max([complete, int(first[1]), *(int(step) for what, step in words)])
-        rows.append(row)
     return rows
+
+
+def num_lost(rows: list[dict[str, int]]) -> int:
+    """Prints what happened at each kill; returns how many checkpoints were lost."""
+    for row in rows:
+        print(row)  # noqa: T201
+    return sum(row["went_on_from"] < row["was_complete"] for row in rows)
 
 
 def main() -> int:
@@ -112,12 +121,9 @@ def main() -> int:
     if options.train:
         train(options.train)
     with tempfile.TemporaryDirectory() as directory:
-        rows = run(directory, options.kills, options.seed)
+        rows = run(["tests.fault_run", "--train", directory], options.kills, options.seed)
         left = sorted(os.listdir(directory))
-    lost = 0
-    for row in rows:
-        lost += row["went_on_from"] < row["was_complete"]
-        print(row)  # noqa: T201
+    lost = num_lost(rows)
     print(f"{options.kills} kills, {lost} lost checkpoints; left in the directory: {left}")  # noqa: T201
     return 1 if lost else 0
 

@@ -18,6 +18,7 @@ from tests import models
 NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 2
 NUM_STEPS, ROWS = 5, 24
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))  # one, so that steps are compiled once
+LAMB = optax.lamb(1e-2)
 
 
 def message(attempt: Any) -> str:
@@ -84,7 +85,7 @@ def loss_of(params: Any, batch: Any) -> jax.Array:
 
 def noisy_loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
     noise = jax.random.normal(rng, batch["x"].shape) / 10
-    return loss_of(params, {**batch, "x": batch["x"] + noise})
+    return loss_of_pair(params, {**batch, "x": batch["x"] + noise})
 
 
 @functools.cache
@@ -110,10 +111,10 @@ def overflows(stage: int) -> dict[str, float]:
     poisoned = {1: 0, 3: ROWS - 1}
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return loss_of(params, batch) + 0 * params["shift"].sum() * batch["poison"].sum()
+        return loss_of_pair(params, batch) + 0 * params["shift"].sum() * batch["poison"].sum()
 
     scaled = dataclasses.replace(config(stage), precision=jzero.Precision(loss_scale="dynamic"))
-    state = sharded(make_state(jax.random.key(0)), scaled)
+    state = sharded(make_pair(), scaled)
     step = jzero.make_train_step(loss)
     numbers = {}
     for i in range(NUM_STEPS):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jzero
 from jzero import _compat
+from tests import shared
 
 WIDTH = 16
 BATCH = np.random.default_rng(1).normal(size=(16, WIDTH)).astype(np.float32)
 
 
 def sharded(params, stage=3, tx=None, **options):
-    plain = jzero.TrainState.create(params=params, tx=tx or optax.sgd(1.0))
+    plain = jzero.TrainState.create(params=params, tx=tx or shared.sgd(1.0))
     return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options))
 
 

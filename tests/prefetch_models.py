@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
 import jzero
 from jzero import _compat
 from jzero.layout.platform import PLATFORMS
+from tests import shared
 
 AMPLE = 2**30
 
@@ -42,7 +42,7 @@ def stack_state(limit, layers=5, width=32, inner=64, precision="fp32"):
         "down": rng.normal(size=(layers, inner, width)).astype(np.float32) / 8,
     }
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=limit, precision=precision)
-    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), config=config)
 
 
 def carried_shapes(fn, *args):

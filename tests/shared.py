@@ -13,9 +13,12 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal
 
+import jax
+import numpy as np
 import optax
 
 import jzero
+from jzero.layout.padded import is_padded
 from tests import models
 
 make_train_step = functools.cache(jzero.make_train_step)
@@ -37,3 +40,15 @@ def mlp_state(
     """Returns a new sharded state of `models.mlp_loss`; a step may donate it. `fields` are those of `ZeroConfig`."""
     state = jzero.TrainState.create(params=models.mlp_params(sizes=sizes), tx=tx or adamw(1e-3))
     return jzero.shard_train_state(state, config=config(stage, **fields))
+
+
+def whole(tree: Any) -> Any:
+    """Returns what a state holds, as NumPy arrays in natural shape: no program, as `jzero.gather_params` compiles."""
+
+    def read(x: Any) -> np.ndarray:
+        if not is_padded(x):
+            return np.asarray(x)
+        parts = np.split(np.asarray(x.stored), [x.cut.natural_size], axis=x.cut.stored_dim)
+        return parts[0].reshape(x.shape)
+
+    return jax.tree.map(read, tree, is_leaf=is_padded)

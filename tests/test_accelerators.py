@@ -68,8 +68,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "precision", "scan", "cast"), CASES)
-@pytest.mark.parametrize("topology", ["h200:8", "v5e:2x4"])
+@pytest.mark.parametrize(
+    ("topology", "stage", "precision", "scan", "cast"),
+    [*(("h200:8", *case) for case in CASES), *(("v5e:2x4", *case) for case in CASES if case[0] == 3)],
+)
 def test_no_parameter_is_gathered_in_fp32(topology, stage, precision, scan, cast):
     """XLA may move a cast behind the gather (jax issue 23543); what it compiled here did not."""
     text = compiled_text(topology, stage, precision, scan=scan, cast=cast)
@@ -107,9 +109,14 @@ def off_by(model, topology, stage):
     return report.estimated.peak / report.memory.peak - 1
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("model", ["gpt_124m", "gpt_1_4b"])
-@pytest.mark.parametrize("topology", ["h200:8", "v5p:2x2x2"])
+@pytest.mark.parametrize(
+    ("topology", "model", "stage"),
+    [
+        *(("h200:8", "gpt_124m", stage) for stage in range(4)),
+        *(("v5p:2x2x2", "gpt_124m", stage) for stage in (1, 3)),
+        *((topology, "gpt_1_4b", 3) for topology in ("h200:8", "v5p:2x2x2")),
+    ],
+)
 def test_reckoned_peak_is_that_of_the_compiler(topology, model, stage):
     assert abs(off_by(model, topology, stage)) < 0.10
 

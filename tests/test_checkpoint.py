@@ -31,7 +31,7 @@ from tests.checkpoint_states import (
     pointers,
     sharded,
 )
-from tests.tiers import default_for, singles, slow
+from tests.tiers import default_for, slow
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "checkpoint_v1"
 
@@ -71,9 +71,12 @@ def test_any_layout_reads_what_any_other_wrote_nnx(writer_stage, writer_num, tmp
         assert model.tied.kernel is model.first.kernel
 
 
-@singles(pair=[("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "bf16")], stages=[(1, 3), (3, 2)])
-def test_precision_of_the_writer_does_not_show(pair, stages, plain, tmp_path):
-    writer, reader = pair
+PRECISIONS = [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "bf16")]
+FROM_AND_TO = [(*pair, stages) for pair in PRECISIONS for stages in ((1, 3), (3, 2))]
+
+
+@pytest.mark.parametrize(("writer", "reader", "stages"), default_for([FROM_AND_TO[0], FROM_AND_TO[7]], FROM_AND_TO))
+def test_precision_of_the_writer_does_not_show(writer, reader, stages, plain, tmp_path):
     jzero.save_checkpoint(tmp_path / "c", sharded(plain, stages[0], 3, precision=writer))
     assert_same_bits(arrays(read_by_plain_orbax(tmp_path / "c" / "default", plain)), arrays(plain))
     restored = jzero.restore_checkpoint(tmp_path / "c", like(plain, stages[1], 8, precision=reader))
@@ -84,7 +87,7 @@ def test_precision_of_the_writer_does_not_show(pair, stages, plain, tmp_path):
 
 
 def test_edited_parameters_are_saved_as_the_optimizer_would_take_them(plain, tmp_path):
-    state = sharded(plain, 2, precision="bf16")
+    state = sharded(plain, 1, 3, precision="bf16")
     params = {**state.params, "second": {"kernel": state.params["second"]["kernel"] * 2}}
     jzero.save_checkpoint(tmp_path / "c", state.replace(params=params))
     restored = jzero.restore_checkpoint(tmp_path / "c", like(plain, 0))
@@ -136,7 +139,7 @@ def test_golden_checkpoint_of_this_format_is_read():
 
 
 def mixed_state(stage, precision):
-    state = jzero.TrainState.create(params=disk_states.make_params(layers=1), tx=optax.adamw(1e-2))
+    state = jzero.TrainState.create(params=disk_states.make_params(), tx=disk_states.ADAMW)
     config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=50)
     return jzero.shard_train_state(state, config=config)
 
@@ -151,7 +154,7 @@ def mixed_state(stage, precision):
     ids=["fp32", "fp16", "stochastic"],
 )
 def test_going_on_equals_never_having_stopped(stage, precision, tmp_path):
-    step = jzero.make_train_step(disk_states.loss_fn)
+    step = disk_states.step_of()
     batches = [models.mlp_batch(24, seed=i) for i in range(8)]
     state = mixed_state(stage, precision)
     for batch in batches[:3]:
@@ -174,7 +177,7 @@ def test_going_on_equals_never_having_stopped(stage, precision, tmp_path):
 
 
 def test_a_restored_state_takes_no_more_memory_and_is_donated(tmp_path):
-    step = jzero.make_train_step(disk_states.loss_fn)
+    step = disk_states.step_of()
     batch = models.mlp_batch(24)
     fresh, _ = step(mixed_state(3, "fp32"), batch)
     jzero.save_checkpoint(tmp_path / "c", fresh)

@@ -69,9 +69,10 @@ PASSING = {
 }
 
 
-@pytest.mark.parametrize("times", [1, 1000])
-@pytest.mark.parametrize("call", ["open", "stat"])
-@pytest.mark.parametrize("error", PASSING)
+CASES = [*((error, "open", 1) for error in PASSING), ("stale", "open", 1000), ("broken", "stat", 1)]
+
+
+@pytest.mark.parametrize(("error", "call", "times"), CASES)
 def test_an_error_that_passes_is_no_damage(error, call, times, run, monkeypatch):
     manager = jzero.CheckpointManager(run)
     with monkeypatch.context() as patch:

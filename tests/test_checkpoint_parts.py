@@ -56,7 +56,7 @@ def test_all_but_the_optimizer(plain, tmp_path):
 
 def test_frozen_parameters_are_always_there(tmp_path):
     def make(seed):
-        params = jax.tree.map(lambda x: x + seed, models.mlp_params())
+        params = jax.tree.map(lambda x: x + seed, models.mlp_params(sizes=models.TWO_LAYERS))
         return jzero.TrainState.create(params=params, tx=optax.adamw(1e-2))
 
     config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=50)
@@ -134,8 +134,8 @@ def test_states_that_were_not_sharded(plain, tmp_path):
         jzero.save_checkpoint(tmp_path / "c", sharded(plain, 1))
 
 
-def test_parts_keep_the_loss_scale(plain, tmp_path):
-    state = sharded(plain, 2, precision="fp16")
+def test_parts_keep_the_loss_scale(tmp_path):
+    state = sharded(jzero.TrainState.create(params={"w": jnp.arange(13.0)}, tx=optax.sgd(0.1)), 2, precision="fp16")
     lower = dataclasses.replace(state.opt_state.loss_scale, scale=state.opt_state.loss_scale.scale / 4)
     scaled = state.replace(opt_state=dataclasses.replace(state.opt_state, loss_scale=lower))
     jzero.save_checkpoint(tmp_path / "c", scaled)
@@ -212,10 +212,10 @@ def test_numbers_that_are_too_wide_for_jax_are_refused(tmp_path):
         jzero.restore_checkpoint(tmp_path / "large", start)
 
 
-def test_relative_paths_and_home(plain, tmp_path, monkeypatch):
+def test_relative_paths_and_home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    state = sharded(plain, 3)
+    state = sharded(jzero.TrainState.create(params={"w": jnp.arange(13.0)}, tx=optax.sgd(0.1)), 3)
     for path in ("here/c", "~/c"):
         jzero.save_checkpoint(path, state)
         jzero.restore_checkpoint(path, state)

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import jzero
-from tests.tiers import singles, stages
+from tests import shared
+from tests.tiers import slow, stages
 
 D, DEVICES, STEPS, ROWS = 5, 3, 2, 2
 PARTS = DEVICES * STEPS
@@ -50,7 +52,7 @@ def mean_square(params, x):
 
 def sharded(stage, **fields):
     params = {"w": jnp.ones((D, 7))}
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.0), **fields)
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.0), **fields)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     return jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:DEVICES]))
 
@@ -74,7 +76,7 @@ def check_returned(found, parts):
         np.testing.assert_array_equal(rows, np.broadcast_to(value, (len(X), *np.shape(value))), err_msg=name)
 
 
-@singles(stage=[1, 3], steps=[1, STEPS])
+@pytest.mark.parametrize(("stage", "steps"), [(3, STEPS), slow(1, 1)])
 def test_constants_of_a_training_step(stage, steps):
     def loss(params, x, extra):
         return jzero.Weighted(3 * mean_square(params, x), 3), {"extra": VALUES, "means": FLOATS, **returned(x)}

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jzero
+from tests.tiers import singles
 
 RANDOM = np.random.default_rng(0)
 PARAMS = {"w": RANDOM.normal(size=(6, 5)).astype(np.float32)}
@@ -56,7 +57,6 @@ WAYS = {
     "jit": lambda fn, h: jax.jit(lambda h: jnp.sin(fn(h)))(h),
     "vmap": lambda fn, h: jax.vmap(fn)(h),
 }
-KINDS = {"custom_vjp": [scaled_backward, scaled_forward], "custom_jvp": [scaled_tangents]}
 
 
 def loss_of(make, way, factor_of):
@@ -71,9 +71,9 @@ def sharded(stage):
     return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "make"), [(kind, make) for kind, makes in KINDS.items() for make in makes])
-def test_a_rule_that_closes_over_a_value_of_the_loss_is_named(kind, make, way):
+@singles(lambda x: getattr(x, "__name__", x), way=[*WAYS], make=[scaled_backward, scaled_forward, scaled_tangents])
+def test_a_rule_that_closes_over_a_value_of_the_loss_is_named(make, way):
+    kind = "custom_jvp" if make is scaled_tangents else "custom_vjp"
     loss = loss_of(make, way, lambda x: 1 + jnp.abs(x).mean())
     step = jzero.make_train_step(loss, check_rows=False)  # the value is one of several rows
     for stage in (0, 3) if way == "plain" else (3,):

@@ -47,8 +47,7 @@ def test_batches_are_laid_out_as_the_steps_expect(axes, options, spec):
                 np.testing.assert_array_equal(shard.data, whole[shard.index])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_training_on_a_padded_remainder_equals_optax_on_the_examples(stage):
+def test_training_on_a_padded_remainder_equals_optax_on_the_examples():
     source = examples(21)
     params = {"w": jnp.array([0.5, -1.0, 2.0]), "b": jnp.zeros(())}
     losses_of = lambda params, batch: (batch["x"] @ params["w"] + params["b"] - batch["y"]["z"]) ** 2
@@ -57,7 +56,7 @@ def test_training_on_a_padded_remainder_equals_optax_on_the_examples(stage):
         losses = losses_of(params, batch)
         return jzero.Weighted((losses * batch["weights"]).sum(), batch["weights"].sum())
 
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.adam(0.1)), stage=stage)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.adam(0.1)), stage=3)
     step, losses = jzero.make_train_step(loss_fn), []
     for batch in jzero.data.make_loader(source, batch_size=16, num_epochs=2):
         state, metrics = step(state, batch)

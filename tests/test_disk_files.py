@@ -26,7 +26,6 @@ from tests.disk_pipelines import (  # noqa: F401  # fixtures
     later,
     much_space,
     nothing_is_left,
-    run_python,
     train,
     wait_until,
 )
@@ -228,31 +227,6 @@ def test_no_more_than_the_buffers_is_used(folder):
     for _ in range(3):
         pipeline.run(lambda record, buffer: seen.add(buffer.ctypes.data))
     assert seen <= own
-
-
-MEMORY = """
-def resident():
-    return int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1]) * 1024
-
-record = 4 * 2**20
-def work(num_records):
-    pipeline = Pipeline(DiskStore(sys.argv[1], [record] * num_records))
-    train(pipeline, 0, wrap=later)
-    return sum(buffer.nbytes for buffer in pipeline.buffers)
-
-work(1)
-before = resident()
-buffers = work(num_records := 5 * (5 * record + 64 * 2**20) // record)
-assert buffers == 5 * record
-grown = resident() - before
-assert grown <= buffers + 64 * 2**20, grown
-assert num_records * record >= 5 * grown
-"""
-
-
-@pytest.mark.slow
-def test_memory_grows_by_the_buffers_for_a_state_five_times_as_large(folder):
-    run_python(MEMORY, folder)
 
 
 def test_space_is_taken_at_once_and_given_back_at_the_end(folder):

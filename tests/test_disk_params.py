@@ -22,7 +22,7 @@ from jzero.state.record_states import for_loss, records_of
 from tests.checkpoint_states import arrays, assert_same_bits, whole
 from tests.tiers import default_for
 
-LAYERS, D, F = 3, 29, 43
+LAYERS, D, F = 3, 29, 29
 N = 2  # devices; the programs of a record are compiled for each
 STACKS = ("h/v", "h/w")
 
@@ -72,18 +72,18 @@ def mesh():
     return jzero.make_mesh(devices=jax.devices()[:N])
 
 
-def made(offload, precision="bf16", tx=None, **options):
+def made(offload, precision="bf16", tx=None, params=params, **options):
     state = jzero.TrainState.create(params=params(), tx=tx or ADAMW)
     return jzero.shard_train_state(state, config=config(offload, precision, **options), mesh=mesh())
 
 
 @functools.cache
-def step_of(**options):
-    return jzero.make_train_step(loss_fn, **options)
+def step_of(accumulate_steps=2):
+    return jzero.make_train_step(loss_fn, accumulate_steps=accumulate_steps, clip_norm=0.5)
 
 
-def train(state, seeds=range(3), **options):
-    step, losses = step_of(**options), []
+def train(state, seeds=range(3), step=None):
+    step, losses = step or step_of(), []  # one for almost all
     for seed in seeds:
         state, metrics = step(state, batch(seed))
         losses.append(float(metrics["loss"]))
@@ -113,7 +113,7 @@ def test_parameters_on_disk_train_like_those_in_memory(scratch, name, precision,
     found = []
     for offload in (jzero.Offload(), on_disk(scratch)):
         state = made(offload, precision, OPTIMIZERS[name]())
-        state, losses = train(state, accumulate_steps=accumulate_steps, clip_norm=0.5)
+        state, losses = train(state, step=step_of(accumulate_steps))
         found.append((losses, whole(state)))
     (expected, memory), (losses, disk) = found
     # Records and one program over all fuse other multiply-adds; fp16 rounds a last bit of the master to 2^-11.
@@ -124,7 +124,7 @@ def test_parameters_on_disk_train_like_those_in_memory(scratch, name, precision,
         np.testing.assert_allclose(disk[path], x, rtol=tolerance, atol=tolerance, err_msg=path)
 
 
-@pytest.mark.parametrize("precision", default_for(["fp32"], ["fp32", "bf16"]))
+@pytest.mark.parametrize("precision", default_for(["bf16"], ["fp32", "bf16"]))
 def test_loss_and_gradients_have_the_bits_of_those_in_memory(scratch, precision):
     found = []
     for offload in (jzero.Offload(), on_disk(scratch)):
@@ -138,7 +138,7 @@ def test_rows_are_read_as_counted_and_no_stack_is_in_memory(scratch):
     plan, store = jzero.plan_of(state), records_of(state).pipeline.store
     assert [plan.leaves[i].path for i in plan.params_on_disk] == list(STACKS)
     per_row = N * len(STACKS) * PAGE  # one request each
-    step = step_of(accumulate_steps=2, clip_norm=0.5)  # as in an earlier test
+    step = step_of()
     before = bytes_read(state)
     state, _ = step(state, batch())
     assert bytes_read(state) - before == 2 * 2 * LAYERS * per_row + store.num_bytes  # and each record for the update
@@ -258,17 +258,17 @@ def test_errors_say_what_else_to_do(scratch):
 
 def test_records_of_single_rows_that_unrolled_layers_read_change_no_bit_of_an_update(scratch):
     def unrolled(params, batch):
-        x = batch.astype(params["out"].dtype)
+        x = batch.astype(params["h"]["w"].dtype)
         for i in range(LAYERS):
-            x = x + jnp.tanh(x @ params["h"]["w"][i] + params["h"]["b"][i][None]) @ params["h"]["v"][i]
-        return jnp.square((x @ params["out"]).astype(jnp.float32) - 1).mean()
+            x = x + jnp.tanh(x @ params["h"]["w"][i] + params["h"]["b"][i][None])[:, :D]
+        return jnp.square(x.astype(jnp.float32) - 1).mean()
+
+    def fewer():
+        return {"h": {name: x for name, x in params()["h"].items() if name != "v"}}
 
     step, found = jzero.make_train_step(unrolled), []
     for offload in (jzero.Offload(optimizer="disk", path=scratch), on_disk(scratch, chunk_bytes=2048)):
-        state, losses = made(offload), []
-        for seed in (0, 1):
-            state, metrics = step(state, batch(seed))
-            losses.append(float(metrics["loss"]))
+        state, losses = train(made(offload, params=fewer), [0, 1], step)
         found.append((losses, whole(state)))
     assert found[0][0] == found[1][0]
     assert_same_bits(found[0][1], found[1][1])
@@ -283,16 +283,6 @@ def test_compute_on_the_host_and_files_that_close(scratch):
     gc.collect()
     assert files() is None, "a cache keeps the files open"
     assert os.listdir(scratch) == []
-
-
-@pytest.mark.slow
-def test_a_thousand_steps_do_not_hang(scratch):
-    state, step = made(on_disk(scratch)), jzero.make_train_step(loss_fn, accumulate_steps=2)
-    before, store = bytes_read(state), records_of(state).pipeline.store
-    for seed in range(1000):
-        state, metrics = step(state, batch(seed % 7))
-    assert float(metrics["loss"]) < 0.5
-    assert bytes_read(state) - before == 1000 * (4 * LAYERS * N * len(STACKS) * PAGE + store.num_bytes)
 
 
 # The reader by itself.

@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
 import jzero
-from tests import engine_losses, models
+from tests import engine_losses, models, shared
 from tests.engine_losses import D, scan_and_plain
 from tests.tiers import stages
 
@@ -19,35 +19,35 @@ from tests.tiers import stages
 @stages(2)
 def test_accumulated_micro_batches_equal_the_whole_batch(stage):
     batch = engine_losses.batch(rows=48)
-    thrice = jzero.make_train_step(scan_and_plain, accumulate_steps=3, clip_norm=0.1)
-    clipped = jzero.make_train_step(scan_and_plain, clip_norm=0.1)
-    fresh = lambda: jzero.shard_train_state(
-        engine_losses.sharded(stage, 8), config=jzero.plan_of(engine_losses.sharded(stage, 8)).config
-    )
-    a, b = (step(fresh(), batch) for step in (clipped, thrice))
-    np.testing.assert_allclose(a[1]["loss"], b[1]["loss"], rtol=1e-6)
-    np.testing.assert_allclose(a[1]["grad_norm"], b[1]["grad_norm"], rtol=2e-6)
-    pair = jzero.gather_params(b[0]), jzero.gather_params(a[0])
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *pair)
+    step = jzero.make_train_step(scan_and_plain, accumulate_steps=3, clip_norm=0.1)
+    state = engine_losses.sharded(stage, 8)
+    new, metrics = step(jzero.shard_train_state(state, config=jzero.plan_of(state).config), batch)
 
     @jax.jit
     def reference(params, batch):
-        grads = jax.grad(scan_and_plain)(params, batch)
-        scale = 0.1 / (optax.tree.norm(grads) + 1e-6)
-        return jax.tree.map(lambda p, g: p - scale * g, params, grads)
+        loss, grads = jax.value_and_grad(scan_and_plain)(params, batch)
+        norm = optax.tree.norm(grads)
+        return loss, norm, jax.tree.map(lambda p, g: p - 0.1 / (norm + 1e-6) * g, params, grads)
 
-    want = reference(engine_losses.params(), batch)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), pair[0], want)
+    loss, norm, want = reference(engine_losses.params(), batch)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=2e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), jzero.gather_params(new), want)
+
+
+@jax.jit
+def plain_step(state, batch):
+    return state.apply_gradients(grads=jax.grad(models.mlp_loss)(state.params, batch))
 
 
 @stages(1, 3)
 def test_plain_jit_step_with_apply_gradients(stage):
     """The user's own loop: `jax.grad` on natural parameters and Flax's method under plain `jax.jit`.
 
-    Two updates in a row and two in a scan.
+    One update and two in a scan.
     """
     params = models.mlp_params(sizes=models.TWO_LAYERS)
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
+    state = TrainState.create(apply_fn=None, params=params, tx=shared.sgd(1e-1, momentum=0.9))
     reference = state
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
 
@@ -57,17 +57,12 @@ def test_plain_jit_step_with_apply_gradients(stage):
             grads = jax.grad(models.mlp_loss)(jzero.natural_params(state), batch)
             return state.apply_gradients(grads=grads), None
 
-        state, _ = once(once(state, None)[0], None)
-        return jax.lax.scan(once, state, length=2)[0]
-
-    @jax.jit
-    def plain_step(state, batch):
-        return state.apply_gradients(grads=jax.grad(models.mlp_loss)(state.params, batch))
+        return jax.lax.scan(once, once(state, None)[0], length=2)[0]
 
     for seed in range(2):
         batch = models.mlp_batch(8, seed)
         state = steps(state, batch)
-        for _ in range(4):
+        for _ in range(3):
             reference = plain_step(reference, batch)
     assert steps._cache_size() == 1  # nothing recompiled: the state left `jit` with the types it came with
     plan = jzero.plan_of(state)
@@ -94,63 +89,22 @@ def test_two_updates_of_parameters_held_whole_keep_their_layout(stage):
     assert two_steps(state, engine_losses.batch()["x"]).params["w"].sharding.is_fully_replicated
 
 
-@pytest.mark.slow  # by default, line searches in `tests/test_extra_args.py` compute on padded shards
-@pytest.mark.parametrize(("stage", "jitted"), [(3, True), (1, True), (1, False), (3, False)])
-def test_line_search_gets_natural_gradients_and_its_function(stage, jitted):
-    """`lbfgs` takes `grad=` (as `value_and_grad` returns it, padded) and a callable over whole parameters."""
-    batch, params, tx = models.mlp_batch(8), models.mlp_params(), optax.lbfgs()
-    state = jzero.TrainState.create(params=params, tx=tx)
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
-
-    def step(state):
-        value, grad = jzero.value_and_grad(models.mlp_loss)(state, batch)
-        extra = {"value": value, "grad": grad, "value_fn": lambda p: models.mlp_loss(p, batch)}
-        updates, opt_state = state.tx.update(grad, state.opt_state, state.params, **extra)
-        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
-
-    step = jax.jit(step) if jitted else step
-
-    @jax.jit
-    def plain_step(params, opt_state):
-        value, grad = jax.value_and_grad(models.mlp_loss)(params, batch)
-        extra = {"value": value, "grad": grad, "value_fn": lambda p: models.mlp_loss(p, batch)}
-        updates, opt_state = tx.update(grad, opt_state, params, **extra)
-        return optax.apply_updates(params, updates), opt_state
-
-    opt_state = tx.init(params)
-    for _ in range(2):
-        params, opt_state = plain_step(params, opt_state)
-        state = step(state)
-    got = jzero.gather_params(state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, params)
-
-
-def test_one_use_of_a_computed_weight_gathers_and_reduces_once():
-    params = {"w": jnp.ones((24, 64))}
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    loss = lambda p, x: jnp.square(x @ (p["w"] * jax.nn.sigmoid(p["w"]) + p["w"] ** 2)).mean()
-    text = jzero.make_train_step(loss).lower(state, np.ones((8, 24), np.float32)).as_text()
-    assert text.count("stablehlo.all_gather") == 2  # forward and backward
-    assert text.count("stablehlo.reduce_scatter") == 1
-
-
 def test_optimizer_that_mixes_elements_takes_empty_leaves():
-    params = {"w": jnp.ones((24, 64)), "empty": jnp.zeros((0, 3))}
-    tx = optax.lbfgs(1e-2, linesearch=None)
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(24, 64)).astype(np.float32), "empty": np.zeros((0, 3), np.float32)}
+    tx = optax.stateless(lambda updates, _: jax.tree.map(lambda x: -jnp.roll(x, 1), updates))
     state = jzero.TrainState.create(params=params, tx=tx)
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    loss = lambda p, x: jnp.square(x @ p["w"] - 1).mean()
-    x = np.ones((8, 24), np.float32)
-    updates, _ = jax.jit(lambda p, x: tx.update(jax.grad(loss)(p, x), tx.init(p), p))(params, x)
-    got, _ = jzero.make_train_step(loss)(state, x)
-    np.testing.assert_allclose(jzero.gather_params(got)["w"], params["w"] + updates["w"], atol=1e-6)
+    x = rng.normal(size=(8, 24)).astype(np.float32)
+    got, _ = jzero.make_train_step(lambda p, x: jnp.square(x @ p["w"]).mean())(state, x)
+    grad = 2 * x.T @ (x @ params["w"]) / (8 * 64)
+    np.testing.assert_allclose(jzero.gather_params(got)["w"], params["w"] - np.roll(grad, 1), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["train", "gradients", "evaluate"])
 def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):
     """A batch that is like the last one is not looked at; one that differs in anything is."""
-    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=optax.sgd(0.0))
+    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=shared.sgd(0.0))
     state = jzero.shard_train_state(state, stage=1)
     plan = jzero.plan_of(state)
     loss = lambda p, batch, rng=None: (batch["x"] @ p["w"]).mean() + batch.get("more", 0.0)
@@ -168,7 +122,7 @@ def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):
     elsewhere = lambda *args: jax.device_put(numpy(*args), jax.devices()[0])
     for i, make in enumerate([on_mesh, on_mesh, numpy, on_mesh, elsewhere, on_mesh, numpy, numpy, on_mesh, on_mesh]):
         assert call(make(i)) == i
-        assert call(make(-i, 8 * (1 + i % 3))) == -i
+        assert call(make(-i, 8 * (1 + i % 2))) == -i
     key = jax.random.key(0)
     for rng in (None, key, key, jax.device_put(key, plan.whole_sharding), None):
         assert call(on_mesh(2), rng=rng) == 2
@@ -187,7 +141,7 @@ def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):
 
 
 def test_a_batch_too_small_for_micro_batches_is_refused_after_one_that_fits():
-    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=optax.sgd(0.0))
+    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=shared.sgd(0.0))
     state = jzero.shard_train_state(state, stage=1)
     step = jzero.make_train_step(lambda p, x: (x @ p["w"]).mean(), accumulate_steps=2)
     rows = lambda n: jax.device_put(np.ones((n, 8), np.float32), jzero.plan_of(state).batch_sharding)

@@ -16,6 +16,7 @@ from jax import lax
 import jzero
 from tests import engine_losses, models
 from tests.engine_losses import D
+from tests.shared import whole
 from tests.tiers import stages
 
 
@@ -31,13 +32,11 @@ def test_devices_may_take_different_branches():
         return engine_losses.out(p, jnp.where(flag, jnp.tanh(batch["x"] @ p["w"]), batch["x"] * p["b"][None]), batch)
 
     batch = {**engine_losses.batch(), "flag": np.repeat(np.arange(8) % 2, 3).astype(np.float32)}
-    want_loss, want = jax.jit(jax.value_and_grad(reference))(engine_losses.params(), batch)
-    loss, grads = engine_losses.gradients(engine_losses.sharded(3, 8), loss_fn, batch, check_rows=False)
-    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), grads, want)
+    want = jax.jit(jax.value_and_grad(reference))(engine_losses.params(), batch)
+    engine_losses.assert_equal(engine_losses.sharded(3, 8), loss_fn, batch, want=want, check_rows=False)
 
 
-@stages(1, 3)
+@stages(3, of=(1, 3))
 def test_integer_boolean_and_complex_leaves(stage):
     rng = np.random.default_rng(0)
     params = {
@@ -63,7 +62,7 @@ def test_integer_boolean_and_complex_leaves(stage):
     want_loss, want = jax.jit(jax.value_and_grad(lambda q: loss_fn({**params, **q}, batch)))(inexact)
     np.testing.assert_allclose(metrics["loss"], want_loss, rtol=2e-6)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(want), rtol=2e-6)
-    got = jzero.gather_params(new)
+    got = whole(new.params)
     for name in ("w", "z"):
         np.testing.assert_allclose(got[name], params[name] - want[name], rtol=1e-4, atol=3e-6)
     for name in ("table", "mask"):
@@ -76,7 +75,7 @@ class Dropout(nn.Module):
         return nn.Dropout(0.5, deterministic=False)(nn.Dense(32)(x))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(1, of=(1, 3))
 def test_dropout_key_is_folded_with_the_device(stage):
     model = Dropout()
     x = np.ones((8, D), np.float32)
@@ -98,59 +97,6 @@ def test_dropout_key_is_folded_with_the_device(stage):
     np.testing.assert_allclose(out, np.stack(want), rtol=1e-5)
 
 
-class BatchNormState(TrainState):
-    batch_stats: dict
-
-
-class Normed(nn.Module):
-    axis_name: str | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name, momentum=0.9)(nn.Dense(32)(x))
-        return nn.Dense(17)(nn.relu(x))
-
-
-@stages(3, of=(0, 2, 3))
-def test_batch_norm_over_the_zero_axis_equals_the_whole_batch(stage):
-    plain_model, model = Normed(), Normed(axis_name="data")
-    batch = engine_losses.batch()
-    stats = {"BatchNorm_0": {"mean": np.zeros(32, np.float32), "var": np.ones(32, np.float32)}}
-    variables = {"params": models.draw_params(plain_model, batch["x"]), "batch_stats": stats}
-    tx = optax.sgd(0.1)
-    state = BatchNormState.create(apply_fn=None, tx=tx, **variables)
-    sharded = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
-    assert type(sharded) is BatchNormState
-
-    def loss_of(model):
-        def loss_fn(params, batch, *, batch_stats):
-            variables = {"params": params, "batch_stats": batch_stats}
-            out, new = model.apply(variables, batch["x"], mutable=["batch_stats"])
-            return jnp.square(out - batch["y"]).mean(), {"batch_stats": new["batch_stats"], "size": jnp.abs(out).mean()}
-
-        return loss_fn
-
-    step = jzero.make_train_step(loss_of(model), has_aux=True, mutable=("batch_stats",))
-    grad = jax.value_and_grad(loss_of(plain_model), has_aux=True)
-
-    @jax.jit
-    def plain_step(state):
-        (loss, aux), grads = grad(state.params, batch, batch_stats=state.batch_stats)
-        return state.apply_gradients(grads=grads, batch_stats=aux["batch_stats"]), loss, aux
-
-    for _ in range(3):
-        state, loss, aux = plain_step(state)
-        sharded, metrics = step(sharded, batch)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
-        np.testing.assert_allclose(metrics["aux"]["size"], aux["size"], rtol=1e-5)
-    assert set(metrics["aux"]) == {"size"}
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), sharded.batch_stats, state.batch_stats
-    )
-    got = jzero.gather_params(sharded)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, state.params)
-
-
 def test_weighted_loss_is_the_mean_over_tokens_not_over_devices():
     batch = {**engine_losses.batch(), "mask": (np.arange(24) % 7 < np.arange(24) // 4).astype(np.float32)}
 
@@ -163,50 +109,38 @@ def test_weighted_loss_is_the_mean_over_tokens_not_over_devices():
         return result.sum / result.weight
 
     want_loss, want = jax.jit(jax.value_and_grad(reference))(engine_losses.params(), batch)
-    loss, grads = engine_losses.gradients(engine_losses.sharded(1, 8), weighted, batch)
-    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), grads, want)
     step = jzero.make_train_step(weighted)
     new, metrics = step(jzero.shard_train_state(engine_losses.sharded(3, 8), stage=3), batch)
     np.testing.assert_allclose(metrics["loss"], want_loss, rtol=2e-6)
-    moved = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), engine_losses.params(), jzero.gather_params(new))
+    moved = jax.tree.map(np.subtract, engine_losses.params(), whole(new.params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), moved, want)
     # Without any weight the step is skipped, and the state keeps its values to the bit.
     nothing = {**batch, "mask": np.zeros(24, np.float32)}
     state = jzero.shard_train_state(engine_losses.sharded(3, 8), stage=3)
-    before = jax.tree.map(np.asarray, jzero.unshard_train_state(state))
+    before = whole(state)
     state, metrics = step(state, nothing)
     assert not metrics["step_applied"]
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, jzero.unshard_train_state(state)), before)
+    jax.tree.map(np.testing.assert_array_equal, whole(state), before)
 
 
 def test_auxiliary_values_are_reduced_as_they_say():
+    """Averages come back in their dtype, sums in one that holds them; a mark around a tree is one around each leaf."""
+
     def loss_fn(p, batch):
         out = batch["x"] @ p["w"]
+        means = {"f16": jnp.float16(20000), "bf16": jnp.bfloat16(3e38), "e4m3": jnp.float8_e4m3fn(288)}
+        sums = {"u8": jnp.uint8(200), "i8": [jnp.int8(-100)], "bool": jnp.bool_(True), "f16": jnp.float16(20000)}
         aux = {"mean": out.mean(), "count": jzero.Summed((out > 0).sum()), "rows": jzero.PerExample(out.sum(1))}
-        return jnp.square(out).mean(), aux
+        return jnp.square(out).mean(), {**aux, "means": means, "sums": jzero.Summed(sums), "none": jzero.Summed(None)}
 
     batch = engine_losses.batch()
     out = batch["x"] @ np.asarray(engine_losses.params()["w"])
     step = jzero.make_train_step(loss_fn, has_aux=True, accumulate_steps=3)
     _, metrics = step(jzero.shard_train_state(engine_losses.sharded(3, 8), stage=3), batch)
-    np.testing.assert_allclose(metrics["aux"]["mean"], out.mean(), rtol=1e-4, atol=1e-6)
-    assert int(metrics["aux"]["count"]) == int((out > 0).sum())
-    np.testing.assert_allclose(metrics["aux"]["rows"], out.sum(1), rtol=1e-4, atol=1e-5)
-
-
-def test_narrow_auxiliary_values_do_not_overflow():
-    """Averages come back in their dtype, sums in one that holds them; a mark around a tree is one around each leaf."""
-
-    def loss_fn(p, batch):
-        means = {"f16": jnp.float16(20000), "bf16": jnp.bfloat16(3e38), "e4m3": jnp.float8_e4m3fn(288)}
-        sums = {"u8": jnp.uint8(200), "i8": [jnp.int8(-100)], "bool": jnp.bool_(True), "f16": jnp.float16(20000)}
-        aux = {"means": means, "sums": jzero.Summed(sums), "none": jzero.Summed(None)}
-        return jnp.square(batch["x"] @ p["w"]).mean(), aux
-
-    step = jzero.make_train_step(loss_fn, has_aux=True, accumulate_steps=3)
-    _, metrics = step(jzero.shard_train_state(engine_losses.sharded(2, 8), stage=2), engine_losses.batch())
     aux = metrics["aux"]
+    np.testing.assert_allclose(aux["mean"], out.mean(), rtol=1e-4, atol=1e-6)
+    assert int(aux["count"]) == int((out > 0).sum())
+    np.testing.assert_allclose(aux["rows"], out.sum(1), rtol=1e-4, atol=1e-5)
     assert {k: (str(x.dtype), float(x)) for k, x in aux["means"].items()} == {
         "f16": ("float16", 20000),
         "bf16": ("bfloat16", float(jnp.bfloat16(3e38))),

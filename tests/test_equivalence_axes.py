@@ -18,10 +18,8 @@ import jzero
 from tests import models
 from tests.equivalence_cases import (
     BATCHES,
-    ROWS,
     assert_reference,
     compare,
-    line_loss,
     line_state,
     make_config,
     plain_run,
@@ -34,7 +32,7 @@ def constrained(mesh, h):
 
 
 def named(mesh, h):
-    h = lax.with_sharding_constraint(jax.nn.silu(h), P(None, "model"))
+    h = lax.with_sharding_constraint(jax.nn.silu(h), P("data", "model"))
     return h / lax.pmean(jnp.square(h).mean(), "data")
 
 
@@ -72,14 +70,15 @@ def test_losses_that_name_a_further_axis_of_the_mesh(inside, is_set):
         h = jax.nn.silu(h)
         return h / jnp.square(h).mean() if inside is named else h
 
-    state = jzero.TrainState.create(params={"w": jnp.tile(line_state().params["w"], 2)}, tx=optax.adam(1e-2))
+    state = jzero.TrainState.create(params={"w": jnp.tile(line_state().params["w"], 2)}, tx=optax.sgd(0.1))
     batches = [{**x, "y": jnp.tile(x["y"], 2)} for x in BATCHES]
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         report = compare(loss_fn, state, stage=3, batches=batches, mesh=mesh)
-        wrong = compare(of_local_rows, state, stage=3, batches=batches, mesh=mesh)
     report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-5)
-    with pytest.raises(AssertionError, match="The loss deviates"):
-        wrong.check()
+    if inside is manual:
+        wrong = compare(of_local_rows, state, stage=3, batches=batches[:1], mesh=mesh)
+        with pytest.raises(AssertionError, match="gradient norm deviates"):
+            wrong.check()
     _, losses, norms = plain_run(functools.partial(with_activation, plain), state, batches)
     assert_reference(report, losses, norms)
 
@@ -113,15 +112,11 @@ EXCHANGES = {
     ("exchanges", "sizes", "names"),
     [
         ("callback", {"data": 8}, False),  # jax has none beside automatic axes
-        ("gather mean", {"data": 2, "model": 2, "replica": 2}, False),
-        ("scatter all_to_all", {"data": 2, "model": 2, "replica": 2}, True),
+        ("gather mean scatter all_to_all", {"data": 2, "model": 2, "replica": 2}, True),
+        slow("gather mean", {"data": 2, "model": 2, "replica": 2}, False),
         slow("gather", {"data": 4, "replica": 2}, False),
-        slow("mean", {"model": 2, "data": 4}, False),
-        slow("scatter", {"data": 4, "model": 2}, True),
-        slow("all_to_all", {"data": 2, "model": 2, "replica": 2}, True),
-        slow("gather", {"data": 2, "model": 2, "replica": 2}, True),
         slow("mean", {"data": 4, "model": 2}, True),
-        slow("scatter", {"data": 4, "replica": 2}, False),
+        slow("scatter", {"data": 4, "model": 2}, True),
         slow("all_to_all", {"model": 2, "data": 4}, False),
     ],
 )
@@ -155,19 +150,3 @@ def test_losses_that_exchange_among_the_devices_of_the_batch(exchanges, sizes, n
 
     _, losses, norms = plain_run(functools.partial(loss_of, plain), state, batches)
     assert_reference(report, losses, norms)
-
-
-@pytest.mark.parametrize("is_set", [slow(False), True])
-def test_a_loss_that_names_the_axis_of_the_batch_in_constraints(is_set):
-    mesh = jzero.make_mesh()
-    spec = P("data", None) if is_set else NamedSharding(mesh, P("data", None))
-
-    def loss_fn(params, batch):
-        h = lax.with_sharding_constraint(batch["x"] @ params["w"], spec)
-        return jnp.square(jnp.tanh(h) - batch["y"]).mean()
-
-    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        batches = [jax.tree.map(jnp.asarray, x) for x in (*BATCHES, models.mlp_batch(2 * ROWS))]
-        report = compare(loss_fn, line_state(), stage=3, batches=batches)
-    report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-4)
-    assert_reference(report, *plain_run(line_loss, line_state(), jax.tree.map(np.asarray, batches))[1:])

@@ -1,5 +1,6 @@
 """States that are refused, and states that a step has consumed."""
 
+import builtins
 import dataclasses
 import gc
 import pathlib
@@ -17,9 +18,13 @@ from flax import nnx
 from flax.training import train_state as flax_train_state
 
 import jzero
+from tests import shared
 from tests.error_cases import BATCH, leaves_intact, loss_fn, plain_state, raises, sharded_state
 
 ROOT = pathlib.Path(__file__).parents[1]
+
+
+CREATE = "jzero.TrainState.create(params=..., tx=...)"
 
 
 @jax.tree_util.register_dataclass
@@ -28,168 +33,185 @@ class WithStats(jzero.TrainState):
     stats: object = None
 
 
-# States.
-
-
 class StateWithName(flax_train_state.TrainState):
     extra: dict
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(32, 24, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("call", [jzero.shard_train_state, jzero.plan_train_state])
 def test_leaves_that_are_no_arrays_are_all_listed(call):
     extra = {"name": "first run", "fn": len, "objects": np.array([object()]), "count": 3, "scale": np.float32(2)}
-    state = StateWithName.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1), extra=extra)
-    with raises(TypeError, "extra/name: str", "first run", "extra/fn: builtin", "extra/objects", "pytree_node=False"):
-        call(state, stage=1)
-    layer = {"w": jnp.ones((8, 8)), "activation": jnp.tanh, "name": np.array(["dense"])}
-    with raises(TypeError, "params/activation: ", "params/name: ndarray", "eqx.partition"):
-        call(jzero.TrainState(step=0, params=layer, opt_state=(), tx=optax.sgd(0.1)), stage=1)
-    with pytest.raises(TypeError) as caught:
+    state = StateWithName.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=shared.sgd(0.1), extra=extra)
+    parts = "extra/name: str", "first run", "extra/fn: builtin", "extra/objects", "pytree_node=False"
+    with raises(TypeError, *parts) as caught:
         call(state, stage=1)
     assert "extra/count" not in str(caught.value), "numbers are fine"
     assert "extra/scale" not in str(caught.value)
+    layer = {"w": jnp.ones((8, 8)), "activation": jnp.tanh, "name": np.array(["dense"])}
+    with raises(TypeError, "params/activation: ", "params/name: ndarray", "eqx.partition"):
+        call(jzero.TrainState(step=0, params=layer, opt_state=(), tx=shared.sgd(0.1)), stage=1)
 
 
 def test_static_fields_are_no_leaves():
     class Named(flax_train_state.TrainState):
         name: str = flax.struct.field(pytree_node=False)
 
-    state = Named.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1), name="first run")
+    state = Named.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=shared.sgd(0.1), name="first run")
     assert jzero.shard_train_state(state, stage=3).name == "first run"
 
 
-def test_tx_must_be_an_optimizer():
-    with pytest.raises(TypeError, match=r"`tx` .*got NoneType.*set_to_zero"):
-        jzero.TrainState.create(params={"w": jnp.ones((4, 4))}, tx=None)
+@pytest.mark.parametrize(
+    ("missing", "part"),
+    [("tx", "set_to_zero"), ("params", "`params` "), ("step", "`step=0`")],
+    ids=["tx", "params", "step"],
+)
+@pytest.mark.parametrize("call", [jzero.shard_train_state, jzero.init_train_state])
+def test_fields_of_a_state_that_are_none(call, missing, part):
     fields = {"step": 0, "apply_fn": None, "params": {"w": jnp.ones((8, 8))}, "tx": optax.sgd(0.1), "opt_state": None}
-    for missing, pattern in (("tx", "`tx` .*set_to_zero"), ("params", "`params` .*None"), ("step", "`step=0`")):
-        state = flax_train_state.TrainState(**{**fields, missing: None})
-        with pytest.raises(TypeError, match=pattern):
-            jzero.shard_train_state(state, stage=1)
-        with pytest.raises(TypeError, match=pattern):
-            jzero.init_train_state(lambda _, state=state: state, jax.random.key(0), stage=1)
+    state = flax_train_state.TrainState(**{**fields, missing: None})
+    with raises(TypeError, f"`{missing}", part, "None" if missing == "params" else ""):
+        call(state, stage=1) if call is jzero.shard_train_state else call(lambda _: state, jax.random.key(0), stage=1)
 
 
-def test_a_name_that_is_not_there_hints_at_the_nearest():
-    with pytest.raises(AttributeError, match="mean 'shard_train_state'"):
-        jzero.shard_state  # noqa: B018
+def shard(state, **options):
+    return jzero.shard_train_state(state, **{"stage": 3} | options)
+
+
+def state_with(**changes):
+    return plain_state().replace(**changes)
+
+
+OTHER_PARAMS = {"dense": {"w": jnp.ones((32, 25)), "c": jnp.ones(24)}}
+ABSTRACT_MESH = jax.sharding.AbstractMesh((8,), ("data",))
+REFUSED = {
+    "no optimizer": (
+        lambda: jzero.TrainState.create(params={"w": jnp.ones((4, 4))}, tx=None),
+        "TypeError `tx` |got NoneType|set_to_zero",
+    ),
+    "an unknown name": (lambda: jzero.shard_state, "AttributeError mean 'shard_train_state'"),
+    "optimizer state of other parameters": (
+        lambda: shard(state_with(opt_state=plain_state().tx.init(OTHER_PARAMS))),
+        "ValueError `opt_state` does not belong to `params`|0/mu/dense/w: shape (32, 25), but (32, 24)|"
+        "0/nu/dense/b: missing|0/mu/dense/c: shape (24,)|tx.init(params)",
+    ),
+    "optimizer state of another optimizer": (
+        lambda: jzero.plan_train_state(state_with(tx=shared.sgd(0.1, momentum=0.9)), stage=1),
+        "ValueError 0/trace/dense/w: missing|0/mu/dense/w|tx.init(params)",
+    ),
+    "shapes": (
+        lambda: shard(jax.eval_shape(plain_state)),
+        "TypeError params/dense/w|plan_train_state|init_train_state",
+    ),
+    "one shape": (lambda: shard(state_with(step=jax.ShapeDtypeStruct((), jnp.int32))), "TypeError ['step']"),
+    "within jit": (lambda: jax.jit(lambda s: shard(s).params)(plain_state()), "TypeError outside `jit`"),
+    "an abstract mesh": (
+        lambda: shard(plain_state(), mesh=ABSTRACT_MESH),
+        "TypeError no devices|jzero.make_mesh()",
+    ),
+    "birth on an abstract mesh": (
+        lambda: jzero.init_train_state(lambda _: plain_state(), jax.random.key(0), stage=3, mesh=ABSTRACT_MESH),
+        "TypeError no devices|jzero.make_mesh()",
+    ),
+    "a field of the configuration": (
+        lambda: shard(plain_state(), precision="bf16"),
+        "TypeError `config=jzero.ZeroConfig(stage=..., precision='bf16')` to `shard_train_state`",
+    ),
+    "a field of the configuration, of a step": (
+        lambda: jzero.make_train_step(loss_fn, offload=jzero.Offload(optimizer="host")),
+        "TypeError `config=jzero.ZeroConfig(stage=..., offload=...)` to `shard_train_state`",
+    ),
+    "a configuration by position": (
+        lambda: jzero.shard_train_state(plain_state(), jzero.ZeroConfig(stage=3)),
+        "TypeError passed by name, `config=...`",
+    ),
+    "an unknown argument": (
+        lambda: shard(plain_state(), precisoin="bf16"),
+        "TypeError unexpected keyword argument 'precisoin'",
+    ),
+    "a dictionary": (lambda: shard({"w": np.ones(3)}), f"TypeError dict|{CREATE}"),
+    "a tuple": (lambda: shard((1, 2)), f"TypeError tuple|{CREATE}"),
+    "none": (lambda: shard(None), f"TypeError NoneType|{CREATE}"),
+    "a model beside its model and optimizer": (
+        lambda: shard((model := Model(), nnx.ModelAndOptimizer(model, optax.adam(1e-3)))),
+        "ValueError nnx.ModelAndOptimizer|alone|nnx.Optimizer",
+    ),
+    "an optimizer alone": (
+        lambda: shard(nnx.Optimizer(Model(), optax.adam(1e-3), wrt=nnx.Param)),
+        "TypeError `nnx.Optimizer`|`(model, optimizer)`|ModelAndOptimizer",
+    ),
+    "mutable fields of NNX": (
+        lambda: jzero.make_train_step(lambda model, batch: (0.0, {}), has_aux=True, mutable=("batch_stats",))(
+            shard((model := Model(), nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))), BATCH
+        ),
+        "ValueError batch_stats|NNX",
+    ),
+    "mutable fields that the state has not": (
+        lambda: jzero.make_train_step(lambda p, batch, batch_stats: (0.0, {}), has_aux=True, mutable=("batch_stats",))(
+            sharded_state(), BATCH
+        ),
+        "ValueError ['batch_stats']|TrainState",
+    ),
+}
+"""What is called, and the error with the parts of its message."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_state_is_refused_with_a_way_out(name):
+    call, message = REFUSED[name]
+    error, parts = message.split(" ", 1)
+    with raises(getattr(builtins, error), *parts.split("|")):
+        call()
+
+
+def test_a_name_that_is_like_no_other_has_no_hint():
     with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
         jzero.xyzzy  # noqa: B018
 
 
-def test_opt_state_must_belong_to_params():
-    state = plain_state()
-    other = {"dense": {"w": jnp.ones((32, 25)), "c": jnp.ones(24)}}
-    state = state.replace(opt_state=state.tx.init(other))
-    parts = ("0/mu/dense/w: shape (32, 25), but (32, 24)", "0/nu/dense/b: missing", "0/mu/dense/c: shape (24,)")
-    with raises(ValueError, "`opt_state` does not belong to `params`", *parts, "tx.init(params)"):
-        jzero.shard_train_state(state, stage=1)
+USES = {
+    "train_step": lambda state: jzero.make_train_step(loss_fn)(state, BATCH),
+    "eval_step": lambda state: jzero.make_eval_step(loss_fn)(state, BATCH),
+    "value_and_grad": lambda state: jzero.value_and_grad(loss_fn)(state, BATCH),
+    "lower": lambda state: jzero.make_train_step(loss_fn).lower(state, BATCH),
+    "plan_of": jzero.plan_of,
+    "natural_params": jzero.natural_params,
+    "update_params": lambda state: jzero.update_params(state, lambda p: p),
+    "gather_params": jzero.gather_params,
+    "unshard": jzero.unshard_train_state,
+    "offload": jzero.offload_train_state,
+    "save": lambda state: jzero.save_checkpoint("nowhere", state),
+}
 
 
-def test_opt_state_must_be_of_the_optimizer():
-    state = plain_state().replace(tx=optax.sgd(0.1, momentum=0.9))
-    with raises(ValueError, "0/trace/dense/w: missing", "0/mu/dense/w", "tx.init(params)"):
-        jzero.plan_train_state(state, stage=1)
-
-
-def test_abstract_leaves_cannot_be_placed():
-    state = jax.eval_shape(plain_state)
-    with raises(TypeError, "params/dense/w", "plan_train_state", "init_train_state"):
-        jzero.shard_train_state(state, stage=3)
-    mixed = plain_state().replace(step=jax.ShapeDtypeStruct((), jnp.int32))
-    with raises(TypeError, "['step']"):
-        jzero.shard_train_state(mixed, stage=3)
-    with raises(TypeError, "outside `jit`"):
-        jax.jit(lambda s: jzero.shard_train_state(s, stage=3).params)(plain_state())
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        jzero.gather_params,
-        jzero.unshard_train_state,
-        jzero.offload_train_state,
-        lambda state: jzero.save_checkpoint("nowhere", state),
-        lambda state: jzero.make_train_step(loss_fn)(state, BATCH),
-        lambda state: jzero.make_eval_step(loss_fn)(state, BATCH),
-    ],
-    ids="gather unshard offload save train eval".split(),
-)
-def test_abstract_states_have_no_values_to_work_on(call):
+@pytest.mark.parametrize("use", ["gather_params", "unshard", "offload", "save", "train_step", "eval_step"])
+def test_abstract_states_have_no_values_to_work_on(use):
     with raises(TypeError, "shapes but no values", "jzero.init_train_state", "restore_checkpoint"):
-        call(jzero.abstract_train_state(plain_state(), stage=3))
+        USES[use](jzero.abstract_train_state(plain_state(), stage=3))
 
 
-def test_abstract_meshes_hold_no_arrays():
-    mesh = jax.sharding.AbstractMesh((8,), ("data",))
-    with raises(TypeError, "no devices", "jzero.make_mesh()"):
-        jzero.shard_train_state(plain_state(), stage=3, mesh=mesh)
-    with raises(TypeError, "no devices", "jzero.make_mesh()"):
-        jzero.init_train_state(lambda key: plain_state(), jax.random.key(0), stage=3, mesh=mesh)
+@pytest.mark.parametrize("use", [*USES][:9])
+def test_unsharded_state_is_refused(use):
+    state = plain_state()
+    parts = "TrainState", "no ZeRO plan", "jzero.shard_train_state(state, stage=...)"
+    with leaves_intact(state), raises(TypeError, *parts):
+        USES[use](state)
 
 
-def test_a_program_for_an_abstract_mesh_needs_the_name_of_a_platform():
-    state = jzero.abstract_train_state(plain_state(), stage=3, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
+def test_abstract_meshes_need_the_name_of_a_platform_and_may_have_explicit_axes():
+    state = jzero.abstract_train_state(plain_state(), stage=3, mesh=ABSTRACT_MESH)
     step = jzero.make_train_step(loss_fn)
     with raises(TypeError, "`AbstractMesh`", "lowering_platforms=('tpu',)", "jzero.make_mesh()"):
         step.lower(state, BATCH)
     assert "num_partitions = 8" in step.trace(state, BATCH).lower(lowering_platforms=("tpu",)).as_text()
-    assert jzero.estimate_step_memory(step, state, BATCH).peak > 0
-
-
-def test_abstract_meshes_may_have_explicit_axes():
-    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    state = jzero.abstract_train_state(plain_state(), stage=3, mesh=mesh)
-    assert jzero.estimate_step_memory(jzero.make_train_step(loss_fn), state, BATCH).peak > 0
-
-
-def test_fields_of_the_configuration_are_sent_where_they_go():
-    with raises(TypeError, "`config=jzero.ZeroConfig(stage=..., precision='bf16')` to `shard_train_state`"):
-        jzero.shard_train_state(plain_state(), stage=3, precision="bf16")
-    with raises(TypeError, "`config=jzero.ZeroConfig(stage=..., offload=...)` to `shard_train_state`"):
-        jzero.make_train_step(loss_fn, offload=jzero.Offload(optimizer="host"))
-    with raises(TypeError, "passed by name, `config=...`"):
-        jzero.shard_train_state(plain_state(), jzero.ZeroConfig(stage=3))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'precisoin'"):
-        jzero.shard_train_state(plain_state(), stage=3, precisoin="bf16")
-
-
-@pytest.mark.parametrize("state", [{"w": np.ones(3)}, (1, 2), None], ids=["dict", "tuple", "None"])
-def test_other_objects_are_no_states(state):
-    with raises(TypeError, type(state).__name__, "jzero.TrainState.create(params=..., tx=...)"):
-        jzero.shard_train_state(state, stage=3)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda state: jzero.make_train_step(loss_fn)(state, BATCH),
-        lambda state: jzero.make_eval_step(loss_fn)(state, BATCH),
-        lambda state: jzero.value_and_grad(loss_fn)(state, BATCH),
-        lambda state: jzero.make_train_step(loss_fn).lower(state, BATCH),
-        jzero.plan_of,
-        jzero.gather_params,
-        jzero.natural_params,
-        jzero.unshard_train_state,
-        lambda state: jzero.update_params(state, lambda p: p),
-    ],
-    ids="train_step eval_step value_and_grad lower plan_of gather_params natural_params unshard update_params".split(),
-)
-def test_unsharded_state_is_refused(call):
-    state = plain_state()
-    with (
-        leaves_intact(state),
-        raises(TypeError, "TrainState", "no ZeRO plan", "jzero.shard_train_state(state, stage=...)"),
-    ):
-        call(state)
-
-
-def test_state_edited_by_hand_is_refused():
-    state = sharded_state()
-    edited = state.replace(params={"dense": {**state.params["dense"], "w": jnp.ones((32, 25))}})
-    with leaves_intact(state), raises(ValueError, "dense/w: shape (32, 25)", "(32, 24)", "jzero.update_params"):
-        jzero.make_train_step(loss_fn)(edited, BATCH)
+    explicit = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    for mesh in (ABSTRACT_MESH, explicit):
+        state = jzero.abstract_train_state(plain_state(), stage=3, mesh=mesh)
+        assert jzero.estimate_step_memory(step, state, BATCH).peak > 0
 
 
 # In a process of its own: jax 0.10 does not raise for arrays that a step has consumed, it crashes.
@@ -259,10 +281,13 @@ def test_a_step_knows_the_state_of_its_next_call_and_does_not_keep_it():
     gc.collect()
     assert array() is None
 
+    fresh = sharded_state()
+    edited = fresh.replace(params={"dense": {**fresh.params["dense"], "w": jnp.ones((32, 25))}})
     state, _ = step(sharded_state(), BATCH)
     state.params["dense"]["w"] = jnp.ones((32, 25))
-    with leaves_intact(state), raises(ValueError, "dense/w: shape (32, 25)", "(32, 24)", "jzero.update_params"):
-        step(state, BATCH)
+    for wrong in (state, edited):
+        with leaves_intact(wrong), raises(ValueError, "dense/w: shape (32, 25)", "(32, 24)", "jzero.update_params"):
+            step(wrong, BATCH)
 
 
 def test_a_state_that_has_no_weak_references():
@@ -276,45 +301,12 @@ def test_a_state_that_has_no_weak_references():
         replace = dataclasses.replace
         apply_gradients = jzero.TrainState.apply_gradients
 
-    plain = jzero.TrainState.create(params={"w": jnp.ones((512, 64))}, tx=optax.sgd(0.5))
+    plain = jzero.TrainState.create(params={"w": jnp.ones((512, 64))}, tx=shared.sgd(0.5))
     state = jzero.shard_train_state(Slots(plain.step, plain.params, plain.opt_state, plain.tx), stage=3)
     step = jzero.make_train_step(lambda params, batch: jnp.mean(batch @ params["w"]))
     for _ in range(2):
         state, _ = step(state, jnp.ones((8, 512)))
     np.testing.assert_allclose(jzero.gather_params(state)["w"], 1 - 2 * 0.5 / 64, rtol=1e-6)
-
-
-# NNX.
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.dense = nnx.Linear(32, 24, rngs=nnx.Rngs(0))
-
-
-def test_model_and_optimizer_goes_alone():
-    model = Model()
-    both = nnx.ModelAndOptimizer(model, optax.adam(1e-3))
-    with raises(ValueError, "nnx.ModelAndOptimizer", "alone", "nnx.Optimizer"):
-        jzero.shard_train_state((model, both), stage=3)
-    assert isinstance(jzero.shard_train_state(both, stage=3), nnx.ModelAndOptimizer)
-
-
-def test_optimizer_does_not_go_alone():
-    optimizer = nnx.Optimizer(Model(), optax.adam(1e-3), wrt=nnx.Param)
-    with raises(TypeError, "`nnx.Optimizer`", "`(model, optimizer)`", "ModelAndOptimizer"):
-        jzero.shard_train_state(optimizer, stage=3)
-
-
-def test_mutable_is_for_linen():
-    pair = (model := Model(), nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
-    state = jzero.shard_train_state(pair, stage=3)
-    step = jzero.make_train_step(lambda model, batch: (0.0, {}), has_aux=True, mutable=("batch_stats",))
-    with raises(ValueError, "batch_stats", "NNX"):
-        step(state, BATCH)
-    step = jzero.make_train_step(lambda params, batch, batch_stats: (0.0, {}), has_aux=True, mutable=("batch_stats",))
-    with raises(ValueError, "['batch_stats']", "TrainState"):
-        step(sharded_state(), BATCH)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from tests.fuzz_cases import (
     SOME_TRAINABLE,
     TRAINABLE,
     Case,
+    Layer,
     cases,
     expected_writes,
     make_batch,
@@ -49,7 +50,6 @@ from tests.fuzz_problems import (
     written_into,
 )
 from tests.test_loss_scale import expected_scales
-from tests.tiers import default_for
 
 REFUSALS = ("`Weighted.weight` depends on parameters",)  # with micro-batches
 """How the errors begin that a draw may end in; all others are failures."""
@@ -295,11 +295,32 @@ def drawn(draws: int, seed: int, run: Any) -> None:
     hypothesis.seed(seed)(settings(hypothesis.given(cases())(run)))()
 
 
-@pytest.mark.parametrize(("seed", "draws"), default_for([(0, 1)], [(0, 1), *((seed, 4) for seed in range(8))]))
-def test_draws_train_like_plain_optax(seed, draws):
+SMALL = Case(
+    layers=(Layer("custom_vjp", 5), Layer("silu", 7)),
+    extras=("frozen_16",),
+    poisoned=1,
+    frozen_by="both",
+    optimizer="momentum",
+    rows=1,
+    step=(("accumulate_steps", 2), ("clip_norm", 0.2)),
+    config=(("stage", 3), ("persistence_threshold", 20), ("precision", jzero.Precision(skip_nonfinite=True))),
+)
+
+
+def test_a_small_case_trains_like_plain_optax():
+    """As those that are drawn, which differ."""
+    assert check(SMALL)
+    seen: list[Case] = []
+    drawn(4, 0, lambda case: seen.extend([case]))
+    assert len(set(map(repr, seen))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_draws_train_like_plain_optax(seed):
     refused = []
-    drawn(draws, seed, lambda case: refused.extend([] if check(case) else [case]))
-    assert len(refused) <= draws // 2
+    drawn(4, seed, lambda case: refused.extend([] if check(case) else [case]))
+    assert len(refused) <= 2
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import re
 import warnings
 
@@ -18,7 +17,8 @@ import jzero
 from jzero.analysis.traced_collectives import traced_collectives
 from tests import engine_losses
 from tests.block_models import num_activations
-from tests.tiers import singles
+from tests.shared import whole
+from tests.tiers import slow
 
 LAYERS, WIDTH, ROWS = 5, 35, 48  # 8 devices cut no dimension evenly
 
@@ -109,35 +109,39 @@ def on_one_device(precision):
     return jax.jit(jax.value_and_grad(reference))(make_params(3))
 
 
-@singles(
-    keep=[jzero.Keep(params=("embed", "blocks/1/.*")), jzero.Keep(params="all", blocks=2), ALL, jzero.Keep(blocks=9)],
-    accumulate_steps=[1, 3],
-    precision=["fp32", "bf16"],
+@pytest.mark.parametrize(
+    ("keep", "accumulate_steps", "precision"),
+    [
+        (jzero.Keep(params=("embed", "blocks/1/.*"), blocks=2), 3, "bf16"),
+        (ALL, 1, "fp32"),
+        slow(jzero.Keep(params="all", blocks=2), 3, "fp32"),
+        slow(jzero.Keep(blocks=9), 1, "bf16"),
+    ],
 )
 def test_numbers_are_those_of_plain_jax(keep, accumulate_steps, precision):
     old, batch = make_params(3), make_batch()
     step = jzero.make_train_step(loss_fn, remat=keep, accumulate_steps=accumulate_steps)
-    new, metrics = step(make_state(old, precision=precision), batch)
+    state = make_state(old, precision=precision)
+    if keep is ALL:  # in the compiled program, too
+        report = jzero.analyze(step, state, batch)
+        report.verify()
+        assert sum(c.count for c in report.collectives if c.kind == "all-gather") == 1 + 2 * 3
+    new, metrics = step(state, batch)
     loss, grads = on_one_device(precision)
     # Each device rounds its gradients to bf16 before they are summed, and plain jax rounds the whole batch's: 8 bits.
     rtol, atol = (1e-5, 1e-6) if precision == "fp32" else (5e-2, 5e-4)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6 if precision == "fp32" else 1e-2)
-    moved = jax.tree.map(lambda a, b: a - np.asarray(b), old, jzero.gather_params(new))
+    moved = jax.tree.map(np.subtract, old, whole(new.params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), moved, grads)
 
 
 def test_losses_of_all_kinds_train_alike():
-    kinds = engine_losses.scan, engine_losses.remat, engine_losses.tied, engine_losses.nested_jit
+    kinds = engine_losses.scan, engine_losses.remat, engine_losses.nested_jit
     loss = lambda params, batch: sum(kind(params, batch) for kind in kinds)
-    state, batch = engine_losses.sharded(3, 8), engine_losses.batch()
-    want_loss, want = jax.jit(jax.value_and_grad(loss))(engine_losses.params(), batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # most have no blocks
-        found, grads = jzero.value_and_grad(loss, remat=jzero.Keep(params="all", blocks=1))(state, batch)
-    np.testing.assert_allclose(found, want_loss, rtol=2e-6)
-    new = jzero.gather_params(engine_losses.updated(state, grads))
-    moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), jzero.gather_params(state), new)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), moved, want)
+        keep = jzero.Keep(params="all", blocks=1)
+        engine_losses.assert_equal(engine_losses.sharded(3, 8), loss, engine_losses.batch(), remat=keep)
 
 
 @pytest.mark.parametrize("loss", [loss_fn, nested_loss])
@@ -176,13 +180,6 @@ def test_a_cast_weight_travels_narrow_to_a_call():
     assert gathers(traced(casting, ALL)) == dict.fromkeys(PATHS, 1)
 
 
-def test_what_stays_is_in_the_compiled_program():
-    step = jzero.make_train_step(loss_fn, remat=ALL)
-    report = jzero.analyze(step, make_state(make_params(3)), make_batch())
-    report.verify()
-    assert sum(c.count for c in report.collectives if c.kind == "all-gather") == 1 + 2 * 3
-
-
 @pytest.mark.parametrize("loss", [loss_fn, nested_loss])
 def test_the_last_blocks_are_not_recomputed(loss):
     """A layer has one tanh. Those of `nested_loss` count in the order in which they run, whatever calls them."""
@@ -190,11 +187,10 @@ def test_the_last_blocks_are_not_recomputed(loss):
     total = jzero.make_train_step(loss, remat=jzero.Keep()).plan(default_state(), make_batch()).kept.of_blocks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        keeps = [jzero.Keep(blocks=k) for k in sorted({0, 1, total - 1, total, total + 1})]
+        keeps = [jzero.Keep(blocks=k) for k in (0, 1, total + 1)]
         more = [num_activations(traced(loss, keep).jaxpr) - plain for keep in keeps]
     assert more[0] == num_activations(default_traced(loss).jaxpr) - plain
-    assert all(a > b for a, b in itertools.pairwise(more[:-1]))
-    assert more[0] > 0 == more[-2] == more[-1]
+    assert more[0] > more[1] > more[2] == 0
 
 
 def test_the_plan_tells_what_is_kept():
@@ -223,22 +219,6 @@ def test_micro_batches_keep_less():
     assert whole == 3 * third
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"blocks": -1}, "Keep.blocks.*an integer >= 0: got -1"),
-        ({"blocks": True}, "Keep.blocks.*an integer >= 0: got True"),
-        ({"params": 3}, "Keep.params.*got 3"),
-        ({"params": ("(",)}, "Keep.params"),
-        ({"remat": "offload"}, "Keep.remat.*got 'offload'"),
-        ({"remat": "as_written", "blocks": 2}, "Keep.blocks=2.*Keep.remat"),
-    ],
-)
-def test_impossible_fields_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        jzero.Keep(**fields)
-
-
 def test_patterns_without_a_parameter_are_refused():
     with pytest.raises(ValueError, match=r"no parameter: \['heads'\]"):
         traced(loss_fn, jzero.Keep(params=("embed", "heads")))
@@ -246,12 +226,12 @@ def test_patterns_without_a_parameter_are_refused():
 
 def test_many_patterns_are_compiled_once(monkeypatch):
     """As many as `fill_memory` writes for a large model, more than the 512 that `re` remembers."""
-    paths = [f"layer_{i}/kernel" for i in range(2000)]
+    paths = [f"layer_{i}/kernel" for i in range(1200)]
     keep = jzero.Keep(params=tuple(map(re.escape, paths[::2])))
     counted, compile_ = [], re.compile
     monkeypatch.setattr(re, "compile", lambda x: counted.append(x) or compile_(x))
-    assert [keep.keeps(path) for path in paths] == [True, False] * 1000
-    assert len(counted) == 1000
+    assert [keep.keeps(path) for path in paths] == [True, False] * 600
+    assert len(counted) == 600
 
 
 def test_parameters_on_the_host_cannot_stay():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas
@@ -16,8 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from tests import shared
 from tests.model_axis_models import batched_on_its_own, constrained
-from tests.tiers import default_for, slow, stages
+from tests.tiers import slow, stages
 
 
 @jax.custom_vjp
@@ -79,25 +78,22 @@ OWN = {
 }
 
 
-TOGETHER = ["relu logsumexp set custom_vmap vjp jvp_in_scan vjp_in_remat"]
-"""What is in one program by default; to find a fault, the slow tier has each by itself."""
+TOGETHER = "logsumexp set custom_vmap jvp_in_scan vjp_in_remat"
+"""What is in one program by default; the slow tier has all."""
 
 
-@pytest.mark.parametrize("stage", [slow(1), 3])
-@pytest.mark.parametrize("names", default_for(TOGETHER, [*TOGETHER, *OWN]))
+@pytest.mark.parametrize(("names", "stage"), [(TOGETHER, 3), slow(" ".join(OWN), 1), slow(" ".join(OWN), 3)])
 def test_functions_of_what_is_constrained(names, stage):
     """They hold jaxprs, and so the mesh that they were traced in; some bring their own derivative."""
-    assert_as_on_one_device(names.split(), stage, jzero.make_mesh(data=4, model=2))
+    assert_as_on_one_device(names.split(), stage, jzero.make_mesh(data=4, model=2), remat=True)
 
 
-@pytest.mark.parametrize(
-    "names", ["relu custom_vmap jvp_in_scan", *map(slow, ("sort", "solve", "reduce", "jvp_of_remat_in_cond"))]
-)
+@pytest.mark.parametrize("names", ["custom_vmap jvp_in_scan", slow("sort solve reduce jvp_of_remat_in_cond")])
 def test_functions_of_what_is_computed_under_a_mesh(names):
     """All types carry the mesh where one is set."""
     mesh = jzero.make_mesh(data=4, model=2)
     with jax.set_mesh(mesh):
-        assert_as_on_one_device(names.split(), 3, mesh)
+        assert_as_on_one_device(names.split(), 3, mesh, remat="as_written")
 
 
 def weighted(x, w):
@@ -130,10 +126,7 @@ WEIGHTED = {
 HALVES = ["scan while vmap_of_while cond", "platforms composite jit remat"]
 
 
-@pytest.mark.parametrize(
-    ("names", "stage"),
-    default_for([(HALVES[0], 1), (HALVES[1], 3)], itertools.product([*HALVES, *WEIGHTED], [1, 3])),
-)
+@pytest.mark.parametrize(("names", "stage"), [(HALVES[0], 1), (HALVES[1], 3), slow(HALVES[0], 3), slow(HALVES[1], 1)])
 def test_places_along_an_axis_beside_another(names, stage):
     """`lax.axis_index` in what holds jaxprs."""
     mesh = jzero.make_mesh(data=4, model=2)
@@ -143,7 +136,7 @@ def test_places_along_an_axis_beside_another(names, stage):
     weights = 1 + np.repeat(np.arange(4), 3)[:, None]
     num, out = len(names.split()), batch @ params["w"] * weights
     want, want_grad = num * np.square(out).mean(), num * batch.T @ (2 * out * weights) / out.size
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
     loss_fn = lambda p, x: sum(jnp.square(WEIGHTED[name](x, p["w"])).mean() for name in names.split())
@@ -152,7 +145,7 @@ def test_places_along_an_axis_beside_another(names, stage):
     np.testing.assert_allclose(got["w"], want_grad, rtol=1e-5, atol=1e-6 * np.abs(want_grad).max())
 
 
-def assert_as_on_one_device(names, stage, mesh):
+def assert_as_on_one_device(names, stage, mesh, remat):
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(16, 32)).astype(np.float32) / 4, "d": rng.normal(size=(16,)).astype(np.float32)}
     batch = {"x": rng.normal(size=(16, 16)).astype(np.float32), "rows": np.full((16,), 1)}
@@ -168,14 +161,13 @@ def assert_as_on_one_device(names, stage, mesh):
         return lax.map(lambda part: loss_fn(p, part, None), parts).mean()
 
     want, want_grads = jax.jit(jax.value_and_grad(loss_of_parts))(params, batch)
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
-    for remat in ("as_written", True):
-        loss, grads = jzero.value_and_grad(loss_fn, remat=remat, check_rows=False)(state, batch)
-        np.testing.assert_allclose(loss, want, rtol=1e-5)
-        grads = jax.tree.map(np.asarray, grads)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want_grads)
+    loss, grads = jzero.value_and_grad(loss_fn, remat=remat, check_rows=False)(state, batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    grads = jax.tree.map(np.asarray, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want_grads)
 
 
 @stages(3, of=(1, 3))
@@ -196,7 +188,7 @@ def test_parameters_that_the_loss_constrains(stage):
         return jnp.square(hidden * p["scale"][None]).mean() + constrained(p["flat"], mesh, None).sum()
 
     want, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, None)))(params)
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(1.0))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(1.0))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
     step = jzero.make_train_step(loss_fn)
@@ -229,16 +221,15 @@ def test_shardings_of_calls_are_constraints(stage):
         return jnp.square(first(batch, p["u"]) @ p["w"] + second(batch, p["v"]) @ p["x"]).mean()
 
     want, want_grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, ({}, {}))))(params)
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=mesh)
-    for remat in (None, True):
-        fn = jax.jit(jzero.value_and_grad(loss_fn, remat=remat))
-        loss, grads = fn(state, batch)
-        np.testing.assert_allclose(loss, want, rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), dict(grads), want_grads)
-        products = re.findall(r"f32\[([\d,]+)\]\S* dot\(", fn.lower(state, batch).compile().as_text())
-        assert {"8,16", "8,24"} <= {*products}, "hidden units lie over two devices"
-        assert not {"8,32", "8,48"} & {*products}
+    compiled = jax.jit(jzero.value_and_grad(loss_fn)).lower(state, batch).compile()
+    loss, grads = compiled(state, batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), dict(grads), want_grads)
+    products = re.findall(r"f32\[([\d,]+)\]\S* dot\(", compiled.as_text())
+    assert {"8,16", "8,24"} <= {*products}, "hidden units lie over two devices"
+    assert not {"8,32", "8,48"} & {*products}
 
 
 def of_its_transpose(w, x):
@@ -263,7 +254,7 @@ def test_parts_survive_what_is_done_to_shards(use, width, gathered):
     w = rng.normal(size=(64, 128)).astype(np.float32)
     batch = rng.normal(size=(16, width)).astype(np.float32)
     plain = jzero.TrainState.create(
-        params={"w": jax.device_put(w, NamedSharding(mesh, P("model", None)))}, tx=optax.sgd(0.1)
+        params={"w": jax.device_put(w, NamedSharding(mesh, P("model", None)))}, tx=shared.sgd(0.1)
     )
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0), mesh=mesh)
     loss_fn = lambda p, batch: jnp.square(use(p["w"], batch)).mean()
@@ -278,11 +269,7 @@ FREE = (P.UNCONSTRAINED, P.UNCONSTRAINED)
 
 
 @pytest.mark.parametrize(
-    ("names", "stage"),
-    default_for(
-        [((), 3), (("model", None), 1), (FREE, 3)],
-        itertools.product([(), ("data",), ("data", None), ("model", None), FREE], [1, 3]),
-    ),
+    ("names", "stage"), [(("model", None), 1), (FREE, 3), slow((), 3), slow(("data",), 1), slow(("data", None), 3)]
 )
 def test_constraints_that_cut_nothing_more_leave_a_parameter_as_it_is(names, stage):
     mesh = jzero.make_mesh(data=4, model=2)
@@ -290,7 +277,7 @@ def test_constraints_that_cut_nothing_more_leave_a_parameter_as_it_is(names, sta
         "w": jax.device_put(jnp.ones((64, 128)), NamedSharding(mesh, P(None, "model"))),
         "v": jnp.ones((128, 128)),
     }
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=mesh)
 
     def loss_fn(p, batch):
@@ -312,7 +299,7 @@ def test_a_constraint_that_names_no_other_axis_makes_whole_along_it():
         return jnp.square(jnp.sin(constrained(hidden, mesh, "data", *names))).mean()
 
     w = jax.device_put(jnp.ones((64, 128)), NamedSharding(mesh, P(None, "model")))
-    plain = jzero.TrainState.create(params={"w": w}, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params={"w": w}, tx=shared.sgd(0.1))
     state = jzero.shard_train_state(plain, stage=3, mesh=mesh)
     kinds = []
     for names in ("model",), (None,):

@@ -6,12 +6,12 @@ import json
 import pathlib
 
 import jax
-import optax
 import pytest
 
 import jzero
 from jzero.monitor import progress as progress_module
-from tests.models import mlp_batch, mlp_loss, mlp_params
+from tests import shared
+from tests.models import mlp_batch, mlp_loss
 from tests.monitor_runs import Clock, Reading, Record, quiet, run
 
 
@@ -90,9 +90,7 @@ def test_profile_that_was_not_taken_is_a_warning(monkeypatch):
 
 
 def test_a_real_profile_holds_the_scopes(tmp_path):
-    state = jzero.TrainState.create(params=mlp_params(), tx=optax.adam(1e-3))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=100))
-    step = jzero.make_train_step(mlp_loss)
+    state, step = shared.mlp_state(3), shared.make_train_step(mlp_loss)
     with quiet(profile_dir=tmp_path, profile_steps=(2, 3)) as monitor:
         for seed in range(4):
             state, metrics = step(state, mlp_batch(16, seed))

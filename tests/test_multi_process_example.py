@@ -197,32 +197,23 @@ def test_launcher_tells_processes_apart(script):
     assert len(lines) == 6
 
 
-def test_launcher_ends_all_when_one_fails(script):
+def test_launcher_ends_all_when_one_fails_and_kills_what_does_not_end(script):
     path = script("""
         def end(*_):
-            print("told to end")
-            sys.exit(0)
+            print("told to end", flush=True)
+            if me == 0:
+                sys.exit(0)
 
         signal.signal(signal.SIGTERM, end)
         wait_for_all()
         if me == 1:
-            sys.exit(3)
-        time.sleep(100)
-    """)
-    status, output = finish(launch(f"--script={path}"))
-    assert status == 3
-    assert "[0] told to end" in output
-
-
-def test_launcher_kills_what_does_not_end_by_itself(script):
-    path = script("""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        wait_for_all()
-        if me == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(100)
+        while True:
+            time.sleep(100)
     """)
-    assert finish(launch("--grace-seconds=0.5", f"--script={path}"))[0] == 128 + signal.SIGUSR1
+    status, output = finish(launch("--processes=3", "--grace-seconds=0.5", f"--script={path}"))
+    assert status == 128 + signal.SIGUSR1
+    assert sorted(line for line in output.splitlines() if "told" in line) == ["[0] told to end", "[2] told to end"]
 
 
 def test_launcher_passes_ctrl_c_on_once(script):

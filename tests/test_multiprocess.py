@@ -3,6 +3,7 @@
 What two processes do without dying they do one after another in one run, as far as its tests are selected.
 """
 
+import concurrent.futures
 import hashlib
 import json
 import signal
@@ -45,14 +46,18 @@ def of_run(scenario, prepare=lambda folder: None):
 def run(request, tmp_path_factory):
     """Runs the scenarios of the tests that are selected; returns their results by scenario, and the folder."""
     tests = {x.function.scenario: x.function for x in request.session.items if hasattr(x.function, "scenario")}
+    if "alone" in tests:  # the last one: processes are at different places after it
+        tests["alone"] = tests.pop("alone")
     folder = tmp_path_factory.mktemp("two")
     for scenario, test in tests.items():
         (folder / scenario.split(":")[0]).mkdir()
         test.prepare(folder / scenario.split(":")[0])
-    outputs = run_processes(",".join(tests), folder)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        dying = pool.submit(run_processes, "one_dies", folder)  # beside them, since it waits most of its time
+        outputs = run_processes(",".join(tests), folder)
     assert [status for status, _, _ in outputs] == [0, 0], outputs[0][2] + outputs[1][2]
     both = zip(*(results_in(output) for _, output, _ in outputs), strict=True)
-    return dict(zip(tests, both, strict=True)), folder
+    return {**dict(zip(tests, both, strict=True)), "one_dies": dying.result()}, folder
 
 
 @pytest.fixture
@@ -78,22 +83,44 @@ def test_two_processes_train_like_one(results):
                 assert found[name][what] == pytest.approx(number, rel=tolerance), (name, what)
 
 
-@of_run("records:one step later")
-def test_two_processes_train_on_records_like_one(results, tmp_path):
-    """Although a disk of one of them fails once: both are told, nothing has changed, and both repeat the step."""
+def prepare_records(folder, tx=multiprocess_worker.LAMB):
+    (folder / "scratch").mkdir(parents=True)
+    first = multiprocess_worker.sharded(multiprocess_worker.make_pair(tx), multiprocess_worker.config(1))
+    jzero.save_checkpoint(folder / "from_one", first)
+    return multiprocess_worker.whole(first)
+
+
+@of_run("records:one step later", prepare_records)
+def test_two_processes_train_on_records_like_one(results, folder, tmp_path):
+    """And restore what one process saved, and the other way round.
+
+    Although a disk of one of them fails once: both are told, nothing has changed, and both repeat the step.
+    """
+    first = prepare_records(tmp_path)
     expected = multiprocess_worker.records(tmp_path, "one step later")
+    pair = multiprocess_worker.make_pair(multiprocess_worker.LAMB)
+    like = jzero.abstract_train_state(pair, config=multiprocess_worker.config(3), mesh=multiprocess_worker.mesh())
+    with jzero.CheckpointManager(folder / "run") as manager:
+        trained = multiprocess_worker.whole(manager.restore(like))
     for found in results:
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert found["numbers"] == pytest.approx(expected["numbers"], rel=1e-5)
+        assert found["restored"] == expected["restored"] == first
+        assert found["trained"] == found["again"] == trained
+        assert found["edited"] != found["trained"]
+        assert "is not what was written there" in found["flipped"]
+        assert not found["left"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["at once", "columns"])
 def test_two_processes_train_on_records_of_all_kinds_like_one(tmp_path, kind):
-    expected = multiprocess_worker.records(tmp_path, kind)
-    (tmp_path / "records").mkdir()
+    tx = multiprocess_worker.TX if kind == "columns" else multiprocess_worker.LAMB
+    for folder in (tmp_path / "records", tmp_path / "one"):
+        prepare_records(folder, tx)
+    expected = multiprocess_worker.records(tmp_path / "one", kind)
     for status, output, errors in run_processes(f"records:{kind}", tmp_path):
         assert status == 0, errors
-        assert results_in(output) == [pytest.approx(expected, rel=1e-5)]
+        assert results_in(output)[0]["numbers"] == pytest.approx(expected["numbers"], rel=1e-5)
 
 
 @of_run("rows:3")
@@ -117,12 +144,9 @@ def assert_worth_comparing_with(results):
     """The run in one process learns, sees its noise, and all that was asked for has happened."""
     for name in ("stage 3", "on the host"):
         assert results[name]["loss 1"] != pytest.approx(results[name]["loss 0"], rel=1e-2)
-        assert results[name]["loss 0"] == pytest.approx(
-            results["overflows"]["loss 0"], rel=1e-6 if name != "on the host" else 0.1
-        )
-    for what, number in results["born"].items():
-        assert results["stage 3"][what] == pytest.approx(number, rel=1e-5)
-    assert results["on the host"]["loss 0"] != pytest.approx(results["stage 3"]["loss 0"], rel=1e-5)
+    # The first losses of a pair without noise and with it.
+    assert results["on the host"]["loss 0"] == pytest.approx(results["overflows"]["loss 0"], rel=0.1)
+    assert results["on the host"]["loss 0"] != pytest.approx(results["overflows"]["loss 0"], rel=1e-5)
     assert [results["overflows"][f"applied {i}"] for i in range(5)] == [1, 0, 1, 0, 1]
     assert [results["overflows"][f"scale {i}"] for i in range(5)] == [2.0**16] * 4 + [2.0**15]
     end = results["end of stage 3"]
@@ -229,30 +253,6 @@ def test_two_processes_read_half_of_a_published_model_each(results, folder):
     assert {name: x.tobytes() for name, x in again.items()} == {name: x.tobytes() for name, x in tensors.items()}
 
 
-def first_pair():
-    return multiprocess_worker.sharded(multiprocess_worker.make_pair(), multiprocess_worker.config(1))
-
-
-def prepare_disk(folder):
-    (folder / "scratch").mkdir()
-    jzero.save_checkpoint(folder / "from_one", first_pair())
-
-
-@of_run("disk_checkpoints", prepare_disk)
-def test_checkpoints_of_two_processes_with_state_on_disk(results, folder):
-    """What two processes save, one restores, and the other way round; flattened leaves go through memory."""
-    first = first_pair()
-    like = jzero.abstract_train_state(first, config=multiprocess_worker.config(3), mesh=multiprocess_worker.mesh())
-    with jzero.CheckpointManager(folder / "run") as manager:
-        trained = multiprocess_worker.whole(manager.restore(like))
-    for found in results:
-        assert found["restored"] == multiprocess_worker.whole(first)
-        assert found["trained"] == found["again"] == trained
-        assert found["edited"] != found["trained"]
-        assert "is not what was written there" in found["flipped"]
-        assert not found["left"]
-
-
 @of_run("train_first", data_worker.write_files)
 def test_two_processes_share_files_and_one_goes_on(results, folder):
     data_results.assert_files_are_shared(results)
@@ -278,7 +278,7 @@ def test_sigterm_to_one_process_ends_both_at_the_same_step(results, folder):
     assert jzero.inspect_checkpoint(folder, verify=True).damaged == {}
 
 
-@of_run("alone")  # the last one: processes are at different places after it
+@of_run("alone")
 def test_a_process_that_is_alone_is_told_so(results, folder):
     told, other = results
     for name, where in (
@@ -297,12 +297,13 @@ def test_a_process_that_is_alone_is_told_so(results, folder):
     assert other["in a collective"] > 1, "in which it was told"
 
 
-def test_a_process_that_dies_while_saving_loses_no_checkpoint(tmp_path):
-    (first, _, errors), (second, _, _) = run_processes("one_dies", tmp_path)
+def test_a_process_that_dies_while_saving_loses_no_checkpoint(run):
+    results, folder = run
+    (first, _, errors), (second, _, _) = results["one_dies"]
     assert second == -signal.SIGKILL
     assert first != 0, errors
     state = multiprocess_worker.sharded(multiprocess_worker.make_pair(), multiprocess_worker.config(3))
-    with jzero.CheckpointManager(tmp_path / "one_dies") as manager:
+    with jzero.CheckpointManager(folder / "one_dies") as manager:
         assert manager.all_steps() in ([1], [1, 2]), "the second one is complete or does not count"
         for step in manager.all_steps():
             restored = manager.restore(state, step=step)

@@ -55,30 +55,6 @@ def test_a_region_is_all_between_the_products_of_one_parameter():
     assert [v.aval.shape for v in region.outputs] == [A]
 
 
-def test_a_region_computes_what_it_replaces():
-    def fn(a, b):
-        scale = 1 / (jnp.linalg.norm(b) + 1)  # of the other parameter: one number, shared
-        return gram(a / jnp.linalg.norm(a)) * scale, gram(b)
-
-    jaxpr, regions, refused = regions_of(fn, A, B)
-    assert not refused
-    assert [region.owner for region in regions] == [0, 1]
-    a, b = drawn(A, B)
-    values = dict(zip(jaxpr.invars, (a, b), strict=True))
-    for eqn in jaxpr.eqns:
-        with _compat.equation_context(eqn):  # as `evaluate` does, so that both run one program
-            values.update(zip(eqn.outvars, _compat.bind(eqn, [read(values, v) for v in eqn.invars]), strict=True))
-    for region in regions:
-        given = [values[v] for v in (*region.inputs, *region.shared)]
-        found = evaluate(region.jaxpr, given, _compat.bind)
-        for v, x in zip(region.outputs, found, strict=True):
-            np.testing.assert_allclose(x, values[v], rtol=1e-6)
-
-
-def read(values, atom):
-    return _compat.value_of(atom) if _compat.is_literal(atom) else values[atom]
-
-
 def test_a_norm_of_its_operands_alone_moves_into_a_region():
     _, (region,), _ = regions_of(lambda a: gram(a / jnp.linalg.norm(a)), A)
     assert not region.shared

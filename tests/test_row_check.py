@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jzero
 from jzero.arrays import processes
+from tests import shared
 
 ROWS, WIDTH = 24, 5
 W = np.linspace(-1, 1, WIDTH * 3, dtype=np.float32).reshape(WIDTH, 3)
@@ -18,7 +18,7 @@ MAKERS = (jzero.value_and_grad, jzero.make_train_step)
 
 
 def sharded(devices=8, **options):
-    plain = jzero.TrainState.create(params={"w": jnp.asarray(W)}, tx=optax.sgd(0.1))
+    plain = jzero.TrainState.create(params={"w": jnp.asarray(W)}, tx=shared.sgd(0.1))
     mesh = jzero.make_mesh(
         devices=jax.devices()[:devices], **({"replica": 2, "data": -1} if "replica_axis" in options else {})
     )
@@ -76,9 +76,9 @@ def test_predictions_of_an_evaluation_step_are_refused():
 def test_a_step_warns_once_and_only_if_asked(maker):
     step = maker(masked_mean)
     with pytest.warns(UserWarning, match=r"test_row_check\.py:.*\(masked_m"):
-        step(sharded(), BATCH)
-    step(sharded(), BATCH[:16])  # traced again: pytest makes warnings errors
-    maker(masked_mean, check_rows=False)(sharded(), BATCH)
+        jax.make_jaxpr(step)(sharded(), BATCH)
+    jax.make_jaxpr(step)(sharded(), BATCH[:16])  # pytest makes warnings errors
+    jax.make_jaxpr(maker(masked_mean, check_rows=False))(sharded(), BATCH)
     with pytest.raises(ValueError, match="`check_rows` must be True or False"):
         maker(masked_mean, check_rows="no")
 
@@ -91,7 +91,7 @@ def test_a_batch_in_one_part_is_not_checked():
     _, metrics = jzero.make_train_step(loss, has_aux=True)(sharded(1), BATCH)
     np.testing.assert_allclose(metrics["aux"]["each"], np.square(BATCH @ W).mean(-1), rtol=1e-5)
     with pytest.warns(UserWarning, match="each of 2 parts"):
-        jzero.make_train_step(masked_mean, accumulate_steps=2)(sharded(1), BATCH)
+        jax.make_jaxpr(jzero.make_train_step(masked_mean, accumulate_steps=2))(sharded(1), BATCH)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_batch_in_one_part_is_not_checked():
 )
 def test_warnings_name_the_value_and_the_way_out(fn, says):
     with pytest.warns(UserWarning, match=says):
-        jzero.value_and_grad(fn)(sharded(), BATCH)
+        jax.make_jaxpr(jzero.value_and_grad(fn))(sharded(), BATCH)
 
 
 def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
@@ -126,7 +126,7 @@ def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
 
     step = jzero.make_eval_step(metrics)
     with pytest.warns(UserWarning, match="the results are averaged") as caught:
-        step(sharded(), BATCH)
+        jax.make_jaxpr(step)(sharded(), BATCH)
     lines = str(caught[0].message).split("\n")
     names = [line.split()[0] for line in lines if line.startswith("  aux")]
     assert names == ["aux['masked']", "aux['perplexity']", "aux['total']"]
@@ -137,8 +137,9 @@ def test_collectives_count_over_all_axes_of_the_batch():
     """With a replica axis both have to be named; the axis of one device need not be."""
     loss = lambda axes: lambda params, x: jnp.log(jax.lax.pmean(each(params, x).mean(), axes))
     for devices in (4, 2):  # replica=2, data=2 or 1
-        jzero.value_and_grad(loss(("replica", "data")))(sharded(devices, replica_axis="replica"), BATCH)
-    jzero.value_and_grad(loss("replica"))(sharded(2, replica_axis="replica"), BATCH)
+        fn = jzero.value_and_grad(loss(("replica", "data")))
+        jax.make_jaxpr(fn)(sharded(devices, replica_axis="replica"), BATCH)
+    jax.make_jaxpr(jzero.value_and_grad(loss("replica")))(sharded(2, replica_axis="replica"), BATCH)
 
 
 @pytest.mark.usefixtures("checks_may_fail")

@@ -32,8 +32,8 @@ MESHES = {
 }
 """What a program may have set. The state is on `jzero.make_mesh()`, or on four devices of it."""
 
-TX = optax.adam(0.1)
-TRAINED = {"rtol": 2e-5, "atol": 2e-6}  # summation order, and Adam's division by roots
+TX = optax.sgd(0.1, momentum=0.9)
+TRAINED = {"rtol": 2e-5, "atol": 2e-6}  # another order of summation
 
 
 def loss_fn(params, x):
@@ -62,11 +62,15 @@ def make_batch():
 
 @pytest.fixture(scope="module")
 def want():
-    """Loss, gradients and new parameters of one step of optax on one device, as NumPy arrays."""
+    """Loss, new and old parameters of one step of optax on one device, as NumPy arrays."""
     state = make_state()
     loss, grads = jax.jit(jax.value_and_grad(loss_fn))(state.params, make_batch())
-    new = state.apply_gradients(grads=grads)
-    return jax.tree.map(np.asarray, {"loss": loss, "grads": grads, "new": new.params, "old": state.params})
+    old, grads = jax.tree.map(np.asarray, (state.params, grads))
+    return {
+        "loss": np.asarray(loss),
+        "new": {name: w - np.float32(0.1) * grads[name] for name, w in old.items()},
+        "old": old,
+    }
 
 
 def near(got, want):
@@ -132,12 +136,12 @@ def whole_and_back(want, folder):
     doubled = jzero.update_params(state, lambda p: jax.tree.map(lambda x: x * 2, p))
     doubled = jzero.set_full_param(doubled, "v", value=jzero.get_full_param(doubled, "v") / 2)
     doubled = jzero.set_full_opt_state(
-        doubled, "w", name="mu", value=1 + jzero.get_full_opt_state(doubled, "w", name="mu")
+        doubled, "w", name="trace", value=1 + jzero.get_full_opt_state(doubled, "w", name="trace")
     )
     doubled = jzero.reload_train_state(jzero.offload_train_state(doubled))
     moved = jzero.shard_train_state(doubled, stage=1, mesh=jzero.make_mesh(devices=jax.devices()[:4]))
     near(jzero.gather_params(moved), {"w": 2 * want["old"]["w"], "v": want["old"]["v"]})
-    near(jzero.get_full_opt_state(moved, "w", name="mu"), np.ones((5, 37)))
+    near(jzero.get_full_opt_state(moved, "w", name="trace"), np.ones((5, 37)))
 
 
 def saved_and_restored(want, folder):
@@ -157,10 +161,7 @@ def on_disk(want, folder):
     options = {"offload": jzero.Offload(optimizer="disk", path=str(folder))}
     two = jzero.make_mesh(devices=jax.devices()[:2])  # for each device programs are compiled
     state, metrics = STEP(shard(mesh=two, **options), make_batch())
-    jzero.save_checkpoint(folder / "checkpoint", state)
-    restored = jzero.restore_checkpoint(folder / "checkpoint", shard(mesh=two, **options))
-    trained(restored, np.asarray(metrics["loss"]), want)
-    near(jzero.gather_params(jzero.shard_train_state(state, stage=1)), want["new"])
+    trained(jzero.shard_train_state(state, stage=1), np.asarray(metrics["loss"]), want)
 
 
 def analyzed(want, _):
@@ -226,7 +227,7 @@ def test_calls(name, call, want, tmp_path):
 
 
 @pytest.mark.parametrize("is_set", [True, slow(False)])
-def test_meshes_of_jax_have_zeros_axes_as_auto(is_set, want):
+def test_meshes_of_jax_have_zeros_axes_as_auto(is_set):
     """`jax.make_mesh` makes Explicit axes by default: those of ZeRO are Auto, others stay."""
     mesh = jax.make_mesh((2, 2, 2), ("replica", "node", "shard"), axis_types=(AxisType.Explicit,) * 3)
     axes = {"axis": "shard", "node_axis": "node", "replica_axis": "replica"}
@@ -243,8 +244,8 @@ def test_meshes_of_jax_have_zeros_axes_as_auto(is_set, want):
             jzero.plan_of(jzero.init_train_state(lambda key: make_state(), jax.random.key(0), **options)),
         ]
         assert all(plan.mesh.axis_types == (AxisType.Auto,) * 3 for plan in plans)
-        new, metrics = STEP(state, x)
-        trained(new, metrics["loss"], want)
+        jaxpr = STEP.trace(state, x).jaxpr
+        assert all(f"'{axis}'" in str(jaxpr) for axis in axes.values()), "they are manual where gradients are summed"
 
 
 def test_losses_close_over_no_array_of_another_mesh():

@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,8 @@ import optax
 import pytest
 
 import jzero
-from tests import models
+from jzero.analysis.traced_collectives import traced_collectives
+from tests.shared import whole
 from tests.step_memory_models import (
     BATCH,
     HIDDEN,
@@ -33,7 +33,11 @@ def rematted_loss(params, x):
     return jnp.square(jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params)[0]).mean()
 
 
-@stages(1, 3)
+def jitted_loss(params, x):
+    return jax.jit(stack_loss)(params, x)
+
+
+@stages(3, of=(1, 3))
 def test_what_scanned_layers_keep_with_and_without_remat(stage):
     state = stack_state(config_of(stage))
     output = LOCAL * WIDTH * 4  # whose square is taken
@@ -43,11 +47,10 @@ def test_what_scanned_layers_keep_with_and_without_remat(stage):
     cases = [
         (stack_loss, None, products if stage == 3 else kept),
         (stack_loss, "cheap", products),
-        (stack_loss, "as_written", kept),
         (stack_loss, False, kept),
         (stack_loss, True, recomputed),
+        (jitted_loss, True, recomputed),
         (rematted_loss, None, recomputed),
-        (rematted_loss, True, recomputed),
         (rematted_loss, False, kept),
     ]
     for loss, remat, want in cases:
@@ -56,51 +59,23 @@ def test_what_scanned_layers_keep_with_and_without_remat(stage):
         assert {row.times for row in memory.activations} == {1, LAYERS}
 
 
-@stages(3)
-def test_remat_changes_no_number_but_memory(stage):
+def test_remat_changes_no_number_but_memory():
     """Equal to plain optax on one device, however it is recomputed; what XLA allocates follows."""
-    tx = optax.sgd(0.1)
+    tx, losses = optax.sgd(0.1), {"as_written": stack_loss, True: stack_loss, False: rematted_loss}
+    steps = {remat: jzero.make_train_step(loss, remat=remat) for remat, loss in losses.items()}
+    state, many = stack_state(config_of(3), tx), np.tile(BATCH, (64, 1))  # the same mean
+    assert str(steps[False].trace(state, many).jaxpr) == str(steps["as_written"].trace(state, many).jaxpr)
     plain = stack_state(config_of(0), tx).params
     gradient = jax.jit(jax.grad(stack_loss))(plain, BATCH)
-    temporaries = {}
-    many = np.tile(BATCH, (64, 1))  # the same mean
-    for loss, remat in [(stack_loss, "as_written"), (stack_loss, "cheap"), (stack_loss, True), (rematted_loss, False)]:
-        state = stack_state(config_of(stage), tx)
-        compiled = jzero.make_train_step(loss, remat=remat).lower(state, many).compile()
-        temporaries[loss.__name__, remat] = compiled.memory_analysis().temp_size_in_bytes
-        got = jzero.gather_params(compiled(state, many)[0])
+    temporaries = []
+    for remat in ("as_written", True):
+        compiled = steps[remat].lower(state, many).compile()
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        got = whole(compiled(stack_state(config_of(3), tx), many)[0].params)
         for name, g in gradient.items():  # sums over 8 parts in another order
             np.testing.assert_allclose(got[name], plain[name] - np.float32(0.1) * g, rtol=2e-5, atol=2e-6)
-    saved = temporaries["stack_loss", "as_written"] - temporaries["stack_loss", True]
+    saved = temporaries[0] - temporaries[1]
     assert saved >= (LAYERS - 2) * 64 * LOCAL * 2 * HIDDEN * 4, temporaries  # one layer is recomputed at a time
-    saved = temporaries["stack_loss", "as_written"] - temporaries["stack_loss", "cheap"]
-    assert saved >= (LAYERS - 2) * 64 * LOCAL * HIDDEN * 4, temporaries
-    assert temporaries["rematted_loss", False] == temporaries["stack_loss", "as_written"]
-
-
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(HIDDEN)(x))), None
-
-
-def test_remat_of_a_model_of_layers_in_a_scan_inside_jit():
-    """Linen's scan, called through `jit`, with a loss that takes a key."""
-    model = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)()
-    params = models.draw_params(model, BATCH, None)
-
-    def loss(params, batch, rng):
-        noise = 1 + 0 * jax.random.normal(rng, ())
-        return noise * jnp.square(jax.jit(model.apply)({"params": params}, batch, None)[0]).mean()
-
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(1e-2))
-    state, step = jzero.shard_train_state(plain, config=config_of(3)), jzero.make_train_step(loss, remat=True)
-    by_hand = jax.jit(jax.value_and_grad(loss))
-    for seed in range(2):
-        state, metrics = step(state, BATCH, rng=jax.random.key(seed))
-        want, grads = by_hand(params, BATCH, jax.random.key(seed))
-        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
-        params = jax.tree.map(lambda x, g: x - np.float32(1e-2) * np.asarray(g), params, grads)
 
 
 def chunked_loss(checkpointed):
@@ -136,7 +111,7 @@ def test_loops_that_close_over_parameters_are_recomputed_at_every_stage(stage, c
     state, metrics = compiled(state, many)
     plain, want, norm = chunked_gradients()
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    for name, x in jzero.gather_params(state).items():
+    for name, x in whole(state.params).items():
         np.testing.assert_allclose(x, plain[name] - np.float32(0.1) * want[name], rtol=1e-5, atol=1e-6)
 
 
@@ -151,7 +126,7 @@ def chunked_state(stage, tx):
 @functools.cache
 def chunked_gradients():
     """The parameters, their gradients in plain jax, and the norm of these."""
-    params = jax.tree.map(np.asarray, jzero.gather_params(chunked_state(0, optax.sgd(0.1))))
+    params = whole(chunked_state(0, optax.sgd(0.1)).params)
     grads = jax.tree.map(np.asarray, jax.jit(jax.grad(mlp_loss))(params, BATCH))
     return params, grads, np.sqrt(sum(np.square(x).sum() for x in grads.values()))
 
@@ -176,17 +151,15 @@ def test_checkpoints_in_branches_hold_at_stage_3():
     assert temporaries[False] < temporaries[True] - rows * HIDDEN * 4
 
 
-def test_remat_in_fori_loops_gathers_one_layer_at_a_time():
+@pytest.mark.parametrize("remat", [None, True])
+def test_remat_in_fori_loops_gathers_one_layer_at_a_time(remat):
     def loss(params, x):
         one = lambda i, y: layer(y, jax.tree.map(lambda w: w[i], params))[0]
         return jnp.square(jax.lax.fori_loop(0, LAYERS, one, x)).mean()
 
-    temporaries = {}
-    for remat in (None, True):
-        report = jzero.analyze(jzero.make_train_step(loss, remat=remat), stack_state(config_of(3)), BATCH)
-        assert max(row.elements // row.count for row in report.collectives) <= WIDTH * HIDDEN
-        temporaries[remat] = report.memory.temporaries
-    assert temporaries[True] <= temporaries[None]
+    jaxpr = jzero.make_train_step(loss, remat=remat).trace(stack_state(config_of(3)), BATCH).jaxpr
+    gathered = [c.num_elements for x in traced_collectives(jaxpr) if x.gathers for c in x.collectives]
+    assert set(gathered) == {WIDTH * HIDDEN}
 
 
 def test_remat_looks_into_branches_and_checkpoints():
@@ -195,19 +168,11 @@ def test_remat_looks_into_branches_and_checkpoints():
         inner = jax.checkpoint(scanned)
         return jnp.square(jax.lax.cond(x[0, 0] > 0, scanned, inner, x)).mean()
 
-    many = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), jnp.float32)
-    temporaries = {}
+    kept = {}
     for remat in (None, True):
         step = jzero.make_train_step(loss, remat=remat, check_rows=False)  # a branch on one row
-        temporaries[remat] = jzero.analyze(step, stack_state(config_of(1)), many).memory.temporaries
-    kept = LAYERS * 64 * LOCAL * 2 * HIDDEN * 4
-    assert temporaries[True] < temporaries[None] - kept // 2, temporaries
-
-
-@pytest.mark.parametrize("make", [jzero.make_train_step, jzero.value_and_grad])
-def test_remat_is_checked(make):
-    with pytest.raises(ValueError, match="a `Keep`: got 'all'"):
-        make(mlp_loss, remat="all")
+        kept[remat] = jzero.estimate_step_memory(step, stack_state(config_of(1)), BATCH).activation_bytes
+    assert kept[True] < kept[None] - LAYERS * LOCAL * 2 * HIDDEN * 4 // 2, kept
 
 
 def test_what_the_loss_recomputes_around_its_scan_is_said_to_be_gathered_again():

@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 import jzero
 from jzero.state.adapter import adapt
 from jzero.state.init import lower_init
-from tests import models
+from tests import models, shared
 from tests.tiers import singles, slow, stages
 
 
@@ -36,7 +36,7 @@ def _rich_state():
     return RichState.create(
         apply_fn=None,
         params=params,
-        tx=optax.adamw(1e-3),
+        tx=shared.adamw(1e-3),
         batch_stats={"mean": jnp.arange(37.0)},
         ema=jax.tree.map(lambda x: x + 1, params),
         dropout_key=jax.random.key(3),
@@ -57,7 +57,7 @@ def _assert_same_values(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-@singles(stage=[0, 1, 2, 3], num_devices=[1, 2, 3, 5, 6, 7, 8])
+@singles(stage=[0, 1, 2, 3], num_devices=[1, 3, 7, 8])
 @pytest.mark.filterwarnings("ignore:The mesh has one device")
 def test_sharding_and_back_changes_no_bit(stage, num_devices):
     state = _rich_state()
@@ -85,6 +85,8 @@ def test_stage_3_stores_shards_of_everything_that_follows_a_parameter():
         assert x.addressable_shards[0].data.shape == (37, 16)
     assert sharded.batch_stats["mean"].sharding.is_fully_replicated
     assert any(leaf.path == "batch_stats/mean" for leaf in plan.replicated)
+    whole = jzero.shard_train_state(_rich_state(), config=_config(2))
+    assert jax.tree.map(jnp.shape, whole.params) == jax.tree.map(jnp.shape, _rich_state().params), "not padded"
 
 
 def test_a_sharded_state_keeps_its_configuration_on_another_mesh():
@@ -99,12 +101,6 @@ def test_a_sharded_state_keeps_its_configuration_on_another_mesh():
     assert jzero.plan_of(jzero.abstract_train_state(sharded, mesh=mesh)) == jzero.plan_of(moved)
     with pytest.raises(ValueError, match="Say what to partition"):
         jzero.shard_train_state(_rich_state(), mesh=mesh)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_stages_below_3_never_pad_parameters(stage):
-    sharded = jzero.shard_train_state(_rich_state(), config=_config(stage))
-    assert jax.tree.map(jnp.shape, sharded.params) == jax.tree.map(jnp.shape, _rich_state().params)
 
 
 def test_result_shares_no_buffer_with_the_input():
@@ -126,7 +122,7 @@ def test_result_shares_no_buffer_with_the_input():
 def test_a_program_may_reuse_the_memory_of_what_was_placed(make, stage):
     """The runtime takes large arrays of the host as they are, and could not give them away."""
     params = {"w": make(np.ones((8 * 128, 257), np.float32))}
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1)).replace(params=params)
+    state = jzero.TrainState.create(params=params, tx=shared.sgd(0.1)).replace(params=params)
     placed = jzero.shard_train_state(state, stage).params["w"]
     pointers = lambda x: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
     before = pointers(placed)
@@ -135,7 +131,7 @@ def test_a_program_may_reuse_the_memory_of_what_was_placed(make, stage):
 
 def test_an_array_goes_from_each_layout_of_a_leaf_to_each_other():
     natural = np.random.default_rng(0).normal(size=(37, 61)).astype(np.float32)
-    state = jzero.TrainState.create(params={"w": natural}, tx=optax.sgd(0.1))
+    state = jzero.TrainState.create(params={"w": natural}, tx=shared.sgd(0.1))
     leaf_of = lambda stage, **rules: jzero.plan_train_state(
         state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0, rules=rules)
     ).leaves[0]
@@ -179,46 +175,31 @@ def test_sharding_again_lays_out_anew(before, after):
 
 @stages(3, of=(1, 3))
 def test_born_sharded_equals_sharded_after(stage):
-    tx, draw = optax.adam(1e-3), nn.initializers.lecun_normal()
+    """And at birth no device holds more than its shards and one leaf, as the compiler says of its program."""
+    tx, draw = optax.adam(1e-3), nn.initializers.normal(0.1)
 
     @jax.jit
     def make_state(key):
         first, *keys = jax.random.split(key, 4)
-        params = {
-            "embed": nn.initializers.normal(0.02)(first, (509, 37)),
-            "layers": [draw(keys[0], (37, 37))],
-            "stack": jax.vmap(lambda key: draw(key, (37, 37)))(jnp.stack(keys)),
-            "bias": jnp.zeros(37),
-        }
+        stack = jax.vmap(lambda key: draw(key, (37, 61)))(jnp.stack(keys))
+        params = {"layers": [draw(first, (509, 61))], "stack": stack, "bias": jnp.zeros(37)}
         return TrainState.create(apply_fn=None, params=params, tx=tx)
 
     born = jzero.init_train_state(make_state, jax.random.key(0), config=_config(stage))
     sharded = jzero.shard_train_state(make_state(jax.random.key(0)), config=_config(stage))
-    assert jzero.plan_of(born) == jzero.plan_of(sharded)
+    plan = jzero.plan_of(born)
+    assert plan == jzero.plan_of(sharded)
     # The initialisers end in a scaling, which the compiler fuses otherwise when it sees one device: two ulp of 0.3.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=6e-8), _bits(born.params), _bits(sharded.params)
     )
     for x, y in zip(jax.tree.leaves(born), jax.tree.leaves(sharded), strict=True):
         assert (x.aval, x.sharding) == (y.aval, y.sharding)
-
-
-@pytest.mark.parametrize("model", [models.Stack(256), slow(models.GPT(d_model=256, heads=8, vocab=512, scan=False))])
-def test_no_device_holds_more_than_its_shards_and_one_leaf_at_birth(model):
-    """The compiled program's own memory analysis, on one device."""
-    tx = optax.adam(1e-3)
-    make_state = lambda key: TrainState.create(
-        apply_fn=model.apply, params=model.init(key, jnp.zeros((1, models.SEQ), jnp.int32))["params"], tx=tx
-    )
-    plan = jzero.plan_train_state(
-        jax.eval_shape(make_state, jax.random.key(0)), config=_config(3), mesh=jzero.make_mesh()
-    )
-    (program,), *_ = lower_init(make_state, jax.random.key(0), _config(3), jzero.make_mesh())
+    (program,), *_ = lower_init(make_state, jax.random.key(0), _config(stage), jzero.make_mesh())
     memory = program.compile().memory_analysis()
     shards = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
-    largest = max(4 * leaf.param.size for leaf in plan.leaves)
     assert memory.output_size_in_bytes <= shards * 1.01 + 4096
-    assert memory.temp_size_in_bytes <= largest
+    assert memory.temp_size_in_bytes <= max(4 * leaf.param.size for leaf in plan.leaves)
 
 
 @stages(1, 3)
@@ -265,7 +246,7 @@ def test_wrapping_one_optimizer_twice_gives_equal_states():
 def test_float64_of_numpy_is_trained_as_jax_would_have_it():
     params = {"w": np.linspace(-1, 1, 64 * 64).reshape(64, 64)}
     assert params["w"].dtype == np.float64
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1, momentum=0.9))
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1, momentum=0.9))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(persistence_threshold=0))
     assert jzero.plan_of(state).leaves[0].param.dtype == state.params["w"].dtype == np.float32
     loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
@@ -289,7 +270,7 @@ def test_which_states_a_step_updates_itself():
 
     def found(cls):
         params = {"params": {"w": jnp.ones(2)}}
-        return not adapt(cls.create(apply_fn=None, params=params, tx=optax.sgd(0.1))).has_own_update
+        return not adapt(cls.create(apply_fn=None, params=params, tx=shared.sgd(0.1))).has_own_update
 
     assert found(TrainState)
     assert found(jzero.TrainState)
@@ -309,18 +290,18 @@ def test_fp8_scales_that_flax_overwrites_with_their_gradients_are_refused():
 
     model = Model()
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 4)))
-    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=optax.sgd(0.1)), params)
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=shared.sgd(0.1)), params)
     with pytest.raises(ValueError, match="_overwrite_with_gradient"):
         jzero.plan_train_state(state, stage=1)
 
 
 @stages(3, of=(0, 3))
 def test_plain_pytree_state_with_tied_and_empty_leaves(stage):
-    shared = jnp.ones((16, 16))
-    params = [shared, {"tied": shared, "empty": jnp.zeros((0, 4)), "scalar": jnp.float32(2)}]
+    twice = jnp.ones((16, 16))
+    params = [twice, {"tied": twice, "empty": jnp.zeros((0, 4)), "scalar": jnp.float32(2)}]
     loss = lambda p, x: jnp.square(x @ p[0] @ p[1]["tied"]).mean() * p[1]["scalar"] + p[1]["empty"].sum()
     grads = jax.jit(jax.grad(loss))(params, np.ones((8, 16), np.float32))
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=_config(stage))
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), config=_config(stage))
     got, _ = jzero.make_train_step(loss)(state, np.ones((8, 16), np.float32))
     want = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), params, grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), jzero.gather_params(got), want)

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
 from jzero.state.init import lower_init
-from tests import models
+from tests import shared
 
 TX = optax.adam(1e-2)
 CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0)
@@ -25,17 +26,23 @@ def make_state(key):
     return jzero.TrainState.create(params=params, tx=TX, extra={"copy": params["w"], "key": key})
 
 
+class Small(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(61, 24, embedding_init=nn.initializers.normal())(tokens)
+        return nn.LayerNorm()(nn.Dense(36, kernel_init=nn.initializers.normal(), use_bias=False)(x))
+
+
 def num_draws(make, **options):
-    """Rotations of bits, of which random numbers are made, in the compiled program."""
+    """Random numbers that the lowered programs draw."""
     programs, *_ = lower_init(make, jax.random.key(0), CONFIG, jzero.make_mesh(), **options)
-    text = "".join(program.compile().as_text() for program in programs)
-    return text.count(" shift-left(")
+    return sum(program.as_text().count("call @_normal") for program in programs)
 
 
 @pytest.mark.smoke
 def test_what_matches_is_zero_and_not_drawn():
     """What is made of it is made of zeros; the rest is as without."""
-    plain = make_state(jax.random.key(0))
+    plain = jax.jit(make_state)(jax.random.key(0))
     born = jzero.unshard_train_state(
         jzero.init_train_state(make_state, jax.random.key(0), config=CONFIG, zeros=r"(?!.*lora_a).*")
     )
@@ -61,15 +68,15 @@ def test_integers_of_zeros_are_made_by_the_program():
 
 def test_layers_under_one_jit_are_not_drawn():
     """A Linen model whose parameters are one equation's results; masters are zeros, too."""
-    model = models.Stack(24, layers=2)
-    init = jax.jit(lambda key: model.init(key, jnp.zeros((1, models.SEQ), jnp.int32))["params"])
+    model = Small()
+    init = jax.jit(lambda key: model.init(key, jnp.zeros((1,), jnp.int32))["params"])
     make = lambda key: TrainState.create(apply_fn=model.apply, params=init(key), tx=TX)
     assert num_draws(make, zeros=".*") == 0 < num_draws(make)
     config = jzero.ZeroConfig(stage=1, precision="bf16")
     state = jzero.init_train_state(make, jax.random.key(0), config=config, zeros=".*kernel")
     flat = jax.tree_util.tree_leaves_with_path(jzero.gather_params(state, masters=True))
     is_kernel = lambda path: path[-1].key == "kernel"
-    assert [bool(np.any(x)) for path, x in flat if is_kernel(path)] == [False, False]
+    assert [bool(np.any(x)) for path, x in flat if is_kernel(path)] == [False]
     assert {path[-1].key for path, x in flat if np.any(x)} == {"embedding", "scale"}
 
 
@@ -86,7 +93,7 @@ def test_frozen_variables_of_nnx_and_shared_arrays():
 
     def tied(key):
         w = jax.random.normal(key, (61, 36))
-        return jzero.TrainState.create(params={"a": w, "b": w}, tx=optax.sgd(0.1))
+        return jzero.TrainState.create(params={"a": w, "b": w}, tx=shared.sgd(0.1))
 
     for zeros, is_drawn in (("a", True), ("a|b", False)):
         born = jzero.init_train_state(tied, jax.random.key(0), config=CONFIG, zeros=zeros)

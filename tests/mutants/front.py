@@ -24,7 +24,6 @@ MUTANTS = [
         "np.array(real, np.float32)]",
         "np.ones(len(real), np.float32)]",
         "test_data_loader.py::test_training_on_a_padded_remainder_equals_optax_on_the_examples",
-        "[1]",
     ),
     Mutant(
         "loaders_need_not_agree",

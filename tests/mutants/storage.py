@@ -268,7 +268,6 @@ MUTANTS = [
         "not self._pass.is_fresh or ",
         "",
         "test_disk_faults.py::test_after_ctrl_c_the_step_is_repeated",
-        "later and 0.03",
     ),
     Mutant(
         "read_ahead_outlives_a_commit",
