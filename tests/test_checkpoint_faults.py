@@ -87,7 +87,7 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
     assert rows[-1]["went_on_from"] > 0
 
 
-@pytest.mark.parametrize("damage", default_for(["flipped", "gone"], DAMAGE))
+@pytest.mark.parametrize("damage", default_for(["flipped"], DAMAGE))
 def test_any_damaged_file_is_noticed_or_does_not_matter(damage, state, two_steps):
     like = shapes(state)
     noticed = []

@@ -17,6 +17,7 @@ import pytest
 
 import jzero
 from tests import deepspeed_model as model
+from tests.tiers import slow
 
 DATA = pathlib.Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "deepspeed_golden.json").read_text())
@@ -374,7 +375,7 @@ def assert_trains_like(config, update, *, rtol):
         np.testing.assert_allclose(found[name], w, rtol=rtol, atol=rtol / 100)
 
 
-@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
+@pytest.mark.parametrize("offload", [slow({}), {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
 def test_cycled_momentum_trains_as_by_hand(offload):
     row = GOLDEN["schedules"][11]
     lrs, betas = row["lr"], row["betas"]

@@ -14,7 +14,7 @@ from jzero.records.run import RecordPass
 from jzero.state.record_states import record_update
 from tests import models
 from tests.disk_states import OPTIMIZERS, loss_fn, state_on_disk
-from tests.tiers import default_for
+from tests.tiers import default_for, slow
 
 FIRST, NUMBERS, REST = "loss and gradients", "numbers of the update", "the rest of the update"
 LATE = {"optimizer": "host", "compute": "host", "delay": 1}
@@ -76,7 +76,7 @@ def on_first_device():
     return sum({x.unsafe_buffer_pointer(): x.nbytes for x in shards if x.nbytes}.values())
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), slow(3, "fp32")])
 def test_bytes_beside_records_are_those_of_a_running_step(tmp_path, monkeypatch, stage, precision):
     before = on_first_device()
     state, batch = state_on_disk(tmp_path, stage, precision), models.mlp_batch(48)

@@ -238,6 +238,7 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
     assert os.listdir(tmp_path / "scratch") == []
 
 
+@pytest.mark.slow
 def test_saving_and_restoring_take_the_memory_of_a_few_records(tmp_path):
     # What is freed goes back to the system at once, so that it does not count.
     ended = run_script("--memory", tmp_path, MALLOC_MMAP_THRESHOLD_="131072")

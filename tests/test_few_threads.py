@@ -33,6 +33,7 @@ print(float(metrics["loss"]))
 """
 
 
+@pytest.mark.slow
 def test_a_loop_that_never_looks_at_the_loss_ends():
     """Without waiting, XLA ends the process after 40 s in most runs on two cores."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS")}

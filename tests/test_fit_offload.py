@@ -14,6 +14,7 @@ import jzero
 from jzero.analysis import machines
 from tests.fit_models import BATCH, make_state, search_quickly
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
+from tests.tiers import slow
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +152,7 @@ def test_a_disk_must_be_known():
         on_h200(host_bytes=-1)
 
 
-@pytest.mark.parametrize("compute", ["device", "host"])
+@pytest.mark.parametrize("compute", ["device", slow("host")])
 def test_the_compiler_confirms_all_programs_of_a_step_on_a_disk(tmp_path, compute):
     offload = jzero.Offload(optimizer="disk", path=tmp_path, compute=compute)
     config = dataclasses.replace(MASTERS, offload=offload)

@@ -73,7 +73,7 @@ def test_logits_are_those_of_transformers(family, tmp_path):
     [
         pytest.param("llama3", 3, 3, {}, marks=pytest.mark.smoke),
         ("gemma2", 1, 3, {}),
-        ("llama3", 2, 8, {"precision": "bf16"}),
+        slow("llama3", 2, 8, {"precision": "bf16"}),
         ("gemma2", 3, 8, {"offload": jzero.Offload(params="host", optimizer="host")}),
         *(slow(family, 0, 8, {}) for family in ("llama3", "gemma2")),
     ],

@@ -85,10 +85,10 @@ def test_muon_trains_like_optax_on_one_device(kind, variant, config, sizes):
     ("kind", "name", "config", "sizes"),
     [
         ("stack5", "soap", {}, {"data": 8}),
-        ("experts", "shampoo", {"stage": 0}, {"data": 8}),
+        slow("experts", "shampoo", {"stage": 0}, {"data": 8}),
         ("unrolled", "galore", {}, {"data": 8}),  # its decomposition is of one matrix each, so of no stack
         ("stack8", "muon", {}, {"data": 3}),  # gradients are given: float32 would round their mean over three
-        ("unrolled", "muon", {"persistence_threshold": 520}, {"data": 5}),
+        slow("unrolled", "muon", {"persistence_threshold": 520}, {"data": 5}),
         slow("unrolled", "soap", {"stage": 1}, {"data": 8}),
         slow("stack8", "soap", {"stage": 0}, {"data": 8}),
         slow("stack11", "muon", {"node_axis": "node"}, {"node": 2, "data": 3}),

@@ -342,6 +342,7 @@ socket.gethostbyname, builtins.open = look_up, open_here
 """
 
 
+@pytest.mark.slow
 def test_jax_finds_the_pods_of_the_jobset(tmp_path):
     """JAX's own detection, given what the API server would answer of the manifest, within what the Role allows."""
     (tmp_path / "kubernetes.py").write_text(KUBERNETES)

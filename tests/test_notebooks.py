@@ -1,5 +1,6 @@
 """The notebooks: paired with text, committed with their outputs, and run from top to bottom."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -8,8 +9,6 @@ import shutil
 import subprocess
 import sys
 
-import jupytext
-import jupytext.compare
 import matplotlib.pyplot as plt
 import pytest
 
@@ -73,7 +72,14 @@ def text_of(output: dict) -> str:
     return "\n".join(["".join(output.get("text", [])), *("".join(value) for value in data.values())])
 
 
-def test_there_are_four_and_each_is_paired():
+@pytest.fixture(scope="module")
+def jupytext():
+    """Takes seconds to import, which each process would pay that only collects this file."""
+    importlib.import_module("jupytext.compare")
+    return importlib.import_module("jupytext")
+
+
+def test_there_are_four_and_each_is_paired(jupytext):
     assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]
     assert [path.with_suffix(".py") for path in NOTEBOOKS] == sorted(FOLDER.glob("*.py"))
     for path in NOTEBOOKS:
@@ -82,7 +88,7 @@ def test_there_are_four_and_each_is_paired():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_and_text_say_the_same(path):
+def test_notebook_and_text_say_the_same(path, jupytext):
     text = path.with_suffix(".py").read_text()
     jupytext.compare.compare_notebooks(jupytext.reads(text, fmt="py:percent"), jupytext.read(path), "py:percent")
     assert jupytext.writes(jupytext.read(path), fmt="py:percent") == text, "run `jupytext --sync` on it"

@@ -150,6 +150,7 @@ print(batch["x"].shape)
 """
 
 
+@pytest.mark.slow
 def test_packages_may_be_imported_after_jzero_is_used():
     """Flax and Grain; and the program ends although a thread of Grain's loads batches."""
     plain = jzero.TrainState.create(params={"w": np.ones((8, 8), np.float32)}, tx=optax.adam(1e-3))

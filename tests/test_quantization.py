@@ -118,7 +118,7 @@ TWICE, KEPT, AHEAD = {"accumulate_steps": 2}, {"reshard_after_forward": False}, 
 @pytest.mark.parametrize(
     ("sizes", "loss", "options", "fields"),
     [
-        ({"data": 3}, unrolled_loss, TWICE, {}),
+        slow({"data": 3}, unrolled_loss, TWICE, {}),
         (REPLICAS, loss_fn, {"remat": False}, {"replica_axis": "replica", **KEPT}),
         (TWO, loss_fn, TWICE, {**SECONDARY, **AHEAD}),
         slow(TWO, unrolled_loss, {}, {**SECONDARY, **KEPT}),

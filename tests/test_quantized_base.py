@@ -108,7 +108,7 @@ def test_an_integer_base_keeps_its_bits(tmp_path, frozen):
     np.testing.assert_array_equal(np.asarray(jax.tree.leaves(born.params["base"]["w"])[0]), bits)
 
 
-@pytest.mark.parametrize("offload", [jzero.Offload(), jzero.Offload(optimizer="host", params="host")])
+@pytest.mark.parametrize("offload", [slow(jzero.Offload()), jzero.Offload(optimizer="host", params="host")])
 def test_an_integer_base_works_wherever_parameters_do(tmp_path, offload):
     state = lora_state(config_of(frozen="int8", offload=offload))
     bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])

@@ -123,7 +123,7 @@ SECONDARY, LATE = {"secondary_params": True}, {"secondary_grads": True}
         (loss_fn, 3, SIZES[0], {}, {}),
         (few_loss, 3, SIZES[1], TWICE, AHEAD | SECONDARY | LATE),
         (unrolled_few_loss, 3, SIZES[2], {"remat": False}, KEPT | SECONDARY),
-        (unrolled_few_loss, 1, SIZES[0], {"remat": False}, {}),
+        slow(unrolled_few_loss, 1, SIZES[0], {"remat": False}, {}),
         (few_loss, 2, SIZES[1], {"accumulate_steps": 4}, LATE),
         slow(unrolled_loss, 2, SIZES[2], TWICE, {}),
         slow(loss_fn, 3, {"node": 4, "data": 2}, TWICE, KEPT),

@@ -28,8 +28,8 @@ NAMES = sorted(SHAPES)
 CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names.split()}
 TRACED = [name for name, kind in CLASS_OF.items() if kind != "needs the loss function"]
 
-FEW = "adafactor lamb muon noisy_sgd".split()
-"""Those whose kernels run by default: of each class; chains below have a `cond`."""
+FEW = "lamb muon".split()
+"""Those whose kernels run by default: sums, and whole matrices; chains below have a `cond`."""
 
 
 def values(seed):
