@@ -30,14 +30,7 @@ MUTANTS = [
         "records/records.py",
         "            self.pending.overlay(record, views)\n",
         "",
-        "test_zenflow.py::test_an_edit_counts_after_all_that_waits",
-    ),
-    Mutant(
-        "gradients_that_were_applied_wait_on",
-        "records/schedules.py",
-        "            self.background.count()\n            self.waiting = None\n",
-        "            self.background.count()\n",
-        "test_zenflow.py::test_an_edit_counts_after_all_that_waits",
+        "test_zenflow.py::test_training_resumes_at_an_interval_to_the_bit_and_a_skipped_step_adds_nothing",
     ),
     Mutant(
         "steps_of_records_never_commit",
