@@ -175,7 +175,7 @@ def test_sharding_again_lays_out_anew(before, after):
 
 @stages(3, of=(1, 3))
 def test_born_sharded_equals_sharded_after(stage):
-    """And at birth no device holds more than its shards and one leaf, as the compiler says of its program."""
+    """And at birth at stage 3 no device holds more than its shards and one leaf, as the compiler says."""
     tx, draw = optax.adam(1e-3), nn.initializers.normal(0.1)
 
     @jax.jit
@@ -195,11 +195,12 @@ def test_born_sharded_equals_sharded_after(stage):
     )
     for x, y in zip(jax.tree.leaves(born), jax.tree.leaves(sharded), strict=True):
         assert (x.aval, x.sharding) == (y.aval, y.sharding)
-    (program,), *_ = lower_init(make_state, jax.random.key(0), _config(stage), jzero.make_mesh())
-    memory = program.compile().memory_analysis()
-    shards = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
-    assert memory.output_size_in_bytes <= shards * 1.01 + 4096
-    assert memory.temp_size_in_bytes <= max(4 * leaf.param.size for leaf in plan.leaves)
+    if stage == 3:
+        (program,), *_ = lower_init(make_state, jax.random.key(0), _config(stage), jzero.make_mesh())
+        memory = program.compile().memory_analysis()
+        shards = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
+        assert memory.output_size_in_bytes <= shards * 1.01 + 4096
+        assert memory.temp_size_in_bytes <= max(4 * leaf.param.size for leaf in plan.leaves)
 
 
 @stages(1, 3)
