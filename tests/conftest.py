@@ -37,7 +37,7 @@ POOL_BYTES = 2**30  # most that stays from run to run; the whole default suite t
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps what XLA compiles, in pytest's cache, too: a second run takes two thirds of the time of the first.
+    """Keeps what XLA compiles, in pytest's cache, too: a second run takes three quarters of the time of the first.
 
     Each process has a folder of its own: jax would read files that another is still writing.
     """

@@ -12,10 +12,12 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis import fill
+from jzero.analysis import compiled_step, fill
 from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.fill import Filling, _gathered_again
 from jzero.analysis.machines import machine
+from jzero.analysis.memory import Memory
+from jzero.analysis.step_programs import StepProgram
 from jzero.analysis.traced_collectives import traced_collectives
 from tests import shared
 from tests.fit_models import reckoned_once
@@ -145,6 +147,14 @@ def test_one_more_is_tried_while_the_last_fits(monkeypatch):
     monkeypatch.setattr(fill, "hardware_of", lambda *args, **kwargs: (machine("h200:8"), jax.devices(), []))
     _, found = filled(peak_with(2) + 100, confirm=True)
     assert found.remat == jzero.Keep(params="all", blocks=3)
+
+
+def test_what_a_program_allocates_counts_if_it_is_more_than_its_peak(monkeypatch):
+    memory = Memory(arguments=60, outputs=50, aliased=40, temporaries=20, peak=70, host=0)
+    program = StepProgram("step", traced=None, lowered=None, compiled=None, memory=memory, beside=5)
+    monkeypatch.setattr(compiled_step, "step_programs", lambda *args: [program])
+    arguments = (default_state(), make_batch(), None)
+    assert compiled_step.compile_step(shared.make_train_step(loss_fn), arguments, None, None).peak == 5 + 90
 
 
 @pytest.mark.parametrize("fastest", [0, PATHS, PATHS + LAYERS])  # nothing, all parameters, blocks as well
