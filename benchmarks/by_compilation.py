@@ -25,8 +25,8 @@ import jzero
 from benchmarks.engines import ENGINES, make_engine
 from benchmarks.gpt import AXIS, GPT, MODEL, SIZES, init_of, placed
 from benchmarks.lines import add_line, lines_of
-from jzero.analysis.machines import parse_machine
-from jzero.analysis.topologies import topology_devices
+from jzero.machines.machine import parse_machine
+from jzero.machines.topologies import topology_devices
 
 MIB = 2**20
 STAGES = {

@@ -21,7 +21,7 @@ from benchmarks.by_compilation import MIB
 from benchmarks.families import FAMILIES, batch_of, jzero_step
 from benchmarks.gpt import AXIS
 from benchmarks.lines import add_line, lines_of
-from jzero.analysis.topologies import topology_devices
+from jzero.machines.topologies import topology_devices
 
 STAGES = (3, 0, 1, 2)
 TOO_LARGE = {"llama_8b": (0, 1, 2)}

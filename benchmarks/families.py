@@ -58,7 +58,7 @@ from benchmarks.family_models import (
 from benchmarks.gpt import AXIS
 from benchmarks.lines import add_line, lines_of
 from benchmarks.more_family_models import dit, gnn, hybrid, perceiver, unet
-from jzero.analysis.topologies import topology_devices
+from jzero.machines.topologies import topology_devices
 
 FAMILIES: dict[str, Callable[[], Family]] = {
     "gpt_scanned": functools.partial(gpt, scanned=True),

@@ -22,7 +22,7 @@ from benchmarks.engines import Engine
 from benchmarks.families import FAMILIES, batch_of, compiled, figures, jzero_step
 from benchmarks.gpt import AXIS
 from benchmarks.lines import add_line, lines_of
-from jzero.analysis.topologies import topology_devices
+from jzero.machines.topologies import topology_devices
 
 STEPS = ("strong", "jzero", "half", "full")
 

@@ -29,9 +29,9 @@ from benchmarks.family_models import LLAMA_125M, Family, gpt, llama, moe
 from benchmarks.lines import add_line, lines_of
 from jzero.analysis import confirm
 from jzero.analysis.candidates import Candidate, Fit
-from jzero.analysis.machines import machine
 from jzero.analysis.search import Search
-from jzero.analysis.step_memory import StepMemory
+from jzero.estimate.step_memory import StepMemory
+from jzero.machines.machine import machine
 
 GIB = 2**30
 

@@ -31,7 +31,7 @@ import jzero
 from benchmarks.by_compilation import MIB
 from benchmarks.families import AXIS, FAMILIES, batch_of, jzero_step, strong_step
 from benchmarks.lines import add_line, lines_of
-from jzero.analysis.topologies import topology_devices
+from jzero.machines.topologies import topology_devices
 
 OPTIMIZERS = ("adamw", "muon", "muon+e")
 ENGINES = {"jzero": jzero_step, "strong": strong_step}

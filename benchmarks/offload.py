@@ -26,7 +26,7 @@ import optax
 import jzero
 from benchmarks.gpt import GPT, Size, init_of, loss_of
 from benchmarks.turns import Training, in_turns
-from jzero.analysis.topologies import topology_devices
+from jzero.machines.topologies import topology_devices
 
 MIB = 2**20
 HEADER = f"{'offload':24}{'arguments':>12}{'temporaries':>13}{'peak':>10}{'host':>10}   MiB per device"

@@ -35,13 +35,13 @@ from jax import lax
 import jzero
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
-from jzero.analysis.machines import machine
 from jzero.analysis.memory import compiled_memory
 from jzero.analysis.schedule import simulate
-from jzero.analysis.topologies import topology_devices, topology_options
-from jzero.analysis.traced import trace_program
-from jzero.analysis.traced_collectives import traced_collectives
 from jzero.analysis.violations import Compiled, find_violations
+from jzero.estimate.traced import trace_program
+from jzero.estimate.traced_collectives import traced_collectives
+from jzero.machines.machine import machine
+from jzero.machines.topologies import topology_devices, topology_options
 
 WIDTH, LAYERS, VOCAB, LENGTH, HEADS, ROWS = 2048, 8, 8192, 1024, 16, 2
 SIZES = {"embed": (VOCAB, WIDTH), "qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH),

@@ -1,11 +1,10 @@
 # Every public name: type checkers read this file, and `__init__.py` reads from it where to import a name from.
 from jzero.analysis.analyze import analyze as analyze
 from jzero.analysis.candidates import Fit as Fit
+from jzero.analysis.estimates import estimate_step_memory as estimate_step_memory
 from jzero.analysis.fill import fill_memory as fill_memory
 from jzero.analysis.fit import fit as fit
 from jzero.analysis.report import AnalysisReport as AnalysisReport
-from jzero.analysis.step_memory import StepMemory as StepMemory
-from jzero.analysis.step_memory import estimate_step_memory as estimate_step_memory
 from jzero.analysis.violations import PlanViolation as PlanViolation
 from jzero.checkpoint.damage import CheckpointError as CheckpointError
 from jzero.checkpoint.inspecting import CheckpointInfo as CheckpointInfo
@@ -52,6 +51,7 @@ from jzero.engine.outputs import PerExample as PerExample
 from jzero.engine.outputs import Summed as Summed
 from jzero.engine.outputs import Weighted as Weighted
 from jzero.engine.recompute import offload_activations as offload_activations
+from jzero.estimate.step_memory import StepMemory as StepMemory
 from jzero.layout.mesh import make_mesh as make_mesh
 from jzero.monitor.monitor import Monitor as Monitor
 from jzero.monitor.sinks import Csv as Csv

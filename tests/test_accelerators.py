@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis.topologies import topology_devices
+from jzero.machines.topologies import topology_devices
 from jzero.state.init import lower_init
 from jzero.state.shard import abstract_train_state
 from tests import models

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.analysis.traced_collectives import traced_collectives
+from jzero.estimate.traced_collectives import traced_collectives
 from tests import light_decoder, models
 from tests.compiled import analyze
 from tests.drawn import initializer

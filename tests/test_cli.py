@@ -19,10 +19,10 @@ from safetensors.numpy import load_file
 
 import jzero
 from jzero import __main__ as main
-from jzero.analysis import topologies
 from jzero.checkpoint.contents import sign
 from jzero.cli import status
 from jzero.cli.terminal import messages
+from jzero.machines import topologies
 from tests import cli_models
 from tests.cli_runs import data_of, fit_tries_little, folder, message_of, run, text_of  # noqa: F401  # fixtures
 from tests.estimator_models import ZERO2_T5_3B_COLD, ZERO3_T5_3B_COLD

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 import jzero
-from jzero.analysis import topologies
 from jzero.cli import doctor
 from jzero.cli.disk_report import examine_disk
+from jzero.machines import topologies
 from tests import pages
 from tests.cli_runs import data_of, folder, run, text_of  # noqa: F401  # fixtures
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from jzero.analysis import topologies
 from jzero.cli import terminal
+from jzero.machines import topologies
 from tests.cli_runs import folder, message_of, run  # noqa: F401  # fixtures
 
 # Wrong input.

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis.topologies import topology_devices
+from jzero.machines.topologies import topology_devices
 from jzero.state.shard import abstract_train_state
 from tests import models
 

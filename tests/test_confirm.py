@@ -8,8 +8,8 @@ import pytest
 import jzero
 from jzero.analysis import confirm
 from jzero.analysis.candidates import Candidate, Fit, choose, judge
-from jzero.analysis.step_memory import StepMemory
-from jzero.analysis.step_time import StepTime
+from jzero.estimate.step_memory import StepMemory
+from jzero.estimate.step_time import StepTime
 
 LIMIT = 1000
 OF = {"params": 0, "grads": 0, "opt_state": 0, "other": 0, "activations": (), "at_peak": {}}

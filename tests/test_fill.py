@@ -15,10 +15,10 @@ import jzero
 from jzero.analysis import compiled_step, fill
 from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.fill import Filling, _gathered_again
-from jzero.analysis.machines import machine
 from jzero.analysis.memory import Memory
 from jzero.analysis.step_programs import StepProgram
-from jzero.analysis.traced_collectives import traced_collectives
+from jzero.estimate.traced_collectives import traced_collectives
+from jzero.machines.machine import machine
 from tests import shared
 from tests.fit_models import reckoned_once
 from tests.test_keep import loss_fn, make_params, scan_loss, stacked_params

@@ -16,7 +16,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.analysis import compiled_step, fit, machines, search
+from jzero.analysis import compiled_step, fit, search
+from jzero.machines.machine import machine
 from tests.fit_models import BATCH, make_state, reckoned_once, search_quickly
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
 from tests.tiers import slow
@@ -270,7 +271,7 @@ def test_a_machine_that_is_not_there():
     assert "Nothing was compiled" in str(whole)
     found = find(stages=(1,))
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in str(found)
-    assert found.limit == int(0.9 * machines.machine("h200:8").hbm_bytes)
+    assert found.limit == int(0.9 * machine("h200:8").hbm_bytes)
 
 
 def test_json_and_table():

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis import machines
+from jzero.machines.machine import machine
 from tests.fit_models import BATCH, make_state, search_quickly
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
 from tests.tiers import slow
@@ -76,7 +76,7 @@ def test_the_host_is_compared_from_the_start_if_asked():
         parts = 1 if x.config.stage == 0 else 8
         size = 2 * LAYERS * WIDTH * HIDDEN
         assert x.memory.host == 12 * size / parts
-        assert x.host_seconds == x.memory.host / machines.machine("h200:8").host_link_bytes_per_s
+        assert x.host_seconds == x.memory.host / machine("h200:8").host_link_bytes_per_s
         assert x.cost() == x.memory.seconds + x.host_seconds
         assert "s for the host" in x.verdict
     header = next(line for line in str(choice).splitlines() if line.startswith("stage"))

@@ -9,8 +9,8 @@ import pytest
 from jzero.analysis.collectives import find_collectives
 from jzero.analysis.costs import flops_of
 from jzero.analysis.hlo import HloArray, parse_hlo
-from jzero.analysis.machines import machine
 from jzero.analysis.schedule import HostCalls, host_calls, simulate
+from jzero.machines.machine import machine
 
 HEADER = "HloModule step, is_scheduled=true, num_partitions=8\n\n"
 ALL = "replica_groups=mesh['data'=8] {'data'}"

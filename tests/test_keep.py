@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis.traced_collectives import traced_collectives
+from jzero.estimate.traced_collectives import traced_collectives
 from tests import engine_losses
 from tests.block_models import num_activations
 from tests.shared import whole

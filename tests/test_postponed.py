@@ -6,8 +6,8 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis.footprint import footprint
-from jzero.analysis.traced import trace_program
+from jzero.estimate.footprint import footprint
+from jzero.estimate.traced import trace_program
 
 ROWS, WIDTH, LAYERS = 4096, 16, 6
 ACTIVATION = ROWS * WIDTH * 4

@@ -9,7 +9,7 @@ from flax import linen as nn
 
 import jzero
 import jzero.hf
-from jzero.analysis.machines import machine
+from jzero.machines.machine import machine
 from tests import hf_models
 from tests.example_runs import EXAMPLES
 

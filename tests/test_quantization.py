@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.analysis.collectives import bytes_on_port
-from jzero.analysis.traced_collectives import traced_collectives
+from jzero.estimate.traced_collectives import traced_collectives
 from jzero.layout.cut import Cut
+from jzero.layout.route import bytes_on_port
 from tests.quantized import BATCH, FLAT, SECONDARY, STEPS, TWO, TWO_HOPS, WIDTH, config_of, numpy_rounded
 from tests.test_two_hops import LAYERS, loss_fn, unrolled_loss
 from tests.tiers import slow

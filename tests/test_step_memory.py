@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, AxisType
 
 import jzero
-from jzero.analysis.traced import trace_program
+from jzero.estimate.traced import trace_program
 from tests import models
 from tests.step_memory_models import (
     BATCH,

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis.traced_collectives import traced_collectives
+from jzero.estimate.traced_collectives import traced_collectives
 from tests.shared import whole
 from tests.step_memory_models import (
     BATCH,

@@ -6,9 +6,9 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis.machines import machine
-from jzero.analysis.step_time import step_time
-from jzero.analysis.traced import trace_program
+from jzero.estimate.step_time import step_time
+from jzero.estimate.traced import trace_program
+from jzero.machines.machine import machine
 
 H200 = machine("h200:8")
 ROWS, WIDTH, HIDDEN, LAYERS = 512, 2048, 8192, 4  # rows per device

@@ -14,11 +14,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.analysis import topologies
-from jzero.analysis.accelerators import GPUS, TPUS
 from jzero.analysis.collectives import find_collectives
-from jzero.analysis.machines import machine
-from jzero.analysis.topologies import target_config, topology_devices
+from jzero.machines import topologies
+from jzero.machines.accelerators import GPUS, TPUS
+from jzero.machines.machine import machine
+from jzero.machines.topologies import target_config, topology_devices
 
 GIB = 2**30
 

@@ -15,7 +15,7 @@ import pytest
 import jzero
 from jzero.analysis import schedule, trace_file
 from jzero.analysis.hlo import parse_hlo
-from jzero.analysis.machines import machine
+from jzero.machines.machine import machine
 
 LAYERS, WIDTH = 3, 40
 

@@ -17,8 +17,8 @@ from jax import lax
 
 import jzero
 from jzero.analysis import analyze as analysis
-from jzero.analysis.traced_collectives import Fate, traced_collectives
 from jzero.analysis.violations import MISSING, find_violations
+from jzero.estimate.traced_collectives import Fate, traced_collectives
 from tests import matrix_models, models
 from tests.tiers import default_for, slow, stages
 

@@ -14,7 +14,7 @@ from jax import lax
 
 import jzero
 from jzero.analysis.replanning import relaid
-from jzero.analysis.traced_collectives import traced_collectives
+from jzero.estimate.traced_collectives import traced_collectives
 from jzero.layout.mesh import num_along
 from jzero.layout.platform import PLATFORMS
 from tests import light_decoder, models

@@ -21,8 +21,8 @@ from benchmarks.gpt import AXIS
 from benchmarks.gpu.job import Figures, Job
 from benchmarks.gpu.machine import scale
 from benchmarks.turns import in_turns
-from jzero.analysis.limits import this_machine
-from jzero.analysis.machines import Machine
+from jzero.machines.limits import this_machine
+from jzero.machines.machine import Machine
 
 PRODUCTS = {"bf16": (jnp.bfloat16, "default"), "tf32": (jnp.float32, "default"), "f32": (jnp.float32, "highest")}
 SIZES = {"small": (128, 2**14), "moderate": (512, 2**20), "large": (8192, 2**28)}  # of a product; of an array

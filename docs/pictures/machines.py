@@ -8,11 +8,11 @@ from typing import Any
 from typer.testing import CliRunner
 
 import jzero
-from jzero.analysis.limits import usable_bytes
-from jzero.analysis.machines import machine
 from jzero.cli.commands import app
 from jzero.cli.request import PlanRequest
 from jzero.cli.source import load_source
+from jzero.machines.limits import usable_bytes
+from jzero.machines.machine import machine
 from pictures.svg import STATES, Canvas, Plot, bars
 
 ROOT = pathlib.Path(__file__).parents[2]

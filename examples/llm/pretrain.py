@@ -21,7 +21,7 @@ import jzero
 import jzero.data
 import jzero.hf
 from decoder import Decoder
-from jzero.analysis.limits import this_machine
+from jzero.machines.limits import this_machine
 from training import (
     add_options,
     make_evaluate,

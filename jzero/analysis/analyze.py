@@ -14,22 +14,22 @@ from jax.sharding import Mesh
 from jzero import _compat
 from jzero._compat import AnyJaxpr
 from jzero._types import PyTree, State
-from jzero.analysis.buffers import Transfer
 from jzero.analysis.collectives import program_collectives
-from jzero.analysis.limits import this_machine, usable_bytes
-from jzero.analysis.machines import Machine, machine
 from jzero.analysis.replanning import mesh_of, move_to_mesh, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
-from jzero.analysis.step_memory import gathers_more, memory_of_trace
-from jzero.analysis.step_programs import Compile, StepProgram, arrays_on_host, memory_of_programs, step_programs
-from jzero.analysis.topologies import topology_devices, topology_options
-from jzero.analysis.traced import trace_program
-from jzero.analysis.traced_collectives import traced_collectives
+from jzero.analysis.step_programs import Compile, StepProgram, memory_of_programs, step_programs
 from jzero.analysis.violations import Compiled, axes_of, find_violations
 from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
+from jzero.estimate.buffers import Transfer
+from jzero.estimate.step_memory import arrays_on_host, gathers_more, memory_of_trace
+from jzero.estimate.traced import trace_program
+from jzero.estimate.traced_collectives import traced_collectives
 from jzero.layout.mesh import make_mesh, platform_of
+from jzero.machines.limits import this_machine, usable_bytes
+from jzero.machines.machine import Machine, machine
+from jzero.machines.topologies import topology_devices, topology_options
 from jzero.plan.plan import ZeroPlan
 from jzero.step.eval_step import EvalStep
 from jzero.step.train_step import TrainStep, ValueAndGrad
@@ -62,7 +62,7 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
       fn: A step from `make_train_step`, `make_eval_step` or `value_and_grad`, or any function made by `jax.jit`.
       args: Its arguments, concrete or abstract (`jax.ShapeDtypeStruct`); for a step `state, batch`. Sharded states are
         laid out again for `topology`, `mesh` or `config`; a plain state needs `config`.
-      topology: A machine such as `"h200:8"` or `"v5e:2x4"`, see `jzero.analysis.machines.machine`; by default this one.
+      topology: A machine such as `"h200:8"` or `"v5e:2x4"`, see `jzero.machines.machine.machine`; by default this one.
       mesh: The mesh. By default that of the state; for another machine the ZeRO axis takes all devices that the other
         axes leave.
       config: The configuration, if it differs from the state's plan.

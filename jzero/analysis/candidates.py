@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from jzero._text import Report, format_number, format_rows, picked, table_rows
 from jzero.analysis.memory_table import MemoryTable
-from jzero.analysis.step_memory import StepMemory
 from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
+from jzero.estimate.step_memory import StepMemory
 from jzero.plan.table import format_bytes
 
 T = TypeVar("T")

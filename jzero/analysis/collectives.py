@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jzero.analysis.hlo import Computation, HloArray, HloProgram, Instruction, parse_hlo
+from jzero.layout.route import bytes_on_port
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -95,19 +96,6 @@ class CompiledCollective:
         """Yields its parts with results of one dtype; compilers merge collectives of several."""
         for dtype in dict.fromkeys(x.dtype for x in self.results):
             yield dataclasses.replace(self, results=tuple(x for x in self.results if x.dtype == dtype))
-
-
-def bytes_on_port(kind: str, sent_bytes: float, num_devices: int, num_nodes: int) -> float:
-    """Returns the bytes that one network port sends for a collective of a group on several nodes, a port per device.
-
-    A ring leaves each node once, over the ports of all its devices in the group: m/n of what a device sends, for n
-    devices on m nodes. In an all-to-all each device sends its n-th parts to the n (1 - 1/m) devices of other nodes.
-    """
-    if num_nodes == 1:
-        return 0.0
-    if kind == "all-to-all":
-        return sent_bytes * (num_devices - num_devices / num_nodes) / (num_devices - 1)
-    return sent_bytes * num_nodes / num_devices
 
 
 def find_collectives(hlo_text: str) -> list[CompiledCollective]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jzero.analysis.candidates import SURE_SHARE, Candidate, describe_candidate
 from jzero.analysis.compiled_step import compile_step
 from jzero.analysis.search import Search, by_cost
-from jzero.analysis.step_memory import StepMemory
+from jzero.estimate.step_memory import StepMemory
 
 RIVALS = 3
 """The fitting candidates to compile, since estimated times are inexact."""

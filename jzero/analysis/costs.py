@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from jzero.analysis.collectives import CompiledCollective
 from jzero.analysis.hlo import Computation, HloArray, HloProgram, Instruction
-from jzero.analysis.machines import Machine
+from jzero.machines.machine import Machine, rate_of
 
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast opt-barrier after-all partition-id replica-id domain "
@@ -66,16 +66,6 @@ def flops_of(program: HloProgram, computation: Computation, x: Instruction) -> I
         for called in program.called_computations(x):
             for inner in called.instructions:
                 yield from flops_of(program, called, inner)
-
-
-def rate_of(machine: Machine, dtype: str, highest: bool) -> float:
-    """Returns operations per second. By default jax multiplies fp32 as `tf32` on GPUs and as `bf16` on TPUs."""
-    flops = machine.flops
-    if dtype == "f32" and not highest:
-        return flops.get("tf32", flops["bf16"])
-    if dtype == "f32":  # six products of bf16 on TPUs
-        return flops.get("f32", flops["bf16"] / 6)
-    return flops.get(dtype, flops["bf16"])
 
 
 def _convolution_flops(computation: Computation, x: Instruction) -> float:

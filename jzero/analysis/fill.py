@@ -30,15 +30,16 @@ from typing import Any
 from jzero._types import PyTree, State
 from jzero.analysis.candidates import SURE_SHARE
 from jzero.analysis.compiled_step import CompiledStep, compile_step
-from jzero.analysis.limits import hardware_of, limit_of
-from jzero.analysis.machines import Machine
+from jzero.analysis.estimates import memory_of_step
 from jzero.analysis.replanning import plan_of_argument, relaid
-from jzero.analysis.step_memory import StepMemory, memory_of_step
-from jzero.analysis.traced_collectives import TracedCollective, traced_collectives
 from jzero.arrays.processes import agree
 from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, check, number, optional
+from jzero.estimate.step_memory import StepMemory
+from jzero.estimate.traced_collectives import TracedCollective, traced_collectives
 from jzero.layout.leaves import StateLeaf
+from jzero.machines.limits import hardware_of, limit_of
+from jzero.machines.machine import Machine
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep

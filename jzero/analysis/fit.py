@@ -16,14 +16,14 @@ from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.confirm import confirm as confirmed
 from jzero.analysis.fill import Filling
 from jzero.analysis.host_memory import HostMemory
-from jzero.analysis.limits import USABLE, hardware_of, limit_of
 from jzero.analysis.replanning import plan_of_argument
 from jzero.analysis.search import Search, Stage
-from jzero.analysis.step_memory import gathers_more
 from jzero.config.offload import Offload
 from jzero.config.settings import FLAG, check, integer, number, optional, some_of
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
+from jzero.estimate.step_memory import gathers_more
+from jzero.machines.limits import USABLE, hardware_of, limit_of
 from jzero.plan.table import format_bytes
 from jzero.state.adapter import adapt
 

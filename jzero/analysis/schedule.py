@@ -7,7 +7,7 @@ of the two. Collectives run on a second stream, one after another, from their st
 result: rings over all links of a device, (N-1)/N of the whole array each way, twice for an all-reduce; between nodes at
 the joint rate of a node's network ports, if that is lower. Asynchronous copies and fusions run on a third stream. Loops
 repeat their body; a conditional runs its longest branch. All rates are the vendor's peaks, from
-`jzero.analysis.machines`, which names their sources.
+`jzero.machines.machine`, which names their sources.
 
 The model leaves out: latency, of kernels and of each hop of a collective, which dominates for small arrays; the
 distance of real kernels from the peaks; streams that share memory bandwidth or multiprocessors; tiling; the arithmetic
@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from jzero.analysis.collectives import CompiledCollective, collective_of, continues_collective
 from jzero.analysis.costs import collective_seconds, compute_seconds, unknown_kernel
 from jzero.analysis.hlo import Computation, HloProgram, Instruction
-from jzero.analysis.machines import Machine
+from jzero.machines.machine import Machine
 
 MAX_SPANS = 2000
 """The number of spans that a timeline stores; the totals include all."""

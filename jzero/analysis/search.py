@@ -16,16 +16,17 @@ from jax.sharding import Mesh
 
 from jzero._types import PyTree, State, TrainStateLike
 from jzero.analysis.candidates import CLOSE_TO_BEST, Candidate, recomputation_rank
+from jzero.analysis.estimates import memory_of_step
 from jzero.analysis.host_memory import HostMemory
-from jzero.analysis.machines import Machine
 from jzero.analysis.replanning import abstract_mesh, plan_of_argument, relaid
-from jzero.analysis.step_memory import StepMemory, memory_of_step
 from jzero.analysis.step_programs import check_update_of
 from jzero.config.offload import Offload
 from jzero.config.quantization import Quantization
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
+from jzero.estimate.step_memory import StepMemory
 from jzero.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
+from jzero.machines.machine import Machine
 from jzero.plan.plan import ZeroPlan
 from jzero.step.inputs import check_batch
 from jzero.step.train_step import TrainStep, make_train_step

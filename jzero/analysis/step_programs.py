@@ -22,6 +22,7 @@ from jzero._types import PyTree, State, TrainStateLike
 from jzero.analysis.hlo import HloProgram, parse_hlo
 from jzero.analysis.memory import Memory, compiled_memory
 from jzero.analysis.replanning import plan_of_argument
+from jzero.estimate.step_memory import arrays_on_host
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.box import Box
 from jzero.layout.mesh import HOST_MEMORY, platform_of
@@ -79,12 +80,6 @@ class StepProgram(NamedTuple):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         return jax.tree.map(shape, self.lowered.out_info, self.compiled.output_shardings)
-
-
-def arrays_on_host(plan: ZeroPlan) -> int:
-    """Returns the bytes of one device's arrays in host memory; no program sees records."""
-    host = plan.host_bytes_per_device
-    return host.params if plan.has_records else host.total
 
 
 def memory_of_programs(programs: Sequence[StepProgram], plan: ZeroPlan) -> Memory:

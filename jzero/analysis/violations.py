@@ -1,6 +1,6 @@
 """Finds the departures of a program from the plan, and of the compiled program from that.
 
-Each gather and reduction of the traced program names its parameter (`jzero.analysis.traced_collectives`), so it is
+Each gather and reduction of the traced program names its parameter (`jzero.estimate.traced_collectives`), so it is
 compared with the plan by path. A compiled program has no such names, so it is compared with the traced one by kind of
 collective and bytes: a compiler can merge a second gather with the first, move a gather out of its loop, gather before
 a cast to 16 bits or over other mesh axes first, and all-reduce instead of reduce-scattering. Each of these changes the
@@ -19,17 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._types import DType
-from jzero.analysis.buffers import Transfer
 from jzero.analysis.collectives import CompiledCollective
 from jzero.analysis.hlo import HloProgram
 from jzero.analysis.memory import Memory
-from jzero.analysis.traced_collectives import Fate, TracedCollective
+from jzero.estimate.buffers import Transfer
+from jzero.estimate.step_time import UPDATE
+from jzero.estimate.traced_collectives import Fate, TracedCollective
 from jzero.layout.mesh import AnyMesh, batch_axes, shard_axes
 from jzero.layout.route import Route
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.traffic import GatherPlan
 
-UPDATE, MATRICES = "zero_update", "zero_matrices"
+MATRICES = "zero_matrices"
 """The name scopes of the optimizer's update, and of the matrix work in it."""
 
 SMALL = 1024

@@ -107,7 +107,7 @@ class PlanRequest:
     def num_devices(self) -> int:
         """The devices of the machine."""
         if self.topology is not None:
-            from jzero.analysis.machines import machine
+            from jzero.machines.machine import machine
 
             return machine(self.topology).num_devices
         if self.devices is not None:
@@ -121,7 +121,7 @@ class PlanRequest:
         """The devices per host and the hosts of the machine that was named; 1 of each if none was."""
         if self.topology is None:
             return self.devices or 1, 1
-        from jzero.analysis.machines import machine
+        from jzero.machines.machine import machine
 
         named = machine(self.topology)
         return named.devices_per_host, named.num_devices // named.devices_per_host
@@ -132,7 +132,7 @@ class PlanRequest:
         number = self.num_devices
         if self.topology is None:
             return f"{number} device{'s' * (number > 1)}"
-        from jzero.analysis.machines import parse_machine
+        from jzero.machines.machine import parse_machine
 
         return f"{number} x {parse_machine(self.topology)[0]}"
 
@@ -158,8 +158,8 @@ class PlanRequest:
     @property
     def limit(self) -> int | None:
         """The memory of a device that a step may use; `None` if unknown."""
-        from jzero.analysis.limits import limit_of
-        from jzero.analysis.machines import machine
+        from jzero.machines.limits import limit_of
+        from jzero.machines.machine import machine
 
         hardware = None if self.topology is None else machine(self.topology)
         try:

@@ -144,7 +144,7 @@ def choose_devices(
         return
     use_cpu(None if plans_only else devices)
     if topology is not None and compiles:
-        from jzero.analysis.topologies import topology_devices
+        from jzero.machines.topologies import topology_devices
 
         topology_devices(topology)
 

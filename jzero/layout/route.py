@@ -45,6 +45,19 @@ def sent_bytes(kind: str, num_bytes: int, num_devices: int) -> float:
     return (2 if kind == "all-reduce" else 1) * num_bytes * (num_devices - 1) / num_devices
 
 
+def bytes_on_port(kind: str, sent_bytes: float, num_devices: int, num_nodes: int) -> float:
+    """Returns the bytes that one network port sends for a collective of a group on several nodes, a port per device.
+
+    A ring leaves each node once, over the ports of all its devices in the group: m/n of what a device sends, for n
+    devices on m nodes. In an all-to-all each device sends its n-th parts to the n (1 - 1/m) devices of other nodes.
+    """
+    if num_nodes == 1:
+        return 0.0
+    if kind == "all-to-all":
+        return sent_bytes * (num_devices - num_devices / num_nodes) / (num_devices - 1)
+    return sent_bytes * num_nodes / num_devices
+
+
 class Collective(NamedTuple):
     """One collective that carries a parameter or gradient.
 

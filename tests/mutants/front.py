@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         "ledger_without_gradients",
-        "analysis/step_memory.py",
+        "estimate/step_memory.py",
         "BytesPerDevice(self.params, self.grads, self.opt_state)",
         "BytesPerDevice(self.params, 0, self.opt_state)",
         "test_memory_story.py::test_all_four_agree_on_the_states_to_the_byte",
@@ -115,7 +115,7 @@ MUTANTS = [
     # Settings.
     Mutant(
         "topology_of_any_kind",
-        "analysis/machines.py",
+        "machines/machine.py",
         'name.lower() if isinstance(name, str) else ""',
         "name.lower()",
         "test_settings.py::test_whatever_an_argument_of_choices_is_given_it_says_what_it_takes",

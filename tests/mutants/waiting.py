@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     Mutant(
         "names_end_at_calls",
-        "analysis/traced_collectives.py",
+        "estimate/traced_collectives.py",
         "eqn, first or eqn.params",
         "eqn, eqn.params",
         "test_traced_collectives.py::test_each_parameter_travels_as_often_as_counted_by_hand",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import jax
 
-from jzero.analysis.accelerators import GPUS
-from jzero.analysis.machines import Machine, machine
-from jzero.analysis.topologies import topology_devices
+from jzero.machines.accelerators import GPUS
+from jzero.machines.machine import Machine, machine
+from jzero.machines.topologies import topology_devices
 
 USABLE = 0.9
 """Share of a machine's memory that a step may use; runtime, collectives and fragmentation take the rest."""

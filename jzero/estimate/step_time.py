@@ -23,14 +23,13 @@ import numpy as np
 
 from jzero._text import format_number
 from jzero._types import DType
-from jzero.analysis.buffers import BufferOperation, TracedProgram, Transfer
-from jzero.analysis.collectives import bytes_on_port
-from jzero.analysis.costs import rate_of
-from jzero.analysis.machines import Machine
-from jzero.analysis.violations import UPDATE
+from jzero.estimate.buffers import BufferOperation, TracedProgram, Transfer
 from jzero.layout.mesh import AnyMesh
-from jzero.layout.route import sent_bytes
+from jzero.layout.route import bytes_on_port, sent_bytes
+from jzero.machines.machine import Machine, rate_of
 
+UPDATE = "zero_update"
+"""The scope of a step's update."""
 EXPOSED = 0.5
 """The exposed share of the shorter of computation and communication, if both take equally long."""
 

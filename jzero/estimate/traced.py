@@ -40,7 +40,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
-from jzero.analysis.buffers import (
+from jzero.engine.placed import PLACED, collectives_of, gather_p, operations_of
+from jzero.estimate.buffers import (
     SLICES,
     Buffer,
     BufferKind,
@@ -50,8 +51,7 @@ from jzero.analysis.buffers import (
     TracedProgram,
     Transfer,
 )
-from jzero.analysis.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
-from jzero.engine.placed import PLACED, collectives_of, gather_p, operations_of
+from jzero.estimate.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
 from jzero.jaxpr.interpret import Piece, propagate
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from jzero.analysis.buffers import Buffer, BufferKind, BufferOperation, TracedProgram
-from jzero.analysis.postponed import postpone_gradients
+from jzero.estimate.buffers import Buffer, BufferKind, BufferOperation, TracedProgram
+from jzero.estimate.postponed import postpone_gradients
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,29 +6,23 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
 from jzero._text import Report, format_rows
-from jzero._types import PyTree, State
-from jzero.analysis.buffers import Buffer
-from jzero.analysis.footprint import footprint
-from jzero.analysis.machines import Machine, machine
-from jzero.analysis.record_memory import update_at_peak
-from jzero.analysis.replanning import plan_of_argument, relaid
-from jzero.analysis.sizes import bytes_of
-from jzero.analysis.step_programs import arrays_on_host
-from jzero.analysis.step_time import StepTime, step_time, traffic_of
-from jzero.analysis.traced import trace_program
-from jzero.config.zero import ZeroConfig
-from jzero.layout.mesh import AnyMesh, platform_of
+from jzero._types import PyTree
+from jzero.estimate.buffers import Buffer
+from jzero.estimate.footprint import footprint
+from jzero.estimate.record_memory import update_at_peak
+from jzero.estimate.sizes import bytes_of
+from jzero.estimate.step_time import StepTime, step_time, traffic_of
+from jzero.estimate.traced import trace_program
+from jzero.machines.machine import Machine
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_bytes import BytesPerDevice
 from jzero.plan.table import format_bytes
-from jzero.step.train_step import TrainStep
 
 GATHERS_WORTH_A_NOTE = 1.05
 """A step that gathers more than this times the plan gets a note that says why."""
@@ -174,73 +168,6 @@ def activation_lines(rows: Iterable[ActivationRow], max_rows: int = 12) -> list[
     return format_rows([header, *cells, total], left=1)
 
 
-def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
-    step: TrainStep,
-    state: State,
-    batch: PyTree,
-    *,
-    rng: Any = None,
-    topology: str | None = None,
-    mesh: AnyMesh | None = None,
-    config: ZeroConfig | None = None,
-    trainable: PyTree | str | None = None,
-) -> StepMemory:
-    """Estimates the memory of a training step on one device from its trace; compiles nothing.
-
-    The states are exact. The rest follows [Note: How memory is estimated]; the guide on memory says how far off it can
-    be, and `analyze` has the compiler's own figure.
-
-    Args:
-      step: From `make_train_step`.
-      state: The step's state, concrete or abstract; sharded, or plain if `config` is given.
-      batch: The global batch, concrete or abstract.
-      rng: The step's `rng`, if it takes one.
-      topology: A machine such as `"h200:8"`, for its number of devices and its rates. Its compiler is not needed.
-      mesh: The devices. Without `topology`, an abstract mesh counts as TPUs. By default the state's mesh, or all
-        devices of `topology` on the ZeRO axis.
-      config: The configuration, if it differs from the state's plan.
-      trainable: Which parameters are trained, as for `shard_train_state`, if the state does not say.
-
-    Returns:
-      A `StepMemory`; `print` it for tables.
-
-    Raises:
-      TypeError: `step` is not a training step of jzero, or the state is plain and `config` is missing.
-      ValueError: There is no such machine, or the batch does not fit it.
-
-    Example:
-      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
-      >>> memory = jzero.estimate_step_memory(step, state, jnp.ones((64, 512)), topology="h200:64")
-      >>> memory.params == 512 * 512 * 4 // 64
-      True
-    """
-    if config is not None and not isinstance(config, ZeroConfig):
-        raise TypeError(f"`config` must be a `ZeroConfig`: got {config!r}.")
-    if not isinstance(step, TrainStep):
-        raise TypeError(f"`step` must be what `make_train_step` returned: got {type(step).__name__}.")
-    hardware = None if topology is None else machine(topology)
-    num_devices = None if hardware is None or mesh is not None else hardware.num_devices
-    state = relaid(state, devices=num_devices, mesh=mesh, config=config, trainable=trainable)
-    if plan_of_argument(state) is None:
-        raise TypeError("The state is not sharded by jzero: pass `config=jzero.ZeroConfig(stage=...)`, too.")
-    return memory_of_step(step, (state, batch, rng), hardware)
-
-
-def memory_of_step(
-    step: TrainStep,
-    arguments: tuple[State, PyTree, PyTree],
-    hardware: Machine | None,
-    traced: jax.stages.Traced | None = None,
-) -> StepMemory:
-    """Returns the memory of a step, given its state, batch and key; traces it, unless that was done."""
-    state, batch, rng = arguments
-    traced = step.trace(state, batch, rng=rng) if traced is None else traced
-    shapes = step.abstract_arguments(state, batch, rng=rng)
-    plan: ZeroPlan = shapes[0].tx.plan
-    gpu = _is_gpu(plan, hardware)
-    return memory_of_trace(traced, shapes, plan, hardware, gpu=gpu, micro_batches=step.micro.steps)
-
-
 def memory_of_trace(
     traced: jax.stages.Traced,
     arguments: PyTree,
@@ -299,6 +226,12 @@ def memory_of_trace(
     )
 
 
+def arrays_on_host(plan: ZeroPlan) -> int:
+    """Returns the bytes of one device's arrays in host memory; no program sees records."""
+    host = plan.host_bytes_per_device
+    return host.params if plan.has_records else host.total
+
+
 def _rows(residuals: Iterable[Buffer]) -> tuple[ActivationRow, ...]:
     sums: dict[tuple[str, int], int] = {}
     for x in residuals:
@@ -321,9 +254,3 @@ def _num_parts(aval: jax.core.ShapedArray, sharding: jax.sharding.Sharding | Non
         return 1
     names = [n for n in jax.tree.leaves(tuple(sharding.spec)) if isinstance(n, str)]
     return math.prod(int(sharding.mesh.shape[n]) for n in names)
-
-
-def _is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
-    if hardware is not None:
-        return hardware.kind == "gpu"
-    return isinstance(plan.mesh, Mesh) and platform_of(plan.mesh.devices.flat[0]) == "gpu"

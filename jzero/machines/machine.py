@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from jzero.analysis.accelerators import GPUS, TPUS
+from jzero.machines.accelerators import GPUS, TPUS
 
 GPUS_PER_HOST = 8
 LARGEST = 33
@@ -77,7 +77,7 @@ def machine(name: str) -> Machine:
       ValueError: There is no such device, or no machine with so many of it.
 
     Example:
-      >>> from jzero.analysis.machines import machine
+      >>> from jzero.machines.machine import machine
       >>> machine("h200:16").devices_per_node, machine("v5e:4x4").num_devices, machine("8xH200").kind
       (8, 16, 'gpu')
     """
@@ -115,6 +115,16 @@ def machine(name: str) -> Machine:
         inter_link_bytes_per_s=None,
         remark=UNKNOWN_NETWORK if num_slices > 1 else "",
     )
+
+
+def rate_of(machine: Machine, dtype: str, highest: bool) -> float:
+    """Returns operations per second. By default jax multiplies fp32 as `tf32` on GPUs and as `bf16` on TPUs."""
+    flops = machine.flops
+    if dtype == "f32" and not highest:
+        return flops.get("tf32", flops["bf16"])
+    if dtype == "f32":  # six products of bf16 on TPUs
+        return flops.get("f32", flops["bf16"] / 6)
+    return flops.get(dtype, flops["bf16"])
 
 
 def chips_of_host(shape: Sequence[int]) -> list[int]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from jzero.analysis.buffers import BufferKind
-from jzero.analysis.footprint import regathered_bytes
+from jzero.estimate.buffers import BufferKind
+from jzero.estimate.footprint import regathered_bytes
 from jzero.jaxpr.sizes import itemsize
 from jzero.plan.plan import ZeroPlan
 

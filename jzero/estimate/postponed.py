@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import copy
 
-from jzero.analysis.buffers import TracedProgram
+from jzero.estimate.buffers import TracedProgram
 
 
 def postpone_gradients(program: TracedProgram, *, is_awaited: bool = False) -> TracedProgram:

@@ -27,8 +27,8 @@ from typing import Literal
 import jax
 from jax.experimental import topologies
 
-from jzero.analysis.accelerators import GPUS, KIB, TPUS, GpuFacts, TpuFacts
-from jzero.analysis.machines import GPUS_PER_HOST, chips_of_host, parse_machine
+from jzero.machines.accelerators import GPUS, KIB, TPUS, GpuFacts, TpuFacts
+from jzero.machines.machine import GPUS_PER_HOST, chips_of_host, parse_machine
 
 AcceleratorKind = Literal["gpu", "tpu"]
 
@@ -52,7 +52,7 @@ def topology_devices(name: str) -> list[jax.Device]:
       RuntimeError: jax refused its CUDA plugin earlier in this process.
 
     Example:
-      >>> from jzero.analysis.topologies import topology_devices
+      >>> from jzero.machines.topologies import topology_devices
       >>> devices = topology_devices("h200:8")  # doctest: +SKIP
       >>> jzero.make_mesh(devices=devices).shape["data"]  # doctest: +SKIP
       8
@@ -84,7 +84,7 @@ def missing_compiler(kind: AcceleratorKind) -> str | None:
       kind: `"gpu"` or `"tpu"`.
 
     Example:
-      >>> from jzero.analysis.topologies import missing_compiler
+      >>> from jzero.machines.topologies import missing_compiler
       >>> missing_compiler("tpu")  # doctest: +SKIP
       "libtpu, which is not installed: `pip install 'jzero[tpu]'`"
     """
@@ -112,8 +112,8 @@ def target_config(facts: GpuFacts) -> str:
       A protocol buffer in text form.
 
     Example:
-      >>> from jzero.analysis.accelerators import GPUS
-      >>> from jzero.analysis.topologies import target_config
+      >>> from jzero.machines.accelerators import GPUS
+      >>> from jzero.machines.topologies import target_config
       >>> "core_count: 132" in target_config(GPUS["h200"])
       True
     """

@@ -92,7 +92,7 @@ def traced_collectives(jaxpr: AnyJaxpr) -> Iterator[TracedCollective]:
     """Yields the gathers and reductions of a program, in its order.
 
     Example:
-      >>> from jzero.analysis.traced_collectives import traced_collectives
+      >>> from jzero.estimate.traced_collectives import traced_collectives
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
       >>> for x in traced_collectives(step.trace(state, jnp.ones((8, 512))).jaxpr):
       ...     print(x.eqn.primitive, x.path, x.dtype, x.times)

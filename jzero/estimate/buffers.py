@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from jzero._types import DType
-from jzero.analysis.sizes import bytes_of
+from jzero.estimate.sizes import bytes_of
 
 BufferKind = Literal["activations", "gradients", "gathered", "working"]
 
