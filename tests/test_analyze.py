@@ -110,6 +110,7 @@ def test_no_share_is_told_where_no_rates_are_known():
     assert any("bandwidth" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_other_steps_and_layouts():
     plain, config = small_state(), jzero.ZeroConfig(stage=3, persistence_threshold=0)
     evaluated = analyze(jzero.make_eval_step(lambda p, b: {"loss": small_loss(p, b)}), plain, ROWS, config=config)

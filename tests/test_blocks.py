@@ -208,6 +208,7 @@ def test_what_the_loss_recomputes_itself_stays_as_it_is():
     assert [eqn.params["policy"] for eqn in found] == [None] * LAYERS
 
 
+@pytest.mark.slow
 def test_dropout_draws_once():
     """A mask is kept, a byte for each element; it is not drawn again, and is the same in both passes."""
 

@@ -65,6 +65,7 @@ def test_padding_is_zero(data):
     np.testing.assert_array_equal(padded(lambda y: y.take(x), box, natural, x.dtype), box.take(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [((6, 4), (6, 4)), ((6, 4), (2, 3, 4)), ((6, 4), (4, 6)), ((1, 8), (8,))])
 @given(data=st.data())
 def test_the_smallest_box_before_a_reshape(before, after, data):

@@ -121,6 +121,7 @@ def test_packing_loses_no_token():
     assert packing.PackedRows(examples[1:], 31).fingerprint != rows.fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [slow("llama3"), "gemma3_text"])
 def test_the_loss_of_packed_rows_is_that_of_each_example_alone(family, tmp_path):
     model = decoder.Decoder(hf_models.write_folder(tmp_path, family))

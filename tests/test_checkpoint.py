@@ -75,6 +75,7 @@ PRECISIONS = [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "bf
 FROM_AND_TO = [(*pair, stages) for pair in PRECISIONS for stages in ((1, 3), (3, 2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("writer", "reader", "stages"), default_for([FROM_AND_TO[0], FROM_AND_TO[7]], FROM_AND_TO))
 def test_precision_of_the_writer_does_not_show(writer, reader, stages, plain, tmp_path):
     jzero.save_checkpoint(tmp_path / "c", sharded(plain, stages[0], 3, precision=writer))

@@ -270,6 +270,7 @@ def small_disk(directory, size):
             subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_program_that_ends_with_an_error(tmp_path):
     """A full disk costs no earlier checkpoint; a manager that is not closed completes the last one."""
     with small_disk(tmp_path / "disk", 1_500_000) as limit:
@@ -287,6 +288,7 @@ def test_notes_that_are_gone(state, two_steps):
         jzero.restore_checkpoint(two_steps / "2", shapes(state))
 
 
+@pytest.mark.slow
 def test_another_program_that_writes_and_one_that_is_gone(state, tmp_path):
     lines = [
         "import os, time",

@@ -4,6 +4,7 @@ import math
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,6 +48,7 @@ def test_chunks_are_no_larger_than_they_must_be(shape, num_bytes, chunk_bytes, t
         assert lengths[-1] % 8 == 0 or (lanes > 128 and lengths[-1] >= 2)
 
 
+@pytest.mark.slow
 @given(SHAPES, st.integers(1, 5000), st.booleans())
 @settings(max_examples=15, deadline=None)  # each shape is a new program
 def test_every_element_is_read_and_written_once(shape, chunk_bytes, tiled):

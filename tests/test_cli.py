@@ -158,6 +158,7 @@ def test_analyze_options(run):
     assert f"2.00 × {PSI:,} parameters" in found
 
 
+@pytest.mark.slow
 def test_analyze_with_and_without_remat(run):
     """What is kept of a layer: its input; or beside it hyperbolic tangents t and, as jax has it, 1 - t."""
     kept = [data_of(run(f"analyze users:factory {option} --json"))["estimated"]["activation_bytes"]
@@ -193,6 +194,7 @@ def test_fit_as_json(run):
     assert found["notes"][0] == "Nothing was compiled: the figures are estimated."
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fit_tries_little")
 def test_fit_compares_host_memory_if_asked(run):
     """Adam's moments take 8 bytes per parameter; at stage 0 each of eight devices has them on its host, whole."""

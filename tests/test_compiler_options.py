@@ -85,6 +85,7 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
         jzero.ZeroConfig(reduce_bucket_bytes=0)
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
 def test_no_product_of_a_bf16_step_is_left_to_a_slow_kernel_on_cpus(scanned):
@@ -166,6 +167,7 @@ class DoublesUnderItsName(TrainState):
 CLASSES = [(TrainState, 1), (DoublesUpdates, 2), (DoublesUnderItsName, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
 @pytest.mark.parametrize(("cls", "factor"), default_for(CLASSES[:2], CLASSES))  # `test_train_state.py` has the third
 def test_whole_parameters_are_made_anew_unless_somebody_looks_at_updates(cls, factor, precision):

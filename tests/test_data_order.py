@@ -35,6 +35,7 @@ def test_orders_differ_by_epoch_and_seed_and_are_not_shared():
     assert places(EpochOrder(num_examples=200, seed=1, shuffle=False), 2) == list(range(200))
 
 
+@pytest.mark.slow
 @few
 @hypothesis.given(SIZES, st.integers(3, 20), st.integers(0, 3))
 def test_windows_hold_neighbors(num_examples, window, epoch):

@@ -309,6 +309,7 @@ def losses(config, params, loss_fn, batches):
     return np.array(found), jzero.gather_params(state)
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_a_file_trains_as_deepspeed_did():
     """Three steps of a recorded run: four ranks, two micro-batches. Tolerances are those of `test_deepspeed.py`.
@@ -375,6 +376,7 @@ def assert_trains_like(config, update, *, rtol):
         np.testing.assert_allclose(found[name], w, rtol=rtol, atol=rtol / 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [slow({}), {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
 def test_cycled_momentum_trains_as_by_hand(offload):
     row = GOLDEN["schedules"][11]

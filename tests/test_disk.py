@@ -128,6 +128,7 @@ def test_parameters_may_be_on_the_host(folder, name):
     assert_near(whole(state), whole(near))
 
 
+@pytest.mark.slow
 def test_born_on_disk(folder):
     def make_state(key):
         params = jax.tree.map(lambda x: jax.random.normal(key, x.shape), make_params())

@@ -89,6 +89,7 @@ def test_bytes_beside_records_are_those_of_a_running_step(tmp_path, monkeypatch,
     np.testing.assert_allclose(seen, expected, atol=16, rtol=0)  # and three 0-d metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["device", "host"])
 @pytest.mark.parametrize("precision", default_for(["fp32"], ["fp32", "bf16", "fp16"]))
 def test_equivalence_is_checked_beside_the_files(tmp_path, precision, compute):

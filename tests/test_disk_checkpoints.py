@@ -92,7 +92,7 @@ def test_chunks_of_several_processes_end_where_parts_end(on_disk, several, monke
 
 STREAMED = ("disk", 3, "bf16", 2)
 READERS = [STREAMED, ("host", 2, "bf16", 8), ("none", 3, "fp32", 5), ("disk", 1, "fp32", 3)]
-QUICK = [("disk", 1, "fp32", 3), ("host", 1, "bf16", 2), ("none", 3, "fp32", 2)]
+QUICK = [("host", 1, "bf16", 2), ("none", 3, "fp32", 2)]
 WRITERS = list(itertools.product(("disk", "host", "none"), (3, 1, 0), ("bf16", "fp32", "fp16"), (2,)))
 CASES = [
     (STREAMED, READERS[3:]),  # what else reads it sees the same tree: the values and notes that tests here compare
@@ -136,6 +136,7 @@ def test_what_plain_orbax_wrote(how, plain, expected, like, tmp_path):
     assert_same_bits(whole(jzero.restore_checkpoint(tmp_path / "c", like())), expected)
 
 
+@pytest.mark.slow
 @ONE_DEVICE
 def test_one_device_and_leaves_in_one_record(plain, expected, like, tmp_path):
     config = jzero.ZeroConfig(
@@ -154,6 +155,7 @@ def test_the_notes_are_those_of_a_state_in_memory(plain, on_disk, tmp_path):
     assert not jzero.inspect_checkpoint(tmp_path / "far", verify=True).damaged
 
 
+@pytest.mark.slow
 def test_training_goes_on_to_the_bit(on_disk, like, tmp_path, step):
     state = train(step, on_disk(), 2)
     jzero.save_checkpoint(tmp_path / "c", state)
@@ -188,6 +190,7 @@ def test_an_overwritten_state_is_not_saved(on_disk, tmp_path, step):
 # Parts of a state.
 
 
+@pytest.mark.slow
 def test_what_is_not_restored_stays(plain, expected, on_disk, like, tmp_path, step):
     jzero.save_checkpoint(tmp_path / "c", jzero.shard_train_state(plain, **layout("none", 3, "fp32", 2)))
     state = train(step, on_disk(), 1)

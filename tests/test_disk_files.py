@@ -78,6 +78,7 @@ def test_disk_equals_memory(folder, sizes, threads):
     assert os.listdir(folder) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_disk_equals_memory_at_random(folder, seed):
     rng = np.random.default_rng(seed)

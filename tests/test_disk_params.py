@@ -122,6 +122,7 @@ def test_parameters_on_disk_train_like_those_in_memory(scratch, name, precision,
         np.testing.assert_allclose(disk[path], x, rtol=tolerance, atol=tolerance, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", default_for(["bf16"], ["fp32", "bf16"]))
 def test_loss_and_gradients_have_the_bits_of_those_in_memory(scratch, precision):
     found = []
@@ -272,6 +273,7 @@ def test_records_of_single_rows_that_unrolled_layers_read_change_no_bit_of_an_up
     assert_same_bits(found[0][1], found[1][1])
 
 
+@pytest.mark.slow
 def test_compute_on_the_host_and_files_that_close(scratch):
     state, losses = train(made(on_disk(scratch, compute="host")), [0, 1])
     assert losses == train(made(on_disk(scratch)), [0, 1])[1]

@@ -70,6 +70,7 @@ def held(monkeypatch):
     return may_read
 
 
+@pytest.mark.slow
 def test_one_step_runs_beside_a_save_and_the_next_waits(on_disk, like, tmp_path, held, step):
     state = train(step, on_disk(), 1)
     at_save = whole(state)
@@ -207,6 +208,7 @@ def damage(directory):
         path.write_bytes(bytes(data))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_noticed_and_leaves_no_files(on_disk, like, tmp_path, step):
     state = on_disk()
     for _ in range(2):

@@ -197,6 +197,7 @@ def test_pages_show_each_picture(render):
     assert len(shown) == sum(text.count("<!-- picture") for text in texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["bytes", "stages", "matrices", "padding", "loading", "which_stage", "step", "life", "memory", "network"]
 )

@@ -40,6 +40,7 @@ def plain_step(state, batch):
     return state.apply_gradients(grads=jax.grad(models.mlp_loss)(state.params, batch))
 
 
+@pytest.mark.slow
 @stages(1, 3)
 def test_plain_jit_step_with_apply_gradients(stage):
     """The user's own loop: `jax.grad` on natural parameters and Flax's method under plain `jax.jit`.
@@ -101,6 +102,7 @@ def test_optimizer_that_mixes_elements_takes_empty_leaves():
     np.testing.assert_allclose(jzero.gather_params(got)["w"], params["w"] - np.roll(grad, 1), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["train", "gradients", "evaluate"])
 def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):
     """A batch that is like the last one is not looked at; one that differs in anything is."""

@@ -36,6 +36,7 @@ def test_devices_may_take_different_branches():
     engine_losses.assert_equal(engine_losses.sharded(3, 8), loss_fn, batch, want=want, check_rows=False)
 
 
+@pytest.mark.slow
 @stages(3, of=(1, 3))
 def test_integer_boolean_and_complex_leaves(stage):
     rng = np.random.default_rng(0)

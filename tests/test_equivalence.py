@@ -61,6 +61,7 @@ def biased_loss(params, batch):
     return jnp.square(jnp.tanh(out + params["bias"][None]) - batch["y"]).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "precision"), [slow(1, "bf16"), slow(3, "bf16"), (3, SCALED), slow(2, NARROW_MASTERS)]
 )
@@ -106,6 +107,7 @@ def report_of_local_sums():
     return compare(local_sum)
 
 
+@pytest.mark.slow
 def test_a_sum_over_local_rows_is_found():
     report = report_of_local_sums()
     assert report.loss > 0.5
@@ -161,6 +163,7 @@ def test_a_loss_that_is_not_finite_fails():
         report.check(loss=1e30, grad_norm=1e30, params=1e30, drift=1e30)
 
 
+@pytest.mark.slow
 def test_batch_statistics_and_aux():
     """Over a mesh of some devices and two axes, too."""
     variables = draw_normed()

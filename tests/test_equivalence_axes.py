@@ -108,6 +108,7 @@ EXCHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchanges", "sizes", "names"),
     [

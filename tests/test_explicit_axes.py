@@ -142,6 +142,7 @@ def collectives(ops, mesh):
     return rows
 
 
+@pytest.mark.slow
 def test_zero_communicates_as_beside_constraints():
     """Along the model's axis the derivatives of Explicit lines are laid out as their operands, others as XLA likes."""
     found, want = collectives(Explicit, MESH), collectives(Constrained, jzero.make_mesh(data=4, model=2))
@@ -199,6 +200,7 @@ class Partitioned(nnx.Module):
         return jnp.einsum("bh,ho->bo", jnp.tanh(self.up(x)), self.down.kernel[...], out_sharding=spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
 def test_nnx_models_that_name_axes(kind):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)

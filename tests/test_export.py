@@ -154,6 +154,7 @@ def test_parts_need_their_index_and_an_index_its_parts(tmp_path):
         jzero.load_params(state, tmp_path)
 
 
+@pytest.mark.slow
 def test_several_files_with_an_index(tmp_path):
     plain, _ = odd_state()
     report = jzero.export_params(sharded(plain, 3), tmp_path / "out", max_file_bytes=1000)
@@ -182,6 +183,7 @@ def test_only_some_parameters(tmp_path):
         jzero.export_params(state, tmp_path / "y.safetensors", paths="nothing")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_exports_what_its_state_would(tmp_path):
     for name, state in (("linen", sharded(linen_state(), 3)), ("nnx", sharded(nnx_state(), 2, precision="bf16"))):
         jzero.save_checkpoint(tmp_path / name, state)

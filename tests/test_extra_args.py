@@ -124,6 +124,7 @@ def test_a_part_of_an_optimizer_gets_the_arguments_that_it_takes(case):
     np.testing.assert_array_equal(updates["w"], [3, 6, 9])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("create", [jzero.TrainState.create, create_counted])
 def test_the_loss_of_a_step_that_is_not_applied_does_not_reach_the_optimizer(create):
     weighted = lambda params, batch: jzero.Weighted(loss(params, batch["x"]) * batch["w"].sum(), batch["w"].sum())

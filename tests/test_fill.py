@@ -71,6 +71,7 @@ def test_everything_is_kept_where_memory_is_free():
     assert step.remat is None
 
 
+@pytest.mark.slow
 def test_the_longest_prefix_that_fits_is_kept():
     """Between what the default takes and what everything takes, each limit gets the most blocks that it holds."""
     peaks = [peak_with(k) for k in range(LAYERS + 1)]
@@ -209,6 +210,7 @@ def test_rows_of_stacks_stay_partitioned_where_links_have_time():
     assert found.remat == jzero.Keep(params="all")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["as_written", False])
 def test_a_given_remat_stays(remat):
     _, found = filled(None, remat=remat)

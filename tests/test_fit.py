@@ -115,6 +115,7 @@ def test_nothing_fits():
     assert json.loads(choice.to_json())["chosen"] is None
 
 
+@pytest.mark.slow
 def test_more_micro_batches_where_a_step_takes_more_than_reckoned(monkeypatch):
     """The figure of one micro-batch is taken down, so that the compiler has to refuse it first."""
     whole, halves = compiled_peak(2, 1, None), compiled_peak(2, 2, None)
@@ -255,6 +256,7 @@ def test_the_choice_trains():
     assert bool(metrics["step_applied"])
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_not_there():
     """16 bytes of state per parameter in bf16: over 8 devices what arithmetic allows, not less."""
     size = 2 * LAYERS * WIDTH * HIDDEN
@@ -367,6 +369,7 @@ def test_stage_3_with_parameters_kept_is_a_candidate_in_place_of_stage_2():
     assert "3, kept" in str(choice)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_known():
     """Frozen ones keep their dtype, and have neither gradient nor moments, whoever counts."""
     config = dataclasses.replace(CONFIG, stage=3, precision="bf16")

@@ -56,6 +56,7 @@ def test_offload_is_tried_last():
         below(host_bytes=needed / 2).config  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_host_of_a_slice_keeps_the_state_of_its_own_chips():
     """Sixteen chips on hosts of four."""
     offload = jzero.Offload(optimizer="host", chunk_bytes=2**12)
@@ -66,6 +67,7 @@ def test_a_host_of_a_slice_keeps_the_state_of_its_own_chips():
     assert {x.verdict for x in find(host_bytes=4 * hosted.memory.host - 1).tried} == {"1 B too much for the host"}
 
 
+@pytest.mark.slow
 def test_the_host_is_compared_from_the_start_if_asked():
     """A master and two moments of each parameter, 12 bytes, each way over the device's own link."""
     choice = on_h200(hbm_bytes=1e9, offload=True, stages=(0, 3))
@@ -96,6 +98,7 @@ def test_where_the_link_to_the_host_is_unknown_offload_comes_last():
     assert {x.host_seconds for x in choice.tried if x.memory.host} == {None}
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_as_long_as_the_state_moves():
     """A master and two moments of each parameter, 12 bytes, each way; all eight devices share their host's disk."""
     choice = on_h200(max_accumulate_steps=2, stages=(0, 3), **DISK)
@@ -152,6 +155,7 @@ def test_a_disk_must_be_known():
         on_h200(host_bytes=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["device", slow("host")])
 def test_the_compiler_confirms_all_programs_of_a_step_on_a_disk(tmp_path, compute):
     offload = jzero.Offload(optimizer="disk", path=tmp_path, compute=compute)

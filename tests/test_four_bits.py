@@ -109,6 +109,7 @@ def test_two_numbers_take_a_byte(dtype, stage):
     report.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "precision"), [("uint4", "bf16"), slow("int4", "fp32")])
 def test_checkpoints_keep_every_bit(dtype, precision, tmp_path):
     """From 8 devices at stage 3 to 3 at stage 1; plain Orbax reads the same numbers."""

@@ -107,6 +107,7 @@ def test_tokens_are_those_of_transformers(family, layout, folders):
     assert found == WANT[family]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", default_for(["eval step"], ["whole", "tensor 2", "eval step"]))
 def test_rows_end_at_their_own_stop_tokens(layout, folders):
     """Devices whose rows have ended wait for the others, or do not."""
@@ -118,6 +119,7 @@ def test_rows_end_at_their_own_stop_tokens(layout, folders):
         assert row.tolist() == whole[:end] + [-1] * (NUM_TOKENS - end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [(), slow(("whole", "tensor 2"))])
 def test_a_key_repeats_its_sample_in_every_layout(others, folders):
     state, model = loaded("llama", folders("llama"))

@@ -67,6 +67,7 @@ def test_what_was_loaded_is_written_again(family, stage, num_devices, tmp_path):
     assert jzero.hf.read_config(tmp_path / "out") == config
 
 
+@pytest.mark.slow
 def test_16_bits_are_written_as_they_were(tmp_path):
     config = hf_models.write_folder(tmp_path / "like", "llama3")
     there = {name: x.astype(ml_dtypes.bfloat16) for name, x in hf_models.tensors(config).items()}

@@ -146,6 +146,7 @@ def test_gradient_is_that_of_one_device(stage, precision):
         assert_near(found, want[layer][kind], 1e-5 if precision == "fp32" else 2e-2)
 
 
+@pytest.mark.slow
 def test_flattened_leaf():
     params = {"w": jnp.arange(15.0).reshape(3, 5)}
     tx = optax.sgd(0.5, momentum=0.9)
@@ -215,6 +216,7 @@ def nnx_loss(model, batch):
     return jnp.square(model(batch["x"]) - batch["y"]).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "precision", "together"), [slow(1, "bf16", False), (3, "fp32", True)])
 def test_nnx(stage, precision, together):
     model = Model()

@@ -81,6 +81,7 @@ def test_untrained_adapters_change_nothing():
     assert not params["lora_b"].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "frozen"), [("bf16", "int8"), slow("fp32", "none")])
 @pytest.mark.smoke
 def test_only_adapters_change(precision, frozen, config):

@@ -72,6 +72,7 @@ def test_lora_trains_adapters_alone(run, tmp_path):
             assert values[2] > 1e3 * values[3], "of the rank of the adapters"
 
 
+@pytest.mark.slow
 def test_plain_jax_learns_in_both_loops(run):
     tiny = "--width=64 --layers=2 --context=8 --batch-size=64 --steps=10 --lr=2e-2 --precision=fp32".split()
     output = run("plain_jax.py", *tiny)
@@ -87,6 +88,7 @@ def test_plain_jax_learns_in_both_loops(run):
     assert re.search(r"^layers .* cut on dim 1 +float32 cut on dim 1 +dim 0$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_drop_in_is_five_lines_and_changes_no_result(run):
     before, after = ((EXAMPLES / "drop_in" / name).read_text() for name in ("before.py", "after.py"))
     diff = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))[2:]

@@ -175,6 +175,7 @@ def test_dropout_streams_differ_by_device_and_advance():
     np.testing.assert_array_equal(jax.random.key_data(state[0].drop.rngs.key[...]), key)
 
 
+@pytest.mark.slow
 def test_a_key_that_the_loss_writes_is_that_of_the_first_device():
     state = _sharded(Writing(lambda m, x: m.key.set_value(jax.random.split(m.key[...])[0])))
     state, _ = jzero.make_train_step(loss_fn)(state, _batch())

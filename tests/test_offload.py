@@ -30,6 +30,7 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "precision"), CELLS)
 def test_a_state_comes_back_as_it_was(stage, precision):
     step = jzero.make_train_step(models.mlp_loss)
@@ -80,6 +81,7 @@ def test_a_pair_of_nnx():
     assert_same_bits(arrays(nnx.state(jzero.reload_train_state(away))), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
 def test_checkpoints_and_exports_of_a_state_on_the_host(precision, tmp_path):
     state = make_state(2, precision, models.TWO_LAYERS)

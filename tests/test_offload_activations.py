@@ -37,6 +37,7 @@ def to_host(jaxpr):
             yield from to_host(getattr(inner, "jaxpr", inner))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "options"),
     [
@@ -57,6 +58,7 @@ def test_what_goes_between_layers(layer, options):
     assert back.count((rows, models.SEQ, WIDTH)) == 2, "there and back"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_named_activations(stage):
     params = {f"w{i}": jnp.asarray(np.random.default_rng(i).normal(size=(64, 64)) / 8) for i in range(3)}

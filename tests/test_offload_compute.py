@@ -44,6 +44,7 @@ QUICK = ("multi_steps",)
 OPTIMIZERS = default_for(QUICK, [name for name in optimizers.OPTIMIZERS if name != "muon"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_equal_optax_on_one_device(optimizer):
     """In float64 nothing but a wrong formula can exceed 1e-9 after 20 steps."""
@@ -53,6 +54,7 @@ def test_optimizers_equal_optax_on_one_device(optimizer):
         assert "pinned_host" in kinds(state.opt_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "precision", "offload"), [(3, "bf16", CPU_ALL), slow(0, "fp32", CPU), slow(3, "fp16", CPU)]
 )
@@ -178,6 +180,7 @@ def late_state(precision="bf16"):
     return small_state(3, precision, LATE, sizes=ONE_LAYER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
 def test_the_plan_counts_records_and_what_waits(precision):
     state, _ = train(late_state(precision), steps=2)
@@ -191,6 +194,7 @@ def test_the_plan_counts_records_and_what_waits(precision):
     assert records_of(state).pipeline.store.num_bytes == 8 * plan.host_bytes_per_device.opt_state
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_leaves_nothing_to_apply():
     """fp16: the gradient with an infinity is dropped one step later; the one before it is applied in its step."""
     state, step = late_state("fp16"), step_of()
@@ -224,6 +228,7 @@ class NormedState(TrainState):
     batch_stats: object
 
 
+@pytest.mark.slow
 def test_batch_statistics_do_not_wait():
     x = np.random.default_rng(0).normal(size=(16, 5)).astype(np.float32)
     shapes = jax.eval_shape(lambda: Normed().init(jax.random.key(0), x))
@@ -242,6 +247,7 @@ def test_batch_statistics_do_not_wait():
     assert_same_bits(arrays(jzero.gather_params(state)), arrays(variables["params"]))
 
 
+@pytest.mark.slow
 def test_checkpoints_lose_no_gradient(tmp_path):
     state, _ = train(late_state(), steps=3)
     done = jzero.apply_pending(state)
@@ -259,6 +265,7 @@ def test_checkpoints_lose_no_gradient(tmp_path):
     assert int(state.step) == 3
 
 
+@pytest.mark.slow
 def test_what_waits_does_not_reach_other_parameters(tmp_path):
     """Loading or restoring other parameters drops it; editing applies it first."""
     state, _ = train(late_state(), steps=1)

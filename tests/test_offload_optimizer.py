@@ -34,6 +34,7 @@ PART = dataclasses.replace(SMALL, ratio=0.97)  # matrices, and no vectors
 EVERY = [("one_per_layer", "mlp", PART), *(slow(name, "two layers", SMALL) for name in optimizers.OPTIMIZERS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "model", "offload"), EVERY)
 def test_every_optimizer_equals_optax_on_one_device(optimizer, model, offload):
     """In float64 nothing but a wrong formula can exceed 1e-9 after 20 steps."""
@@ -109,6 +110,7 @@ def test_numbers_over_state_on_the_host_equal_one_device(compute):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), found.opt_state, opt_state)
 
 
+@pytest.mark.slow
 def test_accumulation_and_weights():
     """Up to the last bit: compilers contract multiplications and additions in a loop's body otherwise than outside."""
 
@@ -157,6 +159,7 @@ def test_a_skipped_step_changes_nothing_on_the_host(cls):
     assert metrics["step_applied"]
 
 
+@pytest.mark.slow
 def test_an_own_loop():
     """`value_and_grad` and `apply_gradients`, which decides by itself whether to skip."""
 
@@ -204,6 +207,7 @@ def test_stochastic_rounding_draws_the_same_bits_wherever_it_runs():
         jax.tree.map(np.testing.assert_array_equal, run(offload), want)
 
 
+@pytest.mark.slow
 def test_what_reads_and_writes_single_leaves():
     state, _ = train(small_state(3, "bf16", sizes=ONE_LAYER))
     expected, path = jzero.unshard_train_state(state), "layer_0/kernel"  # as whole states are compared to others above

@@ -129,6 +129,7 @@ def test_what_passes_through_the_host_is_not_reckoned_as_the_devices():
     assert away.at_peak["gradients"] < 0.2 * near.at_peak["gradients"], "vectors have theirs on the device"
 
 
+@pytest.mark.slow
 def test_a_matrix_that_a_layer_uses_twice_sends_one_gradient():
     def loss(params, batch):
         body = lambda h, w: (jnp.tanh(h @ w) @ w.T, None)
@@ -167,6 +168,7 @@ def test_evaluation_and_gradients():
     np.testing.assert_allclose(predict(away), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_nnx_and_frozen_parameters():
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -197,6 +199,7 @@ def test_nnx_and_frozen_parameters():
         np.testing.assert_allclose(np.asarray(kernel, np.float32), whole, rtol=1e-2)  # bf16, and fp32 masters
 
 
+@pytest.mark.slow
 def test_born_saved_restored_and_moved(tmp_path):
     def make(key):
         return jzero.TrainState.create(params={"w": jax.random.normal(key, (129, 41))}, tx=optax.adam(1e-3))

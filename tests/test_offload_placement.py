@@ -40,6 +40,7 @@ def test_born_there_laid_out_anew_and_back():
     assert kinds((made.masters, made.inner)) == {"pinned_host"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", [HOST, pytest.param(jzero.Offload(), marks=pytest.mark.slow)])
 def test_checkpoints(writer, tmp_path):
     state, _ = train(small_state(3, "bf16", writer, sizes=ONE_LAYER), steps=2)
@@ -52,6 +53,7 @@ def test_checkpoints(writer, tmp_path):
         step_of().eval_shape(back, models.mlp_batch(48))
 
 
+@pytest.mark.slow
 def test_moved_by_hand_and_back():
     state, _ = train(small_state(3, "bf16"), steps=2)
     before = arrays(state)

@@ -279,6 +279,7 @@ class Counted(tuple):
         return Counted(found) if isinstance(key, slice) else found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", [str, ZeroPlan.to_json, all_opt_indices])
 def test_looking_at_a_plan_takes_time_in_proportion_to_its_leaves(look):
     config = {"stage": 3, "persistence_threshold": 0, "precision": "bf16", "offload": jzero.Offload(optimizer="host")}

@@ -141,6 +141,7 @@ def test_the_gather_after_the_update_moves_16_bits(stage):
     assert all(x.endswith("xbf16") for x in large), whole
 
 
+@pytest.mark.slow
 def test_integers_and_wide_floats():
     table, flag = np.arange(64, dtype=np.int32), np.ones(9, bool)
     params = {**mlp_params(), "table": to_jax(table), "flag": to_jax(flag)}
@@ -171,6 +172,7 @@ def test_fp32_leaves_every_dtype_alone():
     assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {jnp.dtype(BF16)}
 
 
+@pytest.mark.slow
 @stages(2, of=(1, 2, 3))
 def test_own_loops_follow_the_train_step(stage):
     """`value_and_grad` and plain `jax.jit` with `natural_params`: the same masters as the train step's."""
@@ -287,6 +289,7 @@ class Net(nnx.Module):
         return nnx.tanh(self.linear(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp16"), slow(3, "bf16")])
 def test_nnx(stage, precision):
     loss = lambda model, batch: jnp.square(model(batch["x"]) - batch["y"]).mean()

@@ -106,6 +106,7 @@ def trained_in_fp32():
     return losses
 
 
+@pytest.mark.slow
 @stages(2, of=(0, 2, 3))
 def test_no_fp32_between_steps(stage):
     state = mlp_state(make_config(stage, LOW), optax.adam(1e-2), mlp_params())
@@ -129,6 +130,7 @@ def test_small_updates_are_not_lost():
     assert mean == pytest.approx(1 - 64 * 2.0**-10, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_does_not_depend_on_the_mesh():
     runs = []
     params = {"w": np.linspace(0.5, 2, 48 * 16, dtype=np.float32).reshape(48, 16)}
@@ -144,6 +146,7 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh():
     assert_same(*runs)
 
 
+@pytest.mark.slow
 def test_state_dtype_by_path():
     rules = {"layer_0/kernel": jzero.LeafRule(state_dtype="bfloat16")}
     state = mlp_state(make_config(2, rules=rules))

@@ -58,6 +58,7 @@ def test_an_edit_is_told_from_the_rounding_of_any_number(dtype):
     np.testing.assert_array_equal(apply_edits(master, other), expected)
 
 
+@pytest.mark.slow
 @singles(stage=[2, 3, 0], sign=[1.0, -1.0])
 def test_masters_too_small_for_fp16_go_on(stage, sign):
     """Their parameters are zeros of either sign, which no comparison may take for an edit."""
@@ -85,6 +86,7 @@ def test_an_edit_is_seen_wherever_masters_are_read(stage):
         assert_same(jzero.gather_params(jzero.shard_train_state(state, config=config), masters=True), masters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [slow(jzero.Precision(state_dtype="bfloat16")), "low"])
 def test_laid_out_anew_low_precision_goes_on_to_the_bit(policy):
     """State dtypes, and the counter that drives stochastic rounding, survive another layout."""

@@ -137,6 +137,7 @@ def test_where_nothing_is_gathered_nothing_changes():
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_no_gather_more_than_of_the_last_turn_and_no_weights_kept():
     """What one layer ahead may cost: that layer. Kept for the backward pass, the whole stack would show."""
     step = jzero.make_train_step(two_products)
@@ -177,6 +178,7 @@ def test_evaluation_gathers_ahead_too():
     assert (32, 64) in shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
 def test_training_with_micro_batches_and_16_bits_is_the_same(precision):
     """Not a compiler's rounding apart: the same operations on the same values, in another order of gathers."""
@@ -191,6 +193,7 @@ def test_training_with_micro_batches_and_16_bits_is_the_same(precision):
     np.testing.assert_allclose(runs[2:], runs[:2], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, slow({"replica": 2, "data": 4})], ids="-".join)
 def test_beside_other_axes(axes):
     mesh, batch = jzero.make_mesh(**axes), jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32)

@@ -111,6 +111,7 @@ def scan_in_a_recomputed_loop(p, batch):
     return jnp.square(lax.scan(group, batch, p["groups"])[0]).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [AMPLE, 0, None])
 def test_a_scan_inside_of_a_recomputed_loop_gathers_ahead(limit, monkeypatch):
     on("gpu", monkeypatch)

@@ -46,6 +46,7 @@ def run(folder, monkeypatch, *more):
     pretrain.main()
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_is_logged(folder, monkeypatch, capsys):
     """`evaluate` is that of `finetune.py`, whose test runs it."""
     read = []

@@ -119,7 +119,7 @@ TWICE, KEPT, AHEAD = {"accumulate_steps": 2}, {"reshard_after_forward": False}, 
     ("sizes", "loss", "options", "fields"),
     [
         slow({"data": 3}, unrolled_loss, TWICE, {}),
-        (REPLICAS, loss_fn, {"remat": False}, {"replica_axis": "replica", **KEPT}),
+        slow(REPLICAS, loss_fn, {"remat": False}, {"replica_axis": "replica", **KEPT}),
         (TWO, loss_fn, TWICE, {**SECONDARY, **AHEAD}),
         slow(TWO, unrolled_loss, {}, {**SECONDARY, **KEPT}),
         slow(TWO, loss_fn, {"remat": False}, TWO_HOPS),
@@ -196,6 +196,7 @@ def test_reductions_sum_what_each_device_or_node_rounds(kind, stage, levels, lat
         assert off.max() <= np.abs(want).max(), "an element on a tie goes to the next integer"
 
 
+@pytest.mark.slow
 def test_an_overflow_is_seen_through_integers():
     """NaN fills a block, so fp16 skips the same steps and has the same scales as without rounding."""
     batch = np.where(np.arange(96)[:, None] == 7, np.inf, BATCH)
@@ -246,6 +247,7 @@ def between_nodes(step, state, least=0):
     return sum(times * hop.sent_bytes for times, hop in hops if hop.num_elements > least)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [slow(FLAT), TWO])
 def test_integers_are_what_travels(sizes):
     """By hand: bytes of integers and scales, each once per hop; nothing wider crosses a link."""

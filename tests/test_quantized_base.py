@@ -77,6 +77,7 @@ def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds, froze
     np.testing.assert_array_equal(np.asarray(jax.tree.leaves(state.params["base"]["w"])[0]), shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [slow("int8"), "nf4"])
 def test_an_integer_base_keeps_its_bits(tmp_path, frozen):
     """To other numbers of devices and back, through checkpoints, as numbers and as integers again."""
@@ -108,6 +109,7 @@ def test_an_integer_base_keeps_its_bits(tmp_path, frozen):
     np.testing.assert_array_equal(np.asarray(jax.tree.leaves(born.params["base"]["w"])[0]), bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [slow(jzero.Offload()), jzero.Offload(optimizer="host", params="host")])
 def test_an_integer_base_works_wherever_parameters_do(tmp_path, offload):
     state = lora_state(config_of(frozen="int8", offload=offload))

@@ -76,6 +76,7 @@ def assert_packed_by_definition(given, kind):
     assert np.all(np.abs(found - x) <= most * LARGEST_ERROR[kind] * 1.001 + 1e-30)
 
 
+@pytest.mark.slow
 @drawn(st.integers(1, 70), st.integers(1, 600), st.sampled_from([2, 3, 4, 5, 8]), st.booleans())
 def test_shards_have_the_same_bits_at_every_number_of_devices(rows, size, num_shards, is_stack):
     shape = (2, rows, size) if is_stack else (rows, size)

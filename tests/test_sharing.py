@@ -210,6 +210,7 @@ TOGETHER = {way: list(DIFFERENT)[i::3] for i, way in enumerate(["by default", "a
 """Layers of two kinds in one model, for each way others; to find a fault, the slow tier has each by itself."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "kinds"), [*TOGETHER.items(), *(slow("by default", [kind]) for kind in DIFFERENT)])
 def test_layers_that_differ_stay_different(way, kinds):
     """And those that do not become one function; profiles tell all apart."""
@@ -250,6 +251,7 @@ def test_nothing_of_a_loop_outlives_it():
         step.trace(sharded(make_params()), make_batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["by the loss", slow("stage 2")])
 def test_layers_that_drop_are_shared_and_draw_for_themselves(way):
     """Other masks than those of plain jax would give other gradients."""

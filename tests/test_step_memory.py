@@ -67,6 +67,7 @@ def test_one_function_per_block_however_often_it_is_called():
     assert num_functions(True) <= num_functions(None) + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "accumulate_steps"), default_for([(1, 2), (3, 1)], itertools.product(range(4), (1, 2)))
 )
@@ -82,6 +83,7 @@ def test_sent_bytes_are_those_of_the_compiled_program(stage, accumulate_steps):
     assert report.estimated.gathered_bytes == report.estimated.planned_bytes == gathered
 
 
+@pytest.mark.slow
 def test_what_an_update_gathers_in_a_branch_is_sent():
     """The update of every second step gathers each matrix, in a branch."""
     state = mlp_state(config_of(3), optax.MultiSteps(optax.contrib.muon(1e-3), 2))
@@ -237,6 +239,7 @@ def reckoned_peak(topology, model, stage, monkeypatch):
 PEAKS = [(*row, stage) for row in COMPILED_PEAKS for stage in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("topology", "model", "compiled", "stage"), default_for([PEAKS[0], PEAKS[10]], PEAKS))
 def test_peaks_are_those_that_the_compilers_gave(topology, model, compiled, stage, monkeypatch):
     assert reckoned_peak(topology, model, stage, monkeypatch) == pytest.approx(compiled[stage], rel=0.09)

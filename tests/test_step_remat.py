@@ -175,6 +175,7 @@ def test_remat_looks_into_branches_and_checkpoints():
     assert kept[True] < kept[None] - LAYERS * LOCAL * 2 * HIDDEN * 4 // 2, kept
 
 
+@pytest.mark.slow
 def test_what_the_loss_recomputes_around_its_scan_is_said_to_be_gathered_again():
     state = stack_state(config_of(3))
     plan, losses = jzero.plan_of(state), [stack_loss, rematted_loss, jax.checkpoint(rematted_loss)]

@@ -87,6 +87,7 @@ def test_train_steps(case):
     jzero.gather_params(jzero.apply_pending(state), masters=True)
 
 
+@pytest.mark.slow
 @strictly
 @pytest.mark.parametrize(("make", "stage", "precision"), [(TrainState, 1, "bf16"), (jzero.TrainState, 3, "fp16")])
 def test_own_loops(make, stage, precision):
@@ -108,6 +109,7 @@ def test_own_loops(make, stage, precision):
         jax.jit(fn).lower(state)
 
 
+@pytest.mark.slow
 @strictly
 def test_states_are_looked_into_edited_saved_and_laid_out_anew(tmp_path):
     small = functools.partial(sharded, tx=shared.sgd(0.1, momentum=0.9))
@@ -126,6 +128,7 @@ def test_states_are_looked_into_edited_saved_and_laid_out_anew(tmp_path):
         np.testing.assert_array_equal(found[name], want.astype(jnp.bfloat16).astype(np.float32))
 
 
+@pytest.mark.slow
 @strictly
 def test_the_reference_of_check_equivalence():
     plain = jzero.TrainState.create(params=PARAMS, tx=shared.sgd(0.1))

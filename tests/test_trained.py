@@ -154,6 +154,7 @@ def test_no_gradient_is_computed_or_communicated():
     assert gathered.count(f"{D}x{D}xf32") == 2 * LAYERS - 1
 
 
+@pytest.mark.slow
 def test_gradients_of_frozen_leaves_are_scalar_zeros():
     state = make_state("trainable", 3)
     _, grads = jzero.value_and_grad(lora_loss)(state, batch())

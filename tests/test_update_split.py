@@ -150,6 +150,7 @@ def test_what_an_update_needs(name):
     assert needs(update) == CLASS_OF[name]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Specifying a key")
 @pytest.mark.parametrize("name", default_for(FEW, TRACED))
 def test_kernels_equal_the_operations_on_whole_arrays(name):
@@ -223,6 +224,7 @@ def check_chain(chain):
     assert_same(program.on_records(inputs, unequal=True), program.whole(inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [5, slow(60)])
 def test_chains_of_operations(draws):
     hypothesis.settings(max_examples=draws, deadline=None)(check_chain)()

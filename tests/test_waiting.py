@@ -88,6 +88,7 @@ def layers_after_a_loop(p, batch):
     return jnp.square(functools.reduce(long_layer, p["layers"], hidden)).mean()
 
 
+@pytest.mark.slow
 @singles(
     lambda x: getattr(x, "__name__", None),
     options=[{"stage": 1}, {"stage": 2}, {"stage": 3, "persistence_threshold": 0}],
@@ -129,6 +130,7 @@ def hands_on_what_depends_on_the_batch(p, batch):
     return jnp.square(jnp.tanh(hidden @ p["head"])).mean() * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "stages"),
     [(carries_what_depends_on_the_batch, (1, 2, 3)), (hands_on_what_depends_on_the_batch, (1, 2))],

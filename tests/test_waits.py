@@ -68,6 +68,7 @@ def test_operands_of_barriers(platform, monkeypatch):
         assert light == (gradient not in operands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, slow(False)])
 def test_gradients_with_light_barriers_are_those_of_plain_jax(scan, monkeypatch):
     on("tpu", monkeypatch)

@@ -94,6 +94,7 @@ def stacked_state(params, stage, *, precision="bf16", mesh=None):
     return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, precision=precision), mesh=mesh)
 
 
+@pytest.mark.slow
 def test_steps_beside_tensor_parallelism_equal_plain_optax():
     """Each device gathers its own part of a layer: nothing travels along the other axis but activations."""
     mesh, params = jzero.make_mesh(data=4, model=2), stack_params()
@@ -117,6 +118,7 @@ def gathered_shapes(step, *args):
     return [tuple(map(int, shape.split("x"))) for shape in found]
 
 
+@pytest.mark.slow
 @stages(1, of=(1, 2))
 def test_stacks_are_gathered_row_by_row(stage):
     """Gathered as a whole, a stack would be in memory twice. No shard is transposed: they come one behind the other."""

@@ -66,6 +66,7 @@ def test_integers_of_zeros_are_made_by_the_program():
     assert any("round-nearest-even" in program.compile().as_text() for program in programs)
 
 
+@pytest.mark.slow
 def test_layers_under_one_jit_are_not_drawn():
     """A Linen model whose parameters are one equation's results; masters are zeros, too."""
     model = Small()
