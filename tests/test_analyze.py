@@ -125,6 +125,7 @@ def test_other_steps_and_layouts():
     assert sum(row.elements for row in hybrid.collectives if row.axis == "replica") == 2 * size(hybrid.plan) // 4
 
 
+@pytest.mark.slow
 def test_nnx_state_is_laid_out_anew_and_stays_as_it_is():
     module = nnx.Linear(WIDTH, VOCAB, kernel_init=initializer(0), rngs=nnx.Rngs(0))
     pair = (module, nnx.Optimizer(module, SGD, wrt=nnx.Param))
@@ -199,6 +200,7 @@ def test_wide_gathers_and_weights_kept_for_the_backward_pass_are_found():
     assert f"f32[{WIDTH},{WIDTH}]" in found
 
 
+@pytest.mark.slow
 def test_stack_cut_where_it_is_scanned_is_found():
     rules = {"layers/.*kernel": jzero.LeafRule(dim=0)}
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0, rules=rules)

@@ -58,6 +58,7 @@ def test_any_layout_reads_what_any_other_wrote(writer_stage, writer_num, plain, 
         assert jzero.plan_of(restored).num_shards == num
 
 
+@pytest.mark.slow
 @ONE_DEVICE
 @pytest.mark.parametrize(("writer_stage", "writer_num"), default_for([(2, 3)], WRITERS))
 def test_any_layout_reads_what_any_other_wrote_nnx(writer_stage, writer_num, tmp_path):

@@ -152,6 +152,7 @@ def test_analyze_as_json(run):
     assert found["estimated"]["activation_bytes"] == pytest.approx(kept_bytes(WIDTH + 4 * WIDTH), abs=8)
 
 
+@pytest.mark.slow
 def test_analyze_options(run):
     found = text_of(run("analyze users:with_rng --stage 1 --accumulate-steps 2 --precision bf16 --cpu-devices 8"))
     assert "ZeRO stage 1 over 8" in found
@@ -327,6 +328,7 @@ def test_the_script_is_declared():
     assert 'jzero = "jzero.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
 
+@pytest.mark.slow
 def test_commands_of_the_guide_run(run, checkpoint, tmp_path):
     """Except that machines which are not there are left out where they compile, and what other files run as it is."""
     text = (ROOT / "docs/guides/command_line.md").read_text()

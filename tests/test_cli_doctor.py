@@ -18,6 +18,7 @@ from tests.cli_runs import data_of, folder, run, text_of  # noqa: F401  # fixtur
 # doctor
 
 
+@pytest.mark.slow
 def test_doctor(run):
     found = data_of(run("doctor --json"))
     assert found["ok"]

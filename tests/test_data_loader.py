@@ -134,6 +134,7 @@ def test_a_position_goes_on_with_another_batch_size_and_mesh(taken):
     first.close()
 
 
+@pytest.mark.slow
 def test_checkpoint_manager_keeps_the_position(tmp_path):
     source = examples(20)
     params = {"w": jnp.zeros(3)}

@@ -117,6 +117,7 @@ def test_each_part_is_kept_once_on_other_meshes(tmp_path, mesh, name):
     assert len(parts) == len(files.index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", default_for(["adafactor"], ["adafactor", "adamw"]))
 def test_parameters_may_be_on_the_host(folder, name):
     tx = OPTIMIZERS[name]()

@@ -209,6 +209,7 @@ def test_what_is_not_restored_stays(plain, expected, on_disk, like, tmp_path, st
         jzero.restore_checkpoint(tmp_path / "c", like(), params_only=True)
 
 
+@pytest.mark.slow
 def test_parameters_are_exported_leaf_by_leaf_and_loaded(on_disk, expected, plain, tmp_path, step):
     state = on_disk()
     params = {**state.params, "rows": state.params["rows"].at[3, 5].set(7)}

@@ -188,6 +188,7 @@ def test_a_read_that_fails_changes_nothing_and_the_step_can_be_repeated(scratch,
     assert_same_bits(whole(state), whole(expected))
 
 
+@pytest.mark.slow
 def test_reading_editing_and_moving_rows(scratch):
     def make_state(key):
         return jzero.TrainState.create(params=params(), tx=ADAMW)
@@ -209,6 +210,7 @@ def test_reading_editing_and_moving_rows(scratch):
     np.testing.assert_allclose(losses, near, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", default_for(["bf16"], ["bf16", "fp32"]))
 def test_checkpoints_are_those_of_states_in_memory(tmp_path, scratch, precision):
     state, _ = train(made(on_disk(scratch), precision), [0])
@@ -255,6 +257,7 @@ def test_errors_say_what_else_to_do(scratch):
         evaluate(jzero.abstract_train_state(state), batch())
 
 
+@pytest.mark.slow
 def test_records_of_single_rows_that_unrolled_layers_read_change_no_bit_of_an_update(scratch):
     def unrolled(params, batch):
         x = batch.astype(params["h"]["w"].dtype)

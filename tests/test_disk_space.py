@@ -91,6 +91,7 @@ def taken(folder):
     return sizes
 
 
+@pytest.mark.slow
 def test_release_waits_for_an_update_beside_the_step(tmp_path):
     state, _ = train(state_on_disk(tmp_path, compute="host", delay=1), steps=3)
     jzero.release_disk(state)

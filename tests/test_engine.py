@@ -110,6 +110,7 @@ def test_gradients_equal_plain_jax_at_every_stage(stage, devices, options):
     assert_equal(state, together(*TOGETHER[-1]), positive_batch(), want=on_one_device(TOGETHER[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch_bytes", [slow(None), 10**6])
 def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
     """Also that of what layers hand on which does not depend on parameters."""

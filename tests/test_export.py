@@ -57,6 +57,7 @@ def params_of_every_dtype(value):
     return {**params, "w": np.ones(8, "f"), "empty": np.zeros((0, 5), "f"), "scalar": np.int8(value)}
 
 
+@pytest.mark.slow
 @stages(3, of=[1, 3])
 def test_every_dtype_is_read_as_it_was_written(stage, tmp_path):
     make = lambda value: sharded(

@@ -151,6 +151,7 @@ def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
     assert "the compiler rejects it: out of memory" in str(nothing)
 
 
+@pytest.mark.slow
 def test_recomputation_without_products_is_tried():
     """Only elementwise operations are recomputed, so the arithmetic that is counted stays the same."""
 
@@ -312,6 +313,7 @@ def test_errors():
         jzero.fit(make_state, stack_loss, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32), topology="h200:64")
 
 
+@pytest.mark.slow
 def test_hops_between_nodes_are_searched_where_there_are_nodes():
     """On slow networks, with micro-batches, secondary shares communicate least; on one node there is nothing to try."""
     kept = dataclasses.replace(CONFIG, reshard_after_forward=False)  # else each is tried without, too

@@ -92,6 +92,7 @@ def test_every_layout_holds_the_same_parameters(family, stage, num_devices, opti
         np.testing.assert_allclose(logits(state, model), LOGITS[family], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_become_integers(tmp_path):
     config = hf_models.write_folder(tmp_path, "qwen3")
     adapters = {"lora": decoder.Lora(rank=2, alpha=4.0), "trainable": r".*/lora_[ab]"}

@@ -99,6 +99,7 @@ def test_terminals_get_lines_that_fit():
     assert wrapped(text, 200) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "header"),
     [

@@ -121,6 +121,7 @@ TOGETHER = "literals gather permute scatter scan while_loop cond remat_with_poli
 """What is in one program by default; the slow tier has all."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "check_vma", "stage"),
     [(TOGETHER, True, 3), slow(" ".join(INSIDE), False, 1), slow(" ".join(INSIDE), True, 3)],
@@ -254,6 +255,7 @@ def experts_together(tokens, weights, up, down):
     return jnp.einsum("neh,ehd,ne->nd", hidden, down, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "remat"), default_for([(3, True)], itertools.product([3, 1, 0], [None, True, "as_written"]))
 )

@@ -62,6 +62,7 @@ NODES = {"node_axis": "node", "secondary_params": True}
 BOTH = {"replica_axis": "replica", "node_axis": "node"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "variant", "config", "sizes"),
     [
@@ -121,6 +122,7 @@ def test_masters_of_16_bit_parameters_are_updated_in_32_bits():
         check(state, reference, 4e-6)
 
 
+@pytest.mark.slow
 def test_leaves_that_other_axes_cut_are_updated_like_on_one_device():
     mesh = jzero.make_mesh(data=4, model=2)
     params = models.few_params("unrolled")

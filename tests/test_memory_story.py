@@ -216,6 +216,7 @@ def test_estimate_of_7b(ask, topology, options, states):
     assert "GB" not in text.replace("GiB", "")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fit_tries_little")
 def test_fit_says_by_how_much_nothing_fits():
     line = f"fit --params {TINY_PARAMS} {TINY} --stage 0 --topology h100:1 --seq 16 --hbm-bytes 1e4 --no-confirm"
@@ -360,6 +361,7 @@ def test_a_folder_says_its_sizes_itself(ask, tmp_path):
 # Users' models.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fit_tries_little")
 def test_a_users_model_says_what_it_trains(ask, tmp_path):
     (tmp_path / "part.py").write_text(

@@ -82,6 +82,7 @@ TOGETHER = "logsumexp set custom_vmap jvp_in_scan vjp_in_remat"
 """What is in one program by default; the slow tier has all."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "stage"), [(TOGETHER, 3), slow(" ".join(OWN), 1), slow(" ".join(OWN), 3)])
 def test_functions_of_what_is_constrained(names, stage):
     """They hold jaxprs, and so the mesh that they were traced in; some bring their own derivative."""
@@ -170,6 +171,7 @@ def assert_as_on_one_device(names, stage, mesh, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want_grads)
 
 
+@pytest.mark.slow
 @stages(3, of=(1, 3))
 def test_parameters_that_the_loss_constrains(stage):
     """Their parts lie over the model axis before they are gathered; odd sizes and what is scanned, too."""

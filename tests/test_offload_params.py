@@ -150,6 +150,7 @@ def test_a_matrix_that_a_layer_uses_twice_sends_one_gradient():
     np.testing.assert_allclose(w, same, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_and_gradients():
     plain, batch = layers_state(ADAMW), layers_batch(16)
     away = jzero.shard_train_state(plain, config=config(ALL))

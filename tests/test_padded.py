@@ -48,6 +48,7 @@ def loss(params, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean() + rest / 100
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_over_padded_leaves_is_right():
     plain, state = sharded(optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9)))
 
@@ -120,6 +121,7 @@ def test_libraries_that_do_not_know_padded_leaves_get_an_error_that_does(stage, 
             call()
 
 
+@pytest.mark.slow
 def test_layers_take_padded_leaves():
     module, x = nn.Dense(9), np.ones((16, 13), np.float32)
     variables = {"params": models.draw_params(module, x)}
@@ -297,6 +299,7 @@ def test_two_optimizers_of_one_nnx_model_take_turns():
     assert_close(jzero.gather_params((model, pairs[0])), nnx.as_pure(nnx.state(want, wrts[0])))
 
 
+@pytest.mark.slow
 def test_a_padded_leaf_is_not_assigned_to_in_place():
     model = nnx.Linear(5, 23, rngs=nnx.Rngs(0))
     model, _ = jzero.shard_train_state((model, nnx.Optimizer(model, SGD, wrt=nnx.Param)), config=CONFIG)

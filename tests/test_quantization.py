@@ -210,6 +210,7 @@ def test_an_overflow_is_seen_through_integers():
     assert found == [(1024, True), (1024, False), (512, True), (512, False)]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_parameters_are_rounded_part_by_part():
     """Each device packs its own part: no hop sends or joins another's."""
     rng = np.random.default_rng(0)

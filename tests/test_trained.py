@@ -272,6 +272,7 @@ def test_bad_masks(trainable, message):
         jzero.shard_train_state(plain_state(), stage=3, trainable=trainable)
 
 
+@pytest.mark.slow
 def test_laid_out_anew_and_whole_again():
     state, step = make_state("trainable", 3), shared.make_train_step(lora_loss)
     state, _ = step(state, batch(0))

@@ -305,6 +305,7 @@ def test_a_failed_update_raises_before_a_step_changes_anything(tmp_path, monkeyp
     assert_same_bits(whole(state), expected)
 
 
+@pytest.mark.slow
 def test_an_update_that_fails_after_its_step_is_tried_again(tmp_path, monkeypatch):
     settings = jzero.ZenFlow(topk_ratio=0, update_interval=2, select_interval=2, overlap=False)
     offload = jzero.Offload(optimizer="disk", path=tmp_path, compute="host", chunk_bytes=512, zenflow=settings)
