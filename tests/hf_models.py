@@ -1,4 +1,4 @@
-"""Tiny published models of eight families, made of numbers that any program can make again.
+"""Tiny published models of each family, made of numbers that any program can make again.
 
 `tests/data/make_hf_logits.py` keeps their logits by `transformers`.
 """
@@ -54,6 +54,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 10, "tie_word_embeddings": False, **rotary(1e6)},
     "gemma": {"model_type": "gemma", "head_dim": 10, "hidden_act": "gelu_pytorch_tanh", **rotary(1e4)},
     "gemma2": {"model_type": "gemma2", "final_logit_softcapping": 2.0, **LOCAL, **rotary(1e4)},
+    "mixtral": {"model_type": "mixtral", "sliding_window": 4, "num_local_experts": 5, **rotary(1e6)},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 10,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "tie_word_embeddings": False,
+        "norm_topk_prob": True,
+        **rotary(1e6),
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 7, "num_experts_per_tok": 3, **rotary(1e4)},
     "gemma3_text": {
         "model_type": "gemma3_text",
         "layer_types": TYPES,

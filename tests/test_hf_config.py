@@ -61,10 +61,11 @@ def test_a_family_reads_its_own_fields_only(tmp_path):
     every = {name: value for family in FAMILIES.values() for name, value in family.items() if name not in COMMON}
     others = {name: 0.1 if isinstance(value, float) else 7 for name, value in every.items()}
     for family, own in FAMILIES.items():
-        plain = read(tmp_path, model_type=family, head_dim=6)
+        mixture = {"num_experts": 7, "num_experts_per_tok": 2} if "num_experts" in own else {}
+        plain = read(tmp_path, model_type=family, head_dim=6, **mixture)
         ignored = {name: value for name, value in others.items() if name not in own}
         assert {"llama": 9, "gemma2": 6}.get(family, 3) <= len(ignored)
-        assert read(tmp_path, model_type=family, head_dim=6, **ignored) == plain, family
+        assert read(tmp_path, model_type=family, head_dim=6, **mixture, **ignored) == plain, family
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,13 @@ def test_a_family_reads_its_own_fields_only(tmp_path):
         ({"partial_rotary_factor": 0.5}, r"`partial_rotary_factor` .* is 0\.5"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, r"`layer_types` .* 3 layers"),
         ({"num_hidden_layers": None}, "`num_hidden_layers` .*got None"),
+        ({"model_type": "mixtral"}, "`num_experts` .*got None"),
+        (
+            {"model_type": "olmoe", "num_experts": 2, "num_experts_per_tok": 3},
+            "`num_experts_per_tok` .* 2 experts: got 3",
+        ),
+        ({"model_type": "olmoe", "num_experts": 8, "clip_qkv": 7.0}, r"`clip_qkv` .* is 7\.0"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "mlp_only_layers": [0]}, r"`mlp_only_layers` .* is \[0\]"),
         ({"head_dim": 9}, r"`head_dim` .* must be even.* got 9"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Published models of eight families through `examples/llm/decoder.py`: the logits of `transformers`."""
+"""Published models of each family through `examples/llm/decoder.py`: the logits of `transformers`."""
 
 import functools
 import pathlib
@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jzero
+import jzero.lora
 from jzero.weights.safetensors_files import TensorFile
 from tests import hf_models
 from tests.tiers import slow
@@ -27,9 +28,9 @@ def shapes_of(model):
     return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
 
 
-def born(config, num_devices=8, lora=None, trainable=None, tx=SGD, **options):
+def born(config, num_devices=8, lora=None, trainable=None, tx=SGD, product="ragged", **options):
     """Returns a state of the decoder, its parameters numbers that are in no file, and the decoder."""
-    model = decoder.Decoder(config, lora)
+    model = decoder.Decoder(config, lora, product)
     params = jax.tree.map(lambda x: np.full(x.shape, 7, x.dtype), shapes_of(model))
     plain = jzero.TrainState.create(params=params, tx=tx)
     zero = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **options})
@@ -68,9 +69,22 @@ def test_logits_are_those_of_transformers(family, tmp_path):
     np.testing.assert_allclose(logits_alone(state, model), LOGITS[family], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("product", decoder.WAYS)
+@pytest.mark.parametrize("num_devices", [8, 3])
+@pytest.mark.parametrize("family", [name for name in hf_models.FAMILIES if "experts" in str(hf_models.FAMILIES[name])])
+def test_experts_give_these_logits_at_every_stage(family, num_devices, product, tmp_path):
+    config = hf_models.write_folder(tmp_path, family)
+    for stage in range(4):
+        state, model = born(config, num_devices, stage=stage, product=product)
+        state = jzero.load_params(state, tmp_path, mapping="auto", donate=True)
+        np.testing.assert_allclose(logits(state, model), LOGITS[family], rtol=0, atol=1e-5, err_msg=f"stage {stage}")
+
+
 @pytest.mark.parametrize(
     ("family", "stage", "num_devices", "options"),
     [
+        ("mixtral", 3, 3, {"product": "dense"}),
         pytest.param("llama3", 3, 3, {}, marks=pytest.mark.smoke),
         ("gemma2", 1, 3, {}),
         slow("llama3", 2, 8, {"precision": "bf16"}),
@@ -83,13 +97,41 @@ def test_every_layout_holds_the_same_parameters(family, stage, num_devices, opti
     state, model = born(config, num_devices, stage=stage, **options)
     state = jzero.load_params(state, tmp_path, mapping="auto", donate=bool(num_devices % 2))
     there = hf_models.tensors(config)
-    up = np.stack([there[f"model.layers.{i}.mlp.up_proj.weight"].T for i in range(3)])
-    np.testing.assert_array_equal(jzero.get_full_param(state, "layers/up/kernel"), up)
+    o = np.stack([there[f"model.layers.{i}.self_attn.o_proj.weight"].T for i in range(3)])
+    np.testing.assert_array_equal(jzero.get_full_param(state, "layers/o/kernel"), o)
     np.testing.assert_array_equal(
         jzero.get_full_param(state, "embed/embedding"), there["model.embed_tokens.weight"], "masters, where they are"
     )
     if stage in (0, 3):
         np.testing.assert_allclose(logits(state, model), LOGITS[family], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", slow("nf4")])
+def test_experts_and_their_adapters_over_a_rounded_base(kind, tmp_path):
+    config = hf_models.write_folder(tmp_path, "mixtral", num_hidden_layers=1)
+    adapters = {"lora": decoder.Lora(rank=2, alpha=4.0, modules="up|down"), "trainable": r".*/lora_[ab]"}
+    state, model = born(config, 3, quantization=jzero.Quantization(frozen=kind), **adapters)
+    state = jzero.load_params(state, tmp_path, mapping="auto", paths=r"(?!.*/lora_[ab]).*", donate=True)
+    for path, shape in {
+        "up/lora_a": (36, 2),
+        "up/lora_b": (2, 56),
+        "down/lora_a": (56, 2),
+        "down/lora_b": (2, 36),
+    }.items():
+        drawn = np.random.default_rng(len(path)).normal(size=(1, 5, *shape)).astype(np.float32) / 6
+        state = jzero.set_full_param(state, f"layers/{path}", value=drawn)
+    whole = jax.tree.map(np.asarray, jzero.gather_params(state))
+    up = np.stack(
+        [hf_models.tensors(config)[f"model.layers.0.block_sparse_moe.experts.{i}.w3.weight"].T for i in range(5)]
+    )
+    rounded = np.abs(whole["layers"]["up"]["kernel"][0] - up).max()
+    assert 0 < rounded < np.abs(up).max() * (1 / 127 if kind == "int8" else 0.2)
+    merged = jzero.lora.merged(2, 4.0)
+    for name in ("up", "down"):
+        leaves = whole["layers"][name]
+        whole["layers"][name] = {"kernel": merged(f"layers/{name}/kernel", leaves)}
+    wanted = compiled(decoder.Decoder(config, product="dense"))(whole, hf_models.TOKENS)
+    np.testing.assert_allclose(logits(state, model), wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ def tensors_in(folder):
         ("gemma3_text", 3, 8),
         pytest.param("llama", 3, 3, marks=pytest.mark.smoke),
         ("qwen2", 1, 8),
+        ("mixtral", 3, 3),
         *itertools.starmap(slow, [("llama", 3, 8), ("llama", 1, 8), ("qwen2", 3, 8), ("qwen2", 3, 3)]),
         *itertools.starmap(slow, [("gemma3_text", 3, 3), ("gemma3_text", 1, 8)]),
     ],

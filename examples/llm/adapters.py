@@ -43,6 +43,7 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(("kasa_config", "arrow_config", "monteclora_config", "megatron_config"), OFF),
 }
 """The fields of `adapter_config.json`, with the values that the decoder computes. Of any other field, `OFF`."""
+MIXTRAL = {"w1": "gate", "w3": "up", "w2": "down"}
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
@@ -72,7 +73,8 @@ def read_lora(folder: pathlib.Path) -> Lora:
     rank, alpha = said.get("r", 8), said.get("lora_alpha", 8)
     if said.get("use_rslora"):
         alpha *= rank**0.5  # PEFT divides by the root of the rank, `Lora` by the rank
-    names = {module.rpartition(".")[2].removesuffix("_proj") for module in modules}
+    last = {module.rpartition(".")[2] for module in modules}
+    names = {MIXTRAL.get(name, name.removesuffix("_proj")) for name in last}
     return Lora(rank=rank, alpha=alpha, modules="|".join(sorted(names)))
 
 

@@ -1,10 +1,10 @@
-"""One decoder for Llama 2 and 3, Mistral, Qwen 2 and 3, and the text models of Gemma 1 to 3.
+"""One decoder for Llama 2 and 3, Mistral, Mixtral, Qwen 2 and 3, OLMoE, and the text models of Gemma 1 to 3.
 
 `jzero.hf.read_config` reads what differs between them. The layers are one scan, whose body is recomputed in the
 backward pass. Products have the dtype of the embedding; norms, angles, softmax and logits are computed in fp32.
 
 Shapes: B batch, S tokens, T places that are attended to, D width, H heads, K heads of keys and values, C size of a
-head, F hidden width, V vocabulary, L layers.
+head, F hidden width, V vocabulary, L layers; of mixtures of experts also N = B S tokens, E experts.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experts import WAYS
 from jzero.hf import ModelConfig
 from kv_cache import Cache
 
@@ -55,26 +56,34 @@ class Norm(nn.Module):
 
 
 class Projection(nn.Module):
-    """A product with a kernel, perhaps with a bias, perhaps with adapters: `x W + b + alpha / rank x A B`."""
+    """A product with a kernel, perhaps with a bias, perhaps with adapters: `x W + b + alpha / rank x A B`.
+
+    With experts there are E of each, and tokens are in the order in which those multiply them.
+    """
 
     features: int
     bias: bool
     lora: Lora | None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # [B, S, I] -> [B, S, O]
+    def __call__(self, x: jax.Array, experts: Any = None) -> jax.Array:  # [..., I] -> [..., O]
+        stack = () if experts is None else (experts.count,)
+        multiply = jnp.matmul if experts is None else experts.multiply
+
         def param(name: str, init: Any, *shape: int) -> jax.Array:
             # Cast, since adapters may be wider than the stream, which is the carry of the scan.
-            return self.param(name, init, shape).astype(x.dtype)
+            return self.param(name, init, (*stack, *shape)).astype(x.dtype)
 
-        y = x @ param("kernel", KERNEL_INIT, x.shape[-1], self.features)
+        y = multiply(x, param("kernel", KERNEL_INIT, x.shape[-1], self.features))
         if self.bias:
-            y += param("bias", nn.initializers.zeros, self.features)[None, None]
+            bias = param("bias", nn.initializers.zeros, self.features)
+            y += bias[None, None] if experts is None else experts.rows(bias)
         if self.lora is not None:
-            uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as PEFT draws A
+            # As PEFT draws A.
+            uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=range(len(stack)))
             a = param("lora_a", uniform, x.shape[-1], self.lora.rank)
             b = param("lora_b", nn.initializers.zeros, self.lora.rank, self.features)
-            y += (x @ a) @ b * (self.lora.alpha / self.lora.rank)
+            y += multiply(multiply(x, a), b) * (self.lora.alpha / self.lora.rank)
         return y
 
 
@@ -87,10 +96,11 @@ class PerLayer(NamedTuple):
 
 
 class Layer(nn.Module):
-    """Attention, then a gated MLP, each behind a norm and added to the stream."""
+    """Attention, then a gated MLP or experts, each behind a norm and added to the stream."""
 
     config: ModelConfig
     lora: Lora | None
+    product: str
 
     @nn.compact
     def __call__(
@@ -108,12 +118,13 @@ class Layer(nn.Module):
 
         def heads(name: str, count: int) -> jax.Array:
             y = self._project(name, x, count * config.head_dim, bias=config.qkv_bias)
-            return y.reshape(num_rows, num_tokens, count, config.head_dim)
+            shape = (num_rows, num_tokens, count, config.head_dim)
+            y = y if config.joint_qk_norm else y.reshape(shape)
+            y = self._norm(f"{name}_norm", y) if config.qk_norm and name != "v" else y
+            return y.reshape(shape)
 
         q = heads("q", config.num_heads)  # [B, S, H, C]
         k, v = (heads(name, config.num_kv_heads) for name in "kv")  # [B, S, K, C]
-        if config.qk_norm:
-            q, k = self._norm("q_norm", q), self._norm("k_norm", k)
         angles = positions[..., None] * layer.frequencies[None, None]  # [B, S, C/2]
         q, k = _rotate(q, angles), _rotate(k, angles)
         if cache is not None:
@@ -128,17 +139,27 @@ class Layer(nn.Module):
 
     def _mlp(self, x: jax.Array) -> jax.Array:
         config = self.config
-        both = (self._project(name, x, config.d_hidden, bias=config.mlp_bias) for name in ("gate", "up"))
-        gate, up = both  # [B, S, F]
+        if config.experts is None:
+            return self._gated(x)
+        logits = self._project("router", x, config.experts.count)  # [B, S, E]
+        self.sow("router", "logits", logits)
+        flat = x.reshape(-1, config.d_model)
+        experts = WAYS[self.product].of(logits.reshape(len(flat), -1), config.experts)
+        return experts.collect(self._gated(experts.spread(flat), experts)).reshape(x.shape)
+
+    def _gated(self, x: jax.Array, experts: Any = None) -> jax.Array:
+        config = self.config
+        how = {"bias": config.mlp_bias, "experts": experts}
+        gate, up = (self._project(name, x, config.d_hidden, **how) for name in ("gate", "up"))  # [..., F]
         gate = nn.gelu(gate, approximate=True) if config.gelu else nn.silu(gate)
-        return self._project("down", gate * up, config.d_model, bias=config.mlp_bias)
+        return self._project("down", gate * up, config.d_model, **how)
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         return Norm(self.config, name=name)(x)
 
-    def _project(self, name: str, x: jax.Array, features: int, *, bias: bool = False) -> jax.Array:
-        adapted = self.lora is not None and re.fullmatch(self.lora.modules, name)
-        return Projection(features, bias, self.lora if adapted else None, name=name)(x)
+    def _project(self, name: str, x: jax.Array, features: int, *, bias: bool = False, experts: Any = None) -> jax.Array:
+        adapted = self.lora is not None and name in PROJECTIONS and re.fullmatch(self.lora.modules, name)
+        return Projection(features, bias, self.lora if adapted else None, name=name)(x, experts)
 
 
 def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:  # [B, S, H, C], [B, S, C/2]
@@ -157,10 +178,13 @@ class Decoder(nn.Module):
     Positions [B, S] count from 0 in each example: by default, each row is one. With segments [B, S], tokens see only
     those of their own. With a cache, tokens follow those in it, and padding before a row has negative positions; the
     result is the logits after the last token, [B, 1, V], and the new cache.
+
+    `product` is a key of `experts.WAYS`. `apply(..., mutable=["router"])` adds the routers' logits, [L, B, S, E].
     """
 
     config: ModelConfig
     lora: Lora | None = None
+    product: str = "ragged"
 
     @nn.compact
     def __call__(self, tokens: jax.Array, positions: Any = None, segments: Any = None, cache: Any = None) -> Any:
@@ -180,9 +204,13 @@ class Decoder(nn.Module):
         frequencies = jnp.array(config.inverse_frequencies, jnp.float32)
         layers = PerLayer(jnp.arange(config.num_layers), windows, frequencies)
         body = nn.remat(Layer, prevent_cse=False) if cache is None else Layer
-        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": config.num_layers}
+        axes = {
+            "variable_axes": {"params": 0, "router": 0},
+            "split_rngs": {"params": True},
+            "length": config.num_layers,
+        }
         scan = nn.scan(body, in_axes=(0, nn.broadcast, nn.broadcast), **axes)
-        (x, cache), _ = scan(config, self.lora, name="layers")((x, cache), layers, positions, distances)
+        (x, cache), _ = scan(config, self.lora, self.product, name="layers")((x, cache), layers, positions, distances)
         x = x if cache is None else x[:, -1:]
         x = Norm(config, name="norm")(x)
         head = embed.attend if config.tied else Projection(config.vocab_size, False, None, name="head")

@@ -8,6 +8,7 @@ folder `--out` has the tuned model, or the adapters for PEFT.
 """
 
 import argparse
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import jzero
 import jzero.data
 import jzero.hf
 import jzero.lora
+from balance import make_step
 from chat_data import load_tokenizer, read_examples
 from decoder import PROJECTIONS, Decoder, Lora
 from generate import ADAPTERS, decode, encode, stop_tokens
@@ -31,7 +33,6 @@ from training import (
     make_evaluate,
     make_optimizer,
     model_folder,
-    next_token_loss,
     say,
     start,
     train,
@@ -51,16 +52,15 @@ def main() -> None:
 
 def finetune(args: argparse.Namespace, tokenizer: Any) -> Any:
     """Fine-tunes and exports; returns the last state."""
-    model = Decoder(jzero.hf.read_config(args.model), make_lora(args))
+    model = Decoder(jzero.hf.read_config(args.model), make_lora(args), args.products)
     check_vocabulary(model, tokenizer)
     train_data, held_out = load_data(args, tokenizer)
     args.steps = args.steps or train_data.batches_per_epoch
     state = make_sharded_state(model, args)
     say(jzero.plan_of(state))
-    step = jzero.make_train_step(next_token_loss(model), clip_norm=1.0, accumulate_steps=args.accumulate_steps)
     state = train(
         state,
-        step,
+        make_step(model, args),
         train_data,
         args,
         begin=functools.partial(jzero.load_params, path=args.model, mapping="auto", paths=BASE, donate=True),
@@ -87,6 +87,8 @@ def make_sharded_state(model: Decoder, args: argparse.Namespace) -> jzero.TrainS
 
     # Adapters are whole on each device: they are small, and each layer would gather two more for each kernel.
     config = zero_config(args, quantize=args.quantize, persistent=trainable)
+    if model.config.experts is not None:  # what a router chooses jumps, so its kernel is not rounded
+        config = dataclasses.replace(config, rules=config.rules | {".*/router/.*": jzero.LeafRule(quantize=False)})
     key = jax.random.key(args.seed)
     return jzero.init_train_state(make_state, key, config=config, trainable=trainable, zeros=BASE)
 

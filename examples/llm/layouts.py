@@ -15,12 +15,11 @@ from decoder import Decoder
 
 MEMORY_SHARE = 0.9  # of a device for weights and cache; the rest is for activations
 GIB = 2**30
-TENSOR_SPECS = {  # over which devices exchange activations twice a layer: behind `o` and behind `down`
-    r"embed/embedding": P("model"),
-    r"head/kernel": P(None, "model"),
-    r"layers/(q|k|v|gate|up)/kernel": P(None, None, "model"),
-    r"layers/(q|k|v|gate|up)/bias": P(None, "model"),
-    r"layers/(o|down)/kernel": P(None, "model"),
+DIVIDED = {  # by their last dimension or the one before, so that devices exchange activations behind `o` and `down`
+    r"embed/embedding": -2,
+    r"head/kernel": -1,
+    r"layers/(q|k|v|gate|up)/(kernel|bias)": -1,
+    r"layers/(o|down)/kernel": -2,
 }
 
 
@@ -49,7 +48,7 @@ def choose_mesh(model: Decoder, *, num_rows: int, num_places: int, dtype: Any, d
         )
     how = "whole on each of" if size == 1 else f"tensor, divided by {size}, on"
     known = "their memory is unknown" if limit is None else f"of {limit / GIB:.2f} GiB"
-    whole = [name for name, x in leaves.items() if size > 1 and find_spec(name) != P() and not divided(name, x, size)]
+    whole = [name for name, x in leaves.items() if size > 1 and find_dim(name) and not divided(name, x, size)]
     each = f"{held / GIB:.2f} GiB on each, {needed / GIB:.2f} with what else there is at a time"
     print(f"weights: {how} {num_devices} devices: {each}; {known}")
     if whole:
@@ -63,15 +62,15 @@ def memory_limit() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def find_spec(name: str) -> P:
-    """Returns how a parameter is divided if its sizes allow it."""
-    return next((spec for pattern, spec in TENSOR_SPECS.items() if re.fullmatch(pattern, name)), P())
+def find_dim(name: str) -> int | None:
+    """Returns the dimension by which a parameter is divided if its size allows it, counted from the end."""
+    return next((dim for pattern, dim in DIVIDED.items() if re.fullmatch(pattern, name)), None)
 
 
 def divided(name: str, x: Any, size: int) -> bool:
-    """Whether a parameter is divided between so many devices: there is a spec, and its dimension divides evenly."""
-    cut = [n for n, axis in zip(x.shape, find_spec(name), strict=False) if axis is not None]
-    return bool(cut) and all(n % size == 0 for n in cut)
+    """Whether a parameter is divided between so many devices: it has a dimension for that, which divides evenly."""
+    dim = find_dim(name)
+    return dim is not None and x.shape[dim] % size == 0
 
 
 def shardings(shapes: Any, mesh: Mesh) -> Any:
@@ -79,6 +78,8 @@ def shardings(shapes: Any, mesh: Mesh) -> Any:
 
     def sharding(path: Any, x: Any) -> NamedSharding:
         name = "/".join(key.key for key in path)
-        return NamedSharding(mesh, find_spec(name) if divided(name, x, mesh.shape["model"]) else P())
+        if not divided(name, x, mesh.shape["model"]):
+            return NamedSharding(mesh, P())
+        return NamedSharding(mesh, P(*[None] * (x.ndim + find_dim(name)), "model"))
 
     return jax.tree_util.tree_map_with_path(sharding, shapes)

@@ -20,6 +20,7 @@ import numpy as np
 import jzero
 import jzero.data
 import jzero.hf
+from balance import make_step
 from decoder import Decoder
 from jzero.machines.limits import this_machine
 from training import (
@@ -27,7 +28,6 @@ from training import (
     make_evaluate,
     make_optimizer,
     model_folder,
-    next_token_loss,
     say,
     start,
     train,
@@ -58,7 +58,7 @@ def main() -> None:
     """Trains."""
     args = parse_args()
     start(cluster=args.cluster)
-    model = Decoder(jzero.hf.read_config(args.config))
+    model = Decoder(jzero.hf.read_config(args.config), product=args.products)
     loader, held_out = (load_data(paths, model, args) for paths in (args.data, args.held_out))
     args.steps = args.steps or loader.batches_per_epoch
     tx = make_optimizer(args.lr, args.steps)
@@ -69,11 +69,10 @@ def main() -> None:
 
     state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=zero_config(args))
     say(jzero.plan_of(state))
-    step = jzero.make_train_step(next_token_loss(model), clip_norm=1.0, accumulate_steps=args.accumulate_steps)
     evaluate = make_evaluate(model)
     train(
         state,
-        step,
+        make_step(model, args),
         loader,
         args,
         begin=lambda state: state,
@@ -98,7 +97,9 @@ def flops_per_token(model: Decoder, seq: int) -> float:
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     config, kernels = model.config, 0
     for path, x in jax.tree_util.tree_leaves_with_path(shapes):
-        kernels += x.size if path[-1].key == "kernel" or (config.tied and path[-1].key == "embedding") else 0
+        size = x.size if path[-1].key == "kernel" or (config.tied and path[-1].key == "embedding") else 0
+        of_experts = config.experts is not None and path[-2].key in ("gate", "up", "down")
+        kernels += size * config.experts.per_token // config.experts.count if of_experts else size
     attended = sum(min(seq / 2, window or seq) for window in config.windows)  # tokens, summed over layers
     scores = 2 * attended * config.num_heads * config.head_dim  # multiplied with queries, then with values
     return 6 * (kernels + scores)

@@ -19,6 +19,7 @@ import jzero
 import jzero.data
 import jzero.hf
 from decoder import Decoder
+from experts import WAYS
 
 Batch = Mapping[str, jax.Array]
 
@@ -48,6 +49,17 @@ def say(text: Any) -> None:
         print(text, flush=True)
 
 
+def next_token_losses(model: Decoder, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the loss and the weight of each token, [B, S], and the routers' logits, [L, B, S, E] or `None`."""
+    tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]  # [B, S]
+    places = {name: batch[name][:, :-1] for name in ("positions", "segments") if name in batch}
+    logits, kept = model.apply({"params": params}, tokens, **places, mutable=["router"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    learned = batch["learned"][:, 1:] if "learned" in batch else jnp.ones_like(losses)
+    router = kept["router"]["layers"]["logits"][0].astype(jnp.float32) if kept else None
+    return losses, learned * batch["weights"][:, None], router
+
+
 def next_token_loss(model: Decoder) -> Callable[[Any, Batch], jzero.Weighted]:
     """Returns the mean loss of the learned tokens, as a function of parameters and a batch.
 
@@ -55,12 +67,7 @@ def next_token_loss(model: Decoder) -> Callable[[Any, Batch], jzero.Weighted]:
     """
 
     def loss_fn(params: Any, batch: Batch) -> jzero.Weighted:
-        tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]  # [B, S]
-        places = {name: batch[name][:, :-1] for name in ("positions", "segments") if name in batch}
-        logits = model.apply({"params": params}, tokens, **places)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        learned = batch["learned"][:, 1:] if "learned" in batch else jnp.ones_like(losses)
-        weights = learned * batch["weights"][:, None]
+        losses, weights, _ = next_token_losses(model, params, batch)
         return jzero.Weighted((losses * weights).sum(), weights.sum())
 
     return loss_fn
@@ -201,6 +208,7 @@ def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--persistence-threshold", type=int, default=100_000, help="elements kept whole")
     parser.add_argument("--accumulate-steps", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--products", choices=[*WAYS], default="ragged", help="of experts, see experts.py")
     parser.add_argument("--checkpoints", type=pathlib.Path, help="folder to save to, and to go on from")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--eval-every", type=int, default=50, help="steps between evaluations")

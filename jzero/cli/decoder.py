@@ -93,14 +93,33 @@ def _layer(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
 
     x = added(x, _attention(config, _norm(config, x, w["attention_norm"]), w), "attention_post_norm")
     y = _norm(config, x, w["mlp_norm"])
+    return added(x, _gated(config, y, w, _dense) if config.experts is None else _experts(config, y, w), "mlp_post_norm")
+
+
+def _gated(config: ModelConfig, x: jax.Array, w: PyTree, dense: Callable[[jax.Array, PyTree], jax.Array]) -> jax.Array:
     gate = jax.nn.gelu if config.gelu else jax.nn.silu
-    return added(x, _dense(gate(_dense(y, w["gate"])) * _dense(y, w["up"]), w["down"]), "mlp_post_norm")
+    return dense(gate(dense(x, w["gate"])) * dense(x, w["up"]), w["down"])
+
+
+def _experts(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
+    """A mixture of experts: tokens [N, D], once for each of their experts, are sorted by these."""
+    assert config.experts is not None
+    flat, count = x.reshape(-1, x.shape[-1]), config.experts.per_token
+    best, chosen = jax.lax.top_k(_dense(flat, w["router"]), count)  # [N, experts of a token]
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=config.experts.count)
+    product = functools.partial(_dense, multiply=lambda x, kernel: jax.lax.ragged_dot(x, kernel, sizes))
+    y = _gated(config, jnp.repeat(flat, count, axis=0)[order], w, product)
+    y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    return jnp.einsum("nxd,nx->nd", y, jax.nn.softmax(best, axis=-1)).reshape(x.shape)
 
 
 def _attention(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
     def heads(name: str, number: int) -> jax.Array:  # [B, S, H or K, C]
-        y = _dense(x, w[name]).reshape(*x.shape[:2], number, config.head_dim)
-        return _norm(config, y, w[f"{name}_norm"]) if config.qk_norm and name != "v" else y
+        y, shape = _dense(x, w[name]), (*x.shape[:2], number, config.head_dim)
+        y = y if config.joint_qk_norm else y.reshape(shape)
+        y = _norm(config, y, w[f"{name}_norm"]) if config.qk_norm and name != "v" else y
+        return y.reshape(shape)
 
     frequencies = jnp.asarray(config.inverse_frequencies[0], jnp.float32)  # [C / 2]
     query, key = (_rotate(heads(*x), frequencies) for x in (("q", config.num_heads), ("k", config.num_kv_heads)))
@@ -109,12 +128,12 @@ def _attention(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
     return _dense(attended.reshape(*x.shape[:2], -1), w["o"])
 
 
-def _dense(x: jax.Array, w: PyTree) -> jax.Array:
-    y = x @ w["kernel"]
+def _dense(x: jax.Array, w: PyTree, multiply: Callable[..., jax.Array] = jnp.matmul) -> jax.Array:
+    y = multiply(x, w["kernel"])
     if "bias" in w:
         y = y + _row(w["bias"], y)
     if "lora_a" in w:
-        y = y + ALPHA_OVER_RANK * ((x @ w["lora_a"].astype(x.dtype)) @ w["lora_b"].astype(x.dtype))
+        y = y + ALPHA_OVER_RANK * multiply(multiply(x, w["lora_a"].astype(x.dtype)), w["lora_b"].astype(x.dtype))
     return y
 
 

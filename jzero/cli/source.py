@@ -94,7 +94,8 @@ def _decoder(request: PlanRequest, name: str, sizes: ModelConfig) -> ModelSource
 def _words(sizes: ModelConfig) -> str:
     heads = f"{sizes.num_heads} heads"
     heads += f" ({sizes.num_kv_heads} of keys and values)" if sizes.num_kv_heads != sizes.num_heads else ""
+    mixture = "" if sizes.experts is None else f"{sizes.experts.per_token} of {sizes.experts.count} experts, "
     return (
         f"{sizes.num_layers} layers, d_model {sizes.d_model}, {heads}, d_hidden {sizes.d_hidden}, "
-        f"vocabulary {sizes.vocab_size}"
+        f"{mixture}vocabulary {sizes.vocab_size}"
     )

@@ -31,6 +31,12 @@ def product_flops(eqn: JaxprEqn) -> float:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(type_of(eqn.invars[0]).shape[d] for d in contracted)
         return 2.0 * math.prod(type_of(eqn.outvars[0]).shape) * depth
+    if eqn.primitive.name == "ragged_dot_general":  # each row of `x` meets the matrix of one group
+        x, y = (type_of(v).shape for v in eqn.invars[:2])
+        dims = eqn.params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = dims.dot_dimension_numbers
+        others = {*contracted, *batch, *dims.rhs_group_dimensions}
+        return 2.0 * math.prod(x) * math.prod(n for d, n in enumerate(y) if d not in others)
     if eqn.primitive.name == "conv_general_dilated":
         kernel = type_of(eqn.invars[1]).shape
         features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]

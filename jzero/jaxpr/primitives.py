@@ -76,7 +76,7 @@ _ROWS: tuple[tuple[Trait, str], ...] = (
     (
         Trait.MIXING,
         "cholesky conv_general_dilated cummax cummin cumprod cumsum dot_general eig eigh fft geqrf householder_product "
-        "lu qr schur sort svd triangular_solve tridiagonal_solve",
+        "lu qr ragged_dot_general schur sort svd triangular_solve tridiagonal_solve",
     ),
     (Trait.IN_PLACE, "dynamic_update_slice scatter scatter-add scatter_add while"),
     (

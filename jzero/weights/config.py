@@ -51,6 +51,14 @@ _WINDOWED_GEMMA: dict[str, Any] = {
     "sliding_window": 4096,
     "layer_types": None,
 }
+_MIXTURE: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "num_experts": None,
+    "num_local_experts": None,
+    "router_aux_loss_coef": 0.001,
+}
+"""Of `num_experts` and `num_local_experts`, files have either."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "mistral": {"num_key_value_heads": 8, "hidden_act": "silu", "sliding_window": 4096, "layer_types": None},
@@ -65,18 +73,75 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
+    "mixtral": {
+        **_MIXTURE,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+        "rope_theta": 1e6,
+    },
+    "qwen3_moe": {
+        **_MIXTURE,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+    },
+    "olmoe": {
+        **_MIXTURE,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.01,
+        "attention_bias": False,
+        "clip_qkv": None,
+    },
 }
 """The known values of `model_type`, each with the fields that it alone reads, or that have a default of its own.
 
 What a family does not read is not looked at: `transformers` ignores a soft cap in a Llama, too.
 """
 
+QK_NORMS = ("qwen3", "gemma3_text", "qwen3_moe", "olmoe")
+"""The families that normalize queries and keys."""
 POST_NORMS = ("gemma2", "gemma3_text")
 """The families whose attention and feed-forward blocks end with a norm."""
+ONLY = {
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    "router_jitter_noise": 0.0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "clip_qkv": None,
+}
+"""Fields with the one value that `ModelConfig` can say."""
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}
 ROTARY = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 """The known kinds of rotary embeddings, with the fields that each needs."""
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The feed-forward blocks of a mixture of experts.
+
+    Attributes:
+      count: Experts per layer.
+      per_token: Experts that each token goes to: those with the highest logits of the router.
+      normalized: Whether the probabilities of these are divided by their sum.
+      aux_coef: Factor on the router's load-balancing loss.
+    """
+
+    count: int
+    per_token: int
+    normalized: bool
+    aux_coef: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +152,7 @@ class ModelConfig:
       model_type: The family, such as `"llama"`.
       vocab_size: Rows of the embedding.
       d_model: Width of the stream between layers.
-      d_hidden: Width inside each feed-forward block.
+      d_hidden: Width inside each feed-forward block, or inside each expert.
       num_layers: Number of layers.
       num_heads: Heads of queries per layer.
       num_kv_heads: Heads of keys and of values per layer.
@@ -98,7 +163,8 @@ class ModelConfig:
       qkv_bias: Whether queries, keys and values have biases.
       o_bias: Whether the projection behind attention has one.
       mlp_bias: Whether feed-forward blocks have biases.
-      qk_norm: Whether queries and keys are normalized per head.
+      qk_norm: Whether queries and keys are normalized: per head, or all heads at once.
+      joint_qk_norm: Whether all heads at once.
       unit_norm: Whether norms multiply by `1 + scale`, as Gemma's do.
       post_norms: Whether attention and feed-forward blocks end with a norm.
       embed_scale: Factor on the embedded tokens.
@@ -108,6 +174,7 @@ class ModelConfig:
       inverse_frequencies: Of each layer: the angles per position, one for each pair of dimensions of a head.
       windows: Of each layer: how many tokens a token sees, itself included; `None` if all before it.
       dtype: The dtype of the file's numbers, such as `"bfloat16"`.
+      experts: Of a mixture of experts; `None` if each layer has one feed-forward block.
     """
 
     model_type: str
@@ -125,6 +192,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool
+    joint_qk_norm: bool = False
     unit_norm: bool
     post_norms: bool
     embed_scale: float
@@ -134,6 +202,7 @@ class ModelConfig:
     inverse_frequencies: tuple[tuple[float, ...], ...]
     windows: tuple[int | None, ...]
     dtype: str
+    experts: Experts | None = None
 
 
 def read_config(path: Any) -> ModelConfig:
@@ -205,7 +274,7 @@ def config_of(file: object, raw: Mapping[str, Any]) -> tuple[ModelConfig, list[V
         model_type=kind,
         vocab_size=fields.size("vocab_size"),
         d_model=d_model,
-        d_hidden=fields.size("intermediate_size"),
+        d_hidden=fields.size("moe_intermediate_size" if "moe_intermediate_size" in own else "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.get("num_key_value_heads") or num_heads,
@@ -216,7 +285,8 @@ def config_of(file: object, raw: Mapping[str, Any]) -> tuple[ModelConfig, list[V
         qkv_bias=attention_bias or kind == "qwen2",
         o_bias=attention_bias,
         mlp_bias=bool(fields.get("mlp_bias")),
-        qk_norm=kind in ("qwen3", "gemma3_text"),
+        qk_norm=kind in QK_NORMS,
+        joint_qk_norm=kind == "olmoe",
         unit_norm=gemma,
         post_norms=kind in POST_NORMS,
         embed_scale=d_model**0.5 if gemma else 1.0,
@@ -226,6 +296,7 @@ def config_of(file: object, raw: Mapping[str, Any]) -> tuple[ModelConfig, list[V
         inverse_frequencies=tuple(frequencies[name] for name in types),
         windows=tuple(window if name == SLIDING else None for name in types),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
+        experts=fields.experts(),
     )
     return config, fields.refused
 
@@ -283,9 +354,26 @@ class _Fields:
         """Refuses what `ModelConfig` cannot say."""
         if (value := self.get("quantization_config")) is not None:
             self.refuse("quantization_config", value, "weights of floating-point numbers only: fetch those")
-        for name, known in {"is_causal": True, "use_bidirectional_attention": False}.items():
+        for name, known in ONLY.items():
             if (value := self.get(name)) not in (None, known):
                 self.refuse(name, value, f"{known} only")
+
+    def experts(self) -> Experts | None:
+        """Returns what a mixture of experts has; `None` for other families."""
+        if "num_experts" not in FAMILIES[self.kind]:
+            return None
+        count = self.size("num_local_experts" if self.get("num_local_experts") else "num_experts")
+        per_token = self.size("num_experts_per_tok")
+        if per_token > count:
+            raise ValueError(
+                f"`num_experts_per_tok` in {self.file} must be at most the {count} experts: got {per_token}."
+            )
+        return Experts(
+            count=count,
+            per_token=per_token,
+            normalized=bool(self.get("norm_topk_prob", True)),  # of the families that always do, no field
+            aux_coef=self.get("router_aux_loss_coef"),
+        )
 
     def gelu(self) -> bool:
         name = "hidden_act" if "hidden_act" in self.given else "hidden_activation"

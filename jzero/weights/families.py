@@ -16,6 +16,7 @@ TRANSPOSED = (1, 0)
 ADAPTERS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 """The names of adapters here, and in PEFT's files."""
 LAYER = "model.layers.*."
+FEED_FORWARD = ("gate", "up", "down")
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -31,8 +32,28 @@ COMPANIONS = (
 """What goes with a model whatever its weights are."""
 
 
-def _decoder(norms: dict[str, str]) -> Mapping:
-    """Returns the mapping of a family; `norms` are the names of a layer's norms over its stream, by parameter."""
+def _dense() -> dict[str, From]:
+    """Returns the sources of feed-forward blocks."""
+    kernels = {f"layers/{x}/kernel": From(f"{LAYER}mlp.{x}_proj.weight", TRANSPOSED) for x in FEED_FORWARD}
+    return kernels | {f"layers/{x}/bias": From(f"{LAYER}mlp.{x}_proj.bias") for x in FEED_FORWARD}
+
+
+def _experts(block: str, names: tuple[str, ...]) -> dict[str, From]:
+    """Returns the sources of experts, each with tensors of its own; `names` are those of gate, up and down."""
+    kernels = {
+        f"layers/{x}/kernel": From(f"{LAYER}{block}.experts.*.{name}.weight", TRANSPOSED)
+        for x, name in zip(FEED_FORWARD, names, strict=True)
+    }
+    return {"layers/router/kernel": From(f"{LAYER}{block}.gate.weight", TRANSPOSED), **kernels}
+
+
+def _decoder(norms: dict[str, str], feed_forward: dict[str, From]) -> Mapping:
+    """Returns the mapping of a family.
+
+    Args:
+      norms: The names of a layer's norms over its stream, by parameter.
+      feed_forward: The sources of its feed-forward blocks.
+    """
     return Mapping(
         {
             "embed/embedding": From("model.embed_tokens.weight"),
@@ -40,9 +61,8 @@ def _decoder(norms: dict[str, str]) -> Mapping:
             "head/kernel": From("lm_head.weight", TRANSPOSED),
             **{f"layers/{x}/kernel": From(f"{LAYER}self_attn.{x}_proj.weight", TRANSPOSED) for x in "qkvo"},
             **{f"layers/{x}/bias": From(f"{LAYER}self_attn.{x}_proj.bias") for x in "qkvo"},
-            **{f"layers/{x}/bias": From(f"{LAYER}mlp.{x}_proj.bias") for x in ("gate", "up", "down")},
             **{f"layers/{x}_norm/scale": From(f"{LAYER}self_attn.{x}_norm.weight") for x in "qk"},
-            **{f"layers/{x}/kernel": From(f"{LAYER}mlp.{x}_proj.weight", TRANSPOSED) for x in ("gate", "up", "down")},
+            **feed_forward,
             **{f"layers/{x}/scale": From(f"{LAYER}{name}.weight") for x, name in norms.items()},
         },
         ignore=(r".*\.rotary_emb\.inv_freq",),
@@ -50,16 +70,24 @@ def _decoder(norms: dict[str, str]) -> Mapping:
     )
 
 
-TWO_NORMS = _decoder({"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
-FOUR_NORMS = _decoder(
-    {
-        "attention_norm": "input_layernorm",
-        "attention_post_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    }
-)
-PRESETS = {name: FOUR_NORMS if name in POST_NORMS else TWO_NORMS for name in FAMILIES}
+TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+FOUR_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = _experts("mlp", ("gate_proj", "up_proj", "down_proj"))
+FEED_FORWARDS = {
+    "mixtral": _experts("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": _EXPERTS,
+    "olmoe": _EXPERTS,
+}
+"""The feed-forward blocks of families that have experts."""
+PRESETS = {
+    name: _decoder(FOUR_NORMS if name in POST_NORMS else TWO_NORMS, FEED_FORWARDS.get(name, _dense()))
+    for name in FAMILIES
+}
 
 
 def resolve_mapping(mapping: Any, folder: Any) -> Mapping | None:
@@ -121,16 +149,19 @@ def param_shapes(config: ModelConfig, *, rank: int = 0) -> dict[str, Shape]:
     """
     width, layers, hidden, head_dim = config.d_model, config.num_layers, config.d_hidden, config.head_dim
     q, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    sides = {"q": (width, q), "k": (width, kv), "v": (width, kv), "o": (q, width)}
-    sides |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    sides: dict[str, Shape] = {"q": (width, q), "k": (width, kv), "v": (width, kv), "o": (q, width)}
+    stack = () if config.experts is None else (config.experts.count,)
+    sides |= {"gate": (*stack, width, hidden), "up": (*stack, width, hidden), "down": (*stack, hidden, width)}
     norms = {"attention_norm": width, "mlp_norm": width}
     norms |= {"attention_post_norm": width, "mlp_post_norm": width} if config.post_norms else {}
-    norms |= {"q_norm": head_dim, "k_norm": head_dim} if config.qk_norm else {}
+    qk = {"q_norm": q, "k_norm": kv} if config.joint_qk_norm else {"q_norm": head_dim, "k_norm": head_dim}
+    norms |= qk if config.qk_norm else {}
     layer: dict[str, Shape] = {f"{x}/kernel": sizes for x, sizes in sides.items()}
     biases = [*("qkv" * config.qkv_bias), *("o" * config.o_bias), *(("gate", "up", "down") * config.mlp_bias)]
     layer |= {f"{x}/bias": sides[x][1:] for x in biases}
-    layer |= {f"{x}/lora_a": (size, rank) for x, (size, _) in sides.items() if rank}
-    layer |= {f"{x}/lora_b": (rank, size) for x, (_, size) in sides.items() if rank}
+    layer |= {f"{x}/lora_a": (*lead, size, rank) for x, (*lead, size, _) in sides.items() if rank}
+    layer |= {f"{x}/lora_b": (*lead, rank, size) for x, (*lead, _, size) in sides.items() if rank}
+    layer |= {} if config.experts is None else {"router/kernel": (width, config.experts.count)}
     layer |= {f"{x}/scale": (size,) for x, size in norms.items()}
     outer: dict[str, Shape] = {"embed/embedding": (config.vocab_size, width), "norm/scale": (width,)}
     outer |= {} if config.tied else {"head/kernel": (width, config.vocab_size)}

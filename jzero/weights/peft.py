@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import jax
+import numpy as np
 from etils import epath
 
 from jzero._types import State
@@ -111,7 +112,7 @@ def _modules(kernels: Mapping, leaves: dict[str, tuple[int, ...]], like: epath.P
     for path, shape in leaves.items():
         home, _, last = path.rpartition("/")
         for source in kernels.of(f"{home}/kernel"):
-            names = [source.at((i,) * source.num_stacked) for i in range(shape[0] if source.num_stacked else 1)]
+            names = [source.at(index) for index in np.ndindex(shape[: source.num_stacked])]
             modules.update(name.removesuffix(".weight") for name in names)
             size, dim = (shape[-2], 1) if last == "lora_a" else (shape[-1], 0)
             bad = [name for name in names if name not in there or there[name][dim] != size]
