@@ -109,6 +109,24 @@ def test_an_integer_base_keeps_its_bits(tmp_path, frozen):
     np.testing.assert_array_equal(np.asarray(jax.tree.leaves(born.params["base"]["w"])[0]), bits)
 
 
+@pytest.mark.parametrize("shape", [slow((2, 64, 48)), (40, 63), slow((2, 5, 66, 48))])
+def test_an_integer_base_keeps_its_bits_where_its_numbers_would_be_cut_otherwise(shape):
+    """8 divides one dimension of each, 3 another."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    state = jzero.TrainState.create(params={"base": x, "adapter": np.ones(3, np.float32)}, tx=TX)
+    meshes = [jzero.make_mesh(devices=jax.devices()[:n]) for n in (8, 3, 8)]
+    plans = [jzero.plan_train_state(state, config=config_of(), mesh=mesh) for mesh in meshes]
+    dims = [leaf.param.cut.dim for plan in plans for leaf in plan.leaves if leaf.path == "base"]
+    assert dims[0] != dims[1]
+    held = []
+    for mesh in meshes:
+        state = jzero.shard_train_state(state, config=config_of(frozen="int8"), mesh=mesh, trainable="adapter")
+        held.append(np.asarray(state.params["base"]))
+    assert 0 < np.abs(held[0] - x).max() < np.abs(x).max() / 127
+    np.testing.assert_array_equal(held[1], held[0])
+    np.testing.assert_array_equal(held[2], held[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", [slow(jzero.Offload()), jzero.Offload(optimizer="host", params="host")])
 def test_an_integer_base_works_wherever_parameters_do(tmp_path, offload):

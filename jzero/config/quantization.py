@@ -22,8 +22,9 @@ class Quantization:
         qwZ). Forward, backward and recomputation see the same rounded parameter; masters stay exact.
       reduce: "int8" or "int4": gradients are rounded before they cross nodes, and summed in fp32 (ZeRO++'s qgZ). Sums
         within a node are exact. Without `ZeroConfig.node_axis`, all devices exchange rounded gradients.
-      frozen: "int8" or "nf4": stage 3 stores parameters that are not trained so. A step gathers the integers. nf4 has
-        16 levels, quantiles of a normal distribution, and blocks of 64 (QLoRA).
+      frozen: "int8" or "nf4": stage 3 stores parameters that are not trained so. A step gathers the integers. Their
+        dimension of blocks follows from the shape alone, so any number of devices has the same bits. nf4 has 16 levels,
+        quantiles of a normal distribution, and blocks of 64 (QLoRA).
 
     Raises:
       ValueError: A field has an impossible value.

@@ -40,6 +40,8 @@ from jzero.layout.cut import Cut
 
 MAX_PADDING = 0.125
 """Largest share of a leaf that padding one dimension may add before the leaf is flattened."""
+WIDE = 1024
+"""Indices of a dimension that up to 128 devices pad by an eighth at most."""
 
 
 def choose_even_cut(shape: Sequence[int], num_shards: int, dims: Iterable[int]) -> Cut | None:
@@ -100,6 +102,21 @@ def choose_cut(
     if math.prod(cut.shard_shape) > 0.75 * size:
         return None, "padding would undo the cut"
     return _beside_stack(cut, scan_dim), ""
+
+
+def choose_packed_cut(cut: Cut) -> Cut:
+    """Returns a cut for storage in blocks. Its dimension follows from the shape alone, since that decides the blocks.
+
+    So a base that moves to another number of devices keeps its bits. The dimension is one that any number pads little:
+    the largest, of a stack the earliest of `WIDE` or more.
+
+    Args:
+      cut: The cut of the same leaf as numbers.
+    """
+    dims = range(cut.num_stacked, len(cut.shape))
+    largest = max(dims, key=lambda d: cut.shape[d])
+    dim = next((d for d in dims if cut.num_stacked and cut.shape[d] >= WIDE), largest)
+    return dataclasses.replace(cut, dim=dim, flat=False)
 
 
 def _beside_stack(cut: Cut, scan_dim: int | None) -> Cut:

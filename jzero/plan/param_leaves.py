@@ -21,7 +21,7 @@ from jzero.jaxpr.sizes import itemsize
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, shard_axes
 from jzero.layout.placement import Memory
-from jzero.plan.choice import choose_cut, find_scan_dims
+from jzero.plan.choice import choose_cut, choose_packed_cut, find_scan_dims
 from jzero.plan.traffic import why_not_stored
 
 T = TypeVar("T")
@@ -120,9 +120,11 @@ def freeze(plan: LeafPlan, dtype: DType, config: ZeroConfig) -> LeafPlan:
     """Returns the plan of a parameter that is not trained: no gradient, no master, its own dtype, perhaps in blocks."""
     memory = "device" if plan.param.in_records else plan.param.memory  # records are what an update writes
     param = dataclasses.replace(plan.param, dtype=dtype, memory=memory)
-    if config.quantization.frozen != "none" and not why_not_stored(param, config.rule_for(param.path)):
-        assert param.cut is not None
-        param = dataclasses.replace(param, cut=param.cut.in_blocks(config.quantization.frozen, dtype, {}))
+    rule = config.rule_for(param.path)
+    if config.quantization.frozen != "none" and param.cut is not None:
+        cut = choose_packed_cut(param.cut) if rule.dim is None and not any(param.base) else param.cut
+        if not why_not_stored(dataclasses.replace(param, cut=cut), rule):
+            param = dataclasses.replace(param, cut=cut.in_blocks(config.quantization.frozen, dtype, {}))
     grad = dataclasses.replace(plan.grad, shape=(), base=PartitionSpec(), cut=None, reason="not trained")
     update = grad.dtype if is_key(dtype) else dtype
     return dataclasses.replace(plan, param=param, grad=grad, update_dtype=update, master=None, trained=False)

@@ -216,6 +216,13 @@ MUTANTS = [
         "test_layout.py::test_every_cut",
     ),
     Mutant(
+        "stored_blocks_follow_the_devices",
+        "plan/param_leaves.py",
+        "choose_packed_cut(param.cut) if",
+        "param.cut if",
+        "test_quantized_base.py::test_an_integer_base_keeps_its_bits_where_its_numbers_would_be_cut_otherwise",
+    ),
+    Mutant(
         "never_flattened",
         "plan/choice.py",
         "if cut.padding > MAX_PADDING * size and",
