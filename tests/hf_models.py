@@ -66,6 +66,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **rotary(1e6),
     },
     "olmoe": {"model_type": "olmoe", "num_experts": 7, "num_experts_per_tok": 3, **rotary(1e4)},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 10,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "sliding_window": 4,
+        "swiglu_limit": 1.5,
+        **rotary(1.5e5, rope_type="yarn", factor=8.0, truncate=False, original_max_position_embeddings=32),
+    },
     "gemma3_text": {
         "model_type": "gemma3_text",
         "layer_types": TYPES,

@@ -15,6 +15,7 @@ from jzero.hf import Experts
 from tests import hf_models
 from tests.example_runs import EXAMPLES
 from tests.shared import whole
+from tests.test_hf_parity import born
 
 sys.path.insert(0, str(EXAMPLES / "llm"))
 import balance
@@ -95,10 +96,7 @@ def test_it_is_that_of_transformers(family, tmp_path):
     losses = torch.nn.functional.cross_entropy(found.logits.reshape(-1, 61), torch.tensor(tokens[:, 1:]).reshape(-1))
     wanted = losses.item() + config.experts.aux_coef * found.aux_loss.item()
     model = decoder.Decoder(config)
-    params = jax.tree.map(np.zeros_like, jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
-    state = jzero.TrainState.create(params=params["params"], tx=optax.sgd(1.0))
-    mesh = jzero.make_mesh(devices=jax.devices()[:3])
-    state = jzero.load_params(jzero.shard_train_state(state, stage=3, mesh=mesh), tmp_path, mapping="auto")
+    state = jzero.load_params(born(config, 3)[0], tmp_path, mapping="auto")
     loss = jzero.value_and_grad(balance.balanced_loss(model))
     batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(3, np.float32)}
     np.testing.assert_allclose(loss(state, batch)[0], wanted, rtol=1e-5)

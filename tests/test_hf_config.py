@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jzero.hf
-from jzero.weights.config import COMMON, FAMILIES
+from jzero.weights.model_types import COMMON, FAMILIES
 from tests.hf_models import SIZES, STRETCHED
 
 LLAMA = {"model_type": "llama", **SIZES}
@@ -72,7 +72,7 @@ def test_a_family_reads_its_own_fields_only(tmp_path):
     ("fields", "message"),
     [
         ({"model_type": "mamba"}, "`model_type` .*got 'mamba'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "`rope_scaling.rope_type` .*yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "`rope_scaling.rope_type` .*dynamic"),
         ({"rope_scaling": {"type": "linear"}}, r"`rope_scaling` .* lacks factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "`quantization_config` .*gptq"),
         ({"is_causal": False}, r"`is_causal` .* is False"),

@@ -316,6 +316,8 @@ def test_what_is_reckoned_with_has_the_leaves_of_the_decoder_that_trains(tmp_pat
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     assert jax.tree.map(lambda x: x.shape, found) == jax.tree.map(lambda x: x.shape, wanted)
     assert count(sizes) == COUNTS[family]["parameters"]
+    tokens = jax.ShapeDtypeStruct((2, 5), np.int32)
+    assert jax.eval_shape(make_loss(sizes), found, tokens).shape == ()
     leaves = jax.tree_util.tree_leaves_with_path(found)
     assert sum(x.size for path, x in leaves if "lora" not in path[-1].key) == count(sizes)
 

@@ -1,4 +1,4 @@
-"""One decoder for Llama 2 and 3, Mistral, Mixtral, Qwen 2 and 3, OLMoE, and the text models of Gemma 1 to 3.
+"""One decoder for Llama 2 and 3, Mistral, Mixtral, Qwen 2 and 3, OLMoE, gpt-oss, and the text models of Gemma 1 to 3.
 
 `jzero.hf.read_config` reads what differs between them. The layers are one scan, whose body is recomputed in the
 backward pass. Products have the dtype of the embedding; norms, angles, softmax and logits are computed in fp32.
@@ -20,7 +20,7 @@ from experts import WAYS
 from jzero.hf import ModelConfig
 from kv_cache import Cache
 
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "gate_up", "down")
 NO_WINDOW = np.iinfo(np.int32).max
 KERNEL_INIT = nn.initializers.normal(0.02)
 
@@ -36,8 +36,13 @@ class Lora:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"`rank` must be at least 1: got {self.rank}.")
-        if not any(re.fullmatch(self.modules, name) for name in PROJECTIONS):
+        if not self.names:
             raise ValueError(f"`modules` {self.modules!r} matches none of the projections {', '.join(PROJECTIONS)}.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projections with adapters."""
+        return tuple(name for name in PROJECTIONS if re.fullmatch(self.modules, name))
 
 
 class Norm(nn.Module):
@@ -133,7 +138,11 @@ class Layer(nn.Module):
         scores = jnp.einsum("bskgc,btkc->bkgst", q, k, preferred_element_type=jnp.float32) * config.attn_scale
         visible = ((distances >= 0) & (distances < layer.window))[:, None, None]  # [B, 1, 1, S, T]
         scores = jnp.where(visible, _cap(scores, config.attn_softcap), -1e30)
-        shares = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        if config.sinks:
+            sinks = self.param("sinks", KERNEL_INIT, (config.num_heads,)).astype(jnp.float32)
+            sinks = jnp.broadcast_to(sinks.reshape(1, config.num_kv_heads, -1, 1, 1), (*scores.shape[:-1], 1))
+            scores = jnp.concatenate([scores, sinks], axis=-1)
+        shares = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(x.dtype)
         y = jnp.einsum("bkgst,btkc->bskgc", shares, v).reshape(num_rows, num_tokens, -1)  # [B, S, H C]
         return self._project("o", y, config.d_model, bias=config.o_bias), cache
 
@@ -141,24 +150,32 @@ class Layer(nn.Module):
         config = self.config
         if config.experts is None:
             return self._gated(x)
-        logits = self._project("router", x, config.experts.count)  # [B, S, E]
+        logits = self._project("router", x, config.experts.count, bias=config.experts.router_bias)  # [B, S, E]
         self.sow("router", "logits", logits)
         flat = x.reshape(-1, config.d_model)
         experts = WAYS[self.product].of(logits.reshape(len(flat), -1), config.experts)
         return experts.collect(self._gated(experts.spread(flat), experts)).reshape(x.shape)
 
     def _gated(self, x: jax.Array, experts: Any = None) -> jax.Array:
-        config = self.config
+        config, kind = self.config, self.config.experts
         how = {"bias": config.mlp_bias, "experts": experts}
-        gate, up = (self._project(name, x, config.d_hidden, **how) for name in ("gate", "up"))  # [..., F]
-        gate = nn.gelu(gate, approximate=True) if config.gelu else nn.silu(gate)
+        if kind is not None and kind.packed:
+            both = self._project("gate_up", x, 2 * config.d_hidden, **how)
+            gate, up = both[..., ::2], both[..., 1::2]  # [..., F]
+        else:
+            gate, up = (self._project(name, x, config.d_hidden, **how) for name in ("gate", "up"))
+        if kind is not None and kind.clamp is not None:
+            gate, up = jnp.minimum(gate, kind.clamp), jnp.clip(up, -kind.clamp, kind.clamp) + 1
+            gate *= nn.sigmoid(kind.gate_factor * gate)
+        else:
+            gate = nn.gelu(gate, approximate=True) if config.gelu else nn.silu(gate)
         return self._project("down", gate * up, config.d_model, **how)
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         return Norm(self.config, name=name)(x)
 
     def _project(self, name: str, x: jax.Array, features: int, *, bias: bool = False, experts: Any = None) -> jax.Array:
-        adapted = self.lora is not None and name in PROJECTIONS and re.fullmatch(self.lora.modules, name)
+        adapted = self.lora is not None and name in self.lora.names
         return Projection(features, bias, self.lora if adapted else None, name=name)(x, experts)
 
 

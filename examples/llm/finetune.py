@@ -157,7 +157,7 @@ def export(state: Any, model: Decoder, args: argparse.Namespace) -> None:
         return
     options: dict[str, Any] = {"mapping": "auto", "like": args.model, "dtype": model.config.dtype}
     if lora is not None:  # what has no adapters is copied from the published files
-        options |= {"paths": rf"layers/({lora.modules})/(kernel|lora_[ab])"}
+        options |= {"paths": rf"layers/({'|'.join(lora.names)})/(kernel|lora_[ab])"}
         options |= {"decode": jzero.lora.merged(lora.rank, lora.alpha)}
     say(jzero.export_params(state, args.out, **options))
     if lora is not None:

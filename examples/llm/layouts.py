@@ -18,7 +18,7 @@ GIB = 2**30
 DIVIDED = {  # by their last dimension or the one before, so that devices exchange activations behind `o` and `down`
     r"embed/embedding": -2,
     r"head/kernel": -1,
-    r"layers/(q|k|v|gate|up)/(kernel|bias)": -1,
+    r"layers/(q|k|v|gate|up|gate_up)/(kernel|bias)": -1,
     r"layers/(o|down)/kernel": -2,
 }
 

@@ -98,7 +98,7 @@ def flops_per_token(model: Decoder, seq: int) -> float:
     config, kernels = model.config, 0
     for path, x in jax.tree_util.tree_leaves_with_path(shapes):
         size = x.size if path[-1].key == "kernel" or (config.tied and path[-1].key == "embedding") else 0
-        of_experts = config.experts is not None and path[-2].key in ("gate", "up", "down")
+        of_experts = config.experts is not None and path[-2].key in ("gate", "up", "gate_up", "down")
         kernels += size * config.experts.per_token // config.experts.count if of_experts else size
     attended = sum(min(seq / 2, window or seq) for window in config.windows)  # tokens, summed over layers
     scores = 2 * attended * config.num_heads * config.head_dim  # multiplied with queries, then with values

@@ -62,7 +62,7 @@ def _leaf(name: str, shape: tuple[int, ...], base_dtype: Any, key: jax.Array) ->
     dtype = jnp.float32 if name.startswith("lora") else base_dtype
     if name == "scale":
         return jnp.ones(shape, dtype)
-    if name in ("bias", "lora_b"):
+    if name in ("bias", "lora_b", "sinks"):
         return jnp.zeros(shape, dtype)
     return 0.02 * jax.random.normal(key, shape, dtype)
 
@@ -97,8 +97,9 @@ def _layer(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
 
 
 def _gated(config: ModelConfig, x: jax.Array, w: PyTree, dense: Callable[[jax.Array, PyTree], jax.Array]) -> jax.Array:
-    gate = jax.nn.gelu if config.gelu else jax.nn.silu
-    return dense(gate(dense(x, w["gate"])) * dense(x, w["up"]), w["down"])
+    packed = "gate_up" in w
+    gate, up = jnp.split(dense(x, w["gate_up"]), 2, axis=-1) if packed else (dense(x, w["gate"]), dense(x, w["up"]))
+    return dense((jax.nn.gelu if config.gelu else jax.nn.silu)(gate) * up, w["down"])
 
 
 def _experts(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
@@ -106,10 +107,11 @@ def _experts(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
     assert config.experts is not None
     flat, count = x.reshape(-1, x.shape[-1]), config.experts.per_token
     best, chosen = jax.lax.top_k(_dense(flat, w["router"]), count)  # [N, experts of a token]
-    order = jnp.argsort(chosen.reshape(-1))
-    sizes = jnp.bincount(chosen.reshape(-1), length=config.experts.count)
-    product = functools.partial(_dense, multiply=lambda x, kernel: jax.lax.ragged_dot(x, kernel, sizes))
-    y = _gated(config, jnp.repeat(flat, count, axis=0)[order], w, product)
+    experts = chosen.reshape(-1)
+    order, sizes = jnp.argsort(experts), jnp.bincount(experts, length=config.experts.count)
+    multiply = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+    dense = functools.partial(_dense, multiply=multiply, rows=lambda bias, _: bias[experts[order]])
+    y = _gated(config, jnp.repeat(flat, count, axis=0)[order], w, dense)
     y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
     return jnp.einsum("nxd,nx->nd", y, jax.nn.softmax(best, axis=-1)).reshape(x.shape)
 
@@ -128,10 +130,15 @@ def _attention(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
     return _dense(attended.reshape(*x.shape[:2], -1), w["o"])
 
 
-def _dense(x: jax.Array, w: PyTree, multiply: Callable[..., jax.Array] = jnp.matmul) -> jax.Array:
+def _dense(
+    x: jax.Array,
+    w: PyTree,
+    multiply: Callable[..., jax.Array] = jnp.matmul,
+    rows: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
     y = multiply(x, w["kernel"])
     if "bias" in w:
-        y = y + _row(w["bias"], y)
+        y = y + (rows or _row)(w["bias"], y)
     if "lora_a" in w:
         y = y + ALPHA_OVER_RANK * multiply(multiply(x, w["lora_a"].astype(x.dtype)), w["lora_b"].astype(x.dtype))
     return y

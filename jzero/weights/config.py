@@ -12,119 +12,25 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from etils import epath
+
+from jzero.weights.model_types import (
+    ACTIVATIONS,
+    ALTERNATING,
+    COMMON,
+    FAMILIES,
+    FULL,
+    ONLY,
+    POST_NORMS,
+    QK_NORMS,
+    SLIDING,
+)
+from jzero.weights.rotary import ROTARY, inverse_frequencies
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 PUBLISHED_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 OWN_MODEL = "For another model, pass `jzero.load_params` a `jzero.Mapping` of your own."
-
-COMMON = frozenset(
-    (
-        *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
-        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
-        *("dtype", "torch_dtype", "quantization_config", "is_causal"),
-    )
-)
-"""The fields that every family reads."""
-_QWEN: dict[str, Any] = {
-    "num_key_value_heads": 32,
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-_GEMMA: dict[str, Any] = {
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "use_bidirectional_attention": False,
-}
-_WINDOWED_GEMMA: dict[str, Any] = {
-    **_GEMMA,
-    "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "layer_types": None,
-}
-_MIXTURE: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "num_experts": None,
-    "num_local_experts": None,
-    "router_aux_loss_coef": 0.001,
-}
-"""Of `num_experts` and `num_local_experts`, files have either."""
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    "mistral": {"num_key_value_heads": 8, "hidden_act": "silu", "sliding_window": 4096, "layer_types": None},
-    "qwen2": _QWEN,
-    "qwen3": {**_QWEN, "head_dim": 128, "attention_bias": False},
-    "gemma": {**_GEMMA, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
-    "gemma2": {**_WINDOWED_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": {
-        **_WINDOWED_GEMMA,
-        "final_logit_softcapping": None,
-        "sliding_window_pattern": 6,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-    },
-    "mixtral": {
-        **_MIXTURE,
-        "num_key_value_heads": 8,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.0,
-        "sliding_window": None,
-        "rope_theta": 1e6,
-    },
-    "qwen3_moe": {
-        **_MIXTURE,
-        "rms_norm_eps": 1e-6,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-    },
-    "olmoe": {
-        **_MIXTURE,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.01,
-        "attention_bias": False,
-        "clip_qkv": None,
-    },
-}
-"""The known values of `model_type`, each with the fields that it alone reads, or that have a default of its own.
-
-What a family does not read is not looked at: `transformers` ignores a soft cap in a Llama, too.
-"""
-
-QK_NORMS = ("qwen3", "gemma3_text", "qwen3_moe", "olmoe")
-"""The families that normalize queries and keys."""
-POST_NORMS = ("gemma2", "gemma3_text")
-"""The families whose attention and feed-forward blocks end with a norm."""
-ONLY = {
-    "is_causal": True,
-    "use_bidirectional_attention": False,
-    "router_jitter_noise": 0.0,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "clip_qkv": None,
-}
-"""Fields with the one value that `ModelConfig` can say."""
-ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}
-ROTARY = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-"""The known kinds of rotary embeddings, with the fields that each needs."""
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,12 +42,21 @@ class Experts:
       per_token: Experts that each token goes to: those with the highest logits of the router.
       normalized: Whether the probabilities of these are divided by their sum.
       aux_coef: Factor on the router's load-balancing loss.
+      router_bias: Whether the router has biases.
+      packed: Whether one kernel holds gates and up projections, column by column in turn.
+      clamp: Bound of gates and up projections, which are then multiplied as gpt-oss does,
+        `(up + 1) · gate · sigmoid(gate_factor · gate)`; `None` for the activation of the model.
+      gate_factor: See `clamp`.
     """
 
     count: int
     per_token: int
     normalized: bool
     aux_coef: float
+    router_bias: bool = False
+    packed: bool = False
+    clamp: float | None = None
+    gate_factor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +83,8 @@ class ModelConfig:
       unit_norm: Whether norms multiply by `1 + scale`, as Gemma's do.
       post_norms: Whether attention and feed-forward blocks end with a norm.
       embed_scale: Factor on the embedded tokens.
-      attn_scale: Factor on the products of queries and keys.
+      attn_scale: Factor on the products of queries and keys, that of their rotations included.
+      sinks: Whether each head has a sink: a logit among those of a token's attention, without a value.
       attn_softcap: Bound of these products, `c · tanh(x / c)`; `None` if there is none.
       final_softcap: Bound of the logits, likewise.
       inverse_frequencies: Of each layer: the angles per position, one for each pair of dimensions of a head.
@@ -197,6 +113,7 @@ class ModelConfig:
     post_norms: bool
     embed_scale: float
     attn_scale: float
+    sinks: bool = False
     attn_softcap: float | None
     final_softcap: float | None
     inverse_frequencies: tuple[tuple[float, ...], ...]
@@ -267,6 +184,9 @@ def config_of(file: object, raw: Mapping[str, Any]) -> tuple[ModelConfig, list[V
         raise ValueError(f"`head_dim` in {file} must be even, since rotations are of pairs: got {head_dim}.")
     types = fields.layer_types(num_layers)
     frequencies = {name: fields.frequencies(name, head_dim) for name in dict.fromkeys(types)}
+    turned = frequencies[types[0]][1]
+    if any(factor != turned for _, factor in frequencies.values()):
+        fields.refuse("rope_parameters", fields.get("rope_parameters"), "rotations that scale equally in all layers")
     window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     gemma = kind.startswith("gemma")
     attention_bias = bool(fields.get("attention_bias"))
@@ -284,16 +204,17 @@ def config_of(file: object, raw: Mapping[str, Any]) -> tuple[ModelConfig, list[V
         gelu=fields.gelu(),
         qkv_bias=attention_bias or kind == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=bool(fields.get("mlp_bias")),
+        mlp_bias=bool(fields.get("mlp_bias")) or kind == "gpt_oss",
         qk_norm=kind in QK_NORMS,
         joint_qk_norm=kind == "olmoe",
         unit_norm=gemma,
         post_norms=kind in POST_NORMS,
         embed_scale=d_model**0.5 if gemma else 1.0,
-        attn_scale=(fields.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        attn_scale=(fields.get("query_pre_attn_scalar") or head_dim) ** -0.5 * turned**2,  # of queries and of keys
+        sinks=kind == "gpt_oss",
         attn_softcap=fields.get("attn_logit_softcapping"),
         final_softcap=fields.get("final_logit_softcapping"),
-        inverse_frequencies=tuple(frequencies[name] for name in types),
+        inverse_frequencies=tuple(frequencies[name][0] for name in types),
         windows=tuple(window if name == SLIDING else None for name in types),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
         experts=fields.experts(),
@@ -373,6 +294,10 @@ class _Fields:
             per_token=per_token,
             normalized=bool(self.get("norm_topk_prob", True)),  # of the families that always do, no field
             aux_coef=self.get("router_aux_loss_coef"),
+            router_bias=self.kind == "gpt_oss",
+            packed=self.kind == "gpt_oss",
+            clamp=self.get("swiglu_limit"),
+            gate_factor=self.get("swiglu_alpha", 1.0),
         )
 
     def gelu(self) -> bool:
@@ -393,30 +318,26 @@ class _Fields:
                 return list(types)
             self.refuse("layer_types", types, f"{num_layers} layers, each {FULL} or {SLIDING}")
         first = self.get("max_window_layers", 0)
-        period = 2 if self.kind == "gemma2" else self.get("sliding_window_pattern", num_layers + 1)
+        period = 2 if self.kind in ALTERNATING else self.get("sliding_window_pattern", num_layers + 1)
         return [SLIDING if i >= first and (i + 1) % period else FULL for i in range(num_layers)]
 
-    def frequencies(self, layer_type: str, head_dim: int) -> tuple[float, ...]:
-        """Returns the angles per position in layers of a kind, one per pair of dimensions: `[head_dim / 2]`."""
+    def frequencies(self, layer_type: str, head_dim: int) -> tuple[tuple[float, ...], float]:
+        """Returns the angles per position in layers of a kind, `[head_dim / 2]`, and the factor on what they turn."""
         name, rotary = self._rotary(layer_type)
         if (part := rotary.get("partial_rotary_factor", self.get("partial_rotary_factor")) or 1.0) != 1.0:
             self.refuse("partial_rotary_factor", part, "1.0")
-        base = rotary.get("rope_theta") or self.get("rope_theta") or 1e4
-        freq = float(base) ** -(np.arange(0, head_dim, 2) / head_dim)
-        kind = rotary.get("rope_type", rotary.get("type", "default"))
+        own = {"rope_theta": 1e4, "original_max_position_embeddings": self.get("max_position_embeddings")}
+        own |= {key: value for key in own if (value := self.get(key)) is not None}
+        said = own | {key: value for key, value in rotary.items() if value is not None}
+        kind = said.get("rope_type", said.get("type", "default"))
         if kind not in ROTARY:
             self.refuse(f"{name}.rope_type", kind, f"{', '.join(ROTARY)}")
-        elif missing := [key for key in ROTARY[kind] if rotary.get(key) is None]:
+            kind = "default"
+        elif missing := [key for key in ROTARY[kind] if said.get(key) is None]:
             text = f"`{name}` in {self.file} lacks {', '.join(missing)}, which its kind {kind!r} needs."
             self.refused.append(ValueError(text))
-        elif kind == "linear":
-            freq = freq / rotary["factor"]
-        elif kind == "llama3":  # long waves are stretched, short ones stay, those between are a mixture
-            before = rotary.get("original_max_position_embeddings") or self.size("max_position_embeddings")
-            low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
-            share = np.clip((before * freq / (2 * np.pi) - low) / (high - low), 0, 1)
-            freq = (1 - share) * freq / rotary["factor"] + share * freq
-        return tuple(freq.tolist())
+            kind = "default"
+        return inverse_frequencies(kind, said, head_dim)
 
     def _rotary(self, layer_type: str) -> tuple[str, Mapping[str, Any]]:
         """Returns the name and the value of the field about rotary embeddings, of layers of a kind."""

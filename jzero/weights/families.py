@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jzero.weights.config import FAMILIES, POST_NORMS, ModelConfig, read_fields, read_sizes
+from jzero.weights.config import ModelConfig, read_fields, read_sizes
 from jzero.weights.entries import Shape, rule_of, shapes_made
 from jzero.weights.mapping import From, Mapping
+from jzero.weights.model_types import FAMILIES, POST_NORMS
 
 TRANSPOSED = (1, 0)
 ADAPTERS = {"lora_a": "lora_A", "lora_b": "lora_B"}
@@ -82,6 +83,13 @@ FEED_FORWARDS = {
     "mixtral": _experts("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": _EXPERTS,
     "olmoe": _EXPERTS,
+    "gpt_oss": {
+        "layers/sinks": From(f"{LAYER}self_attn.sinks"),
+        "layers/router/kernel": From(f"{LAYER}mlp.router.weight", TRANSPOSED),
+        "layers/router/bias": From(f"{LAYER}mlp.router.bias"),
+        **{f"layers/{x}/kernel": From(f"{LAYER}mlp.experts.{x}_proj") for x in ("gate_up", "down")},
+        **{f"layers/{x}/bias": From(f"{LAYER}mlp.experts.{x}_proj_bias") for x in ("gate_up", "down")},
+    },
 }
 """The feed-forward blocks of families that have experts."""
 PRESETS = {
@@ -150,18 +158,24 @@ def param_shapes(config: ModelConfig, *, rank: int = 0) -> dict[str, Shape]:
     width, layers, hidden, head_dim = config.d_model, config.num_layers, config.d_hidden, config.head_dim
     q, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
     sides: dict[str, Shape] = {"q": (width, q), "k": (width, kv), "v": (width, kv), "o": (q, width)}
-    stack = () if config.experts is None else (config.experts.count,)
-    sides |= {"gate": (*stack, width, hidden), "up": (*stack, width, hidden), "down": (*stack, hidden, width)}
+    experts = config.experts
+    stack = () if experts is None else (experts.count,)
+    packed = experts is not None and experts.packed
+    gates = {"gate_up": 2 * hidden} if packed else {"gate": hidden, "up": hidden}
+    inner = {**{x: (*stack, width, size) for x, size in gates.items()}, "down": (*stack, hidden, width)}
+    sides |= inner
     norms = {"attention_norm": width, "mlp_norm": width}
     norms |= {"attention_post_norm": width, "mlp_post_norm": width} if config.post_norms else {}
     qk = {"q_norm": q, "k_norm": kv} if config.joint_qk_norm else {"q_norm": head_dim, "k_norm": head_dim}
     norms |= qk if config.qk_norm else {}
     layer: dict[str, Shape] = {f"{x}/kernel": sizes for x, sizes in sides.items()}
-    biases = [*("qkv" * config.qkv_bias), *("o" * config.o_bias), *(("gate", "up", "down") * config.mlp_bias)]
-    layer |= {f"{x}/bias": sides[x][1:] for x in biases}
+    biases = [*("qkv" * config.qkv_bias), *("o" * config.o_bias), *(inner if config.mlp_bias else ())]
+    layer |= {f"{x}/bias": (*sides[x][:-2], sides[x][-1]) for x in biases}
     layer |= {f"{x}/lora_a": (*lead, size, rank) for x, (*lead, size, _) in sides.items() if rank}
     layer |= {f"{x}/lora_b": (*lead, rank, size) for x, (*lead, _, size) in sides.items() if rank}
-    layer |= {} if config.experts is None else {"router/kernel": (width, config.experts.count)}
+    if experts is not None:
+        layer |= {"router/kernel": (width, *stack), **({"router/bias": stack} if experts.router_bias else {})}
+    layer |= {"sinks": (config.num_heads,)} if config.sinks else {}
     layer |= {f"{x}/scale": (size,) for x, size in norms.items()}
     outer: dict[str, Shape] = {"embed/embedding": (config.vocab_size, width), "norm/scale": (width,)}
     outer |= {} if config.tied else {"head/kernel": (width, config.vocab_size)}

@@ -25,6 +25,10 @@ GIVEN = {
     "gemma": SIZES | {"head_dim": 8},
     "gemma2": SIZES | {"head_dim": 8},
     "gemma3_text": SIZES | {"head_dim": 8},
+    "mixtral": SIZES | {"num_local_experts": 5},
+    "qwen3_moe": SIZES | {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    "olmoe": SIZES | {"num_experts": 5, "num_experts_per_tok": 3},
+    "gpt_oss": SIZES | {"head_dim": 8, "num_local_experts": 5},
 }
 
 

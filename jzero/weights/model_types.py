@@ -1,0 +1,129 @@
+"""The families that jzero knows: the fields that each reads of `config.json`, and what its models have besides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COMMON = frozenset(
+    (
+        *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+        *("dtype", "torch_dtype", "quantization_config", "is_causal"),
+    )
+)
+"""The fields that every family reads."""
+_QWEN: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
+}
+_WINDOWED_GEMMA: dict[str, Any] = {
+    **_GEMMA,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+}
+_MIXTURE: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "num_experts": None,
+    "num_local_experts": None,
+    "router_aux_loss_coef": 0.001,
+}
+"""Of `num_experts` and `num_local_experts`, files have either."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "mistral": {"num_key_value_heads": 8, "hidden_act": "silu", "sliding_window": 4096, "layer_types": None},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128, "attention_bias": False},
+    "gemma": {**_GEMMA, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {**_WINDOWED_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {
+        **_WINDOWED_GEMMA,
+        "final_logit_softcapping": None,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    "mixtral": {
+        **_MIXTURE,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+        "rope_theta": 1e6,
+    },
+    "qwen3_moe": {
+        **_MIXTURE,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+    },
+    "olmoe": {
+        **_MIXTURE,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.01,
+        "attention_bias": False,
+        "clip_qkv": None,
+    },
+    "gpt_oss": {
+        **_MIXTURE,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "layer_types": None,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "rope_theta": 1.5e5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+"""The known values of `model_type`, each with the fields that it alone reads, or that have a default of its own.
+
+What a family does not read is not looked at: `transformers` ignores a soft cap in a Llama, too.
+"""
+
+QK_NORMS = ("qwen3", "gemma3_text", "qwen3_moe", "olmoe")
+"""The families that normalize queries and keys."""
+ALTERNATING = ("gemma2", "gpt_oss")
+"""The families in which every second layer sees all tokens, unless `layer_types` says otherwise."""
+POST_NORMS = ("gemma2", "gemma3_text")
+"""The families whose attention and feed-forward blocks end with a norm."""
+ONLY = {
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    "router_jitter_noise": 0.0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "clip_qkv": None,
+}
+"""Fields with the one value that `ModelConfig` can say."""
+ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}
+FULL, SLIDING = "full_attention", "sliding_attention"
