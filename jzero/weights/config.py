@@ -47,6 +47,11 @@ class Experts:
       clamp: Bound of gates and up projections, which are then multiplied as gpt-oss does,
         `(up + 1) · gate · sigmoid(gate_factor · gate)`; `None` for the activation of the model.
       gate_factor: See `clamp`.
+
+    Example:
+      >>> import jzero.hf
+      >>> jzero.hf.Experts(count=8, per_token=2, normalized=True, aux_coef=0.001).packed
+      False
     """
 
     count: int

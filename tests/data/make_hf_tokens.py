@@ -14,7 +14,7 @@ from tests import hf_models
 from tests.test_generate import PROMPTS, TOKENS
 
 NUM_TOKENS = 12
-FAMILIES = ("llama", "mistral", "qwen3", "gemma3_text")
+FAMILIES = ("llama", "mistral", "qwen3", "gemma3_text", "mixtral", "gpt_oss")
 
 
 def continued(folder, prompt):
