@@ -11,6 +11,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
 import jzero
+from jzero.step.inputs import place_inputs
 from tests import engine_losses, models, shared
 from tests.engine_losses import D, scan_and_plain
 from tests.tiers import stages
@@ -140,6 +141,20 @@ def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):
     with pytest.raises(TypeError, match=r"x: float"):
         call({"x": 1.0})
     assert call(on_mesh(6)) == 6
+
+
+def test_a_batch_that_is_overwritten_after_the_call_does_not_change_on_the_devices():
+    """Memory that begins at a multiple of 64 bytes is what jax would use where it lies."""
+    memory = np.ones(8 * 64 + 16, np.float32)
+    start = -memory.ctypes.data % 64 // 4
+    batch = memory[start : start + 8 * 64].reshape(8, 64)
+    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=shared.sgd(0.0))
+    plan = jzero.plan_of(jzero.shard_train_state(state, stage=1))
+    placed, _, in_place = place_inputs(plan, {"x": batch}, None, 1)
+    jax.block_until_ready(placed)
+    memory[:] = 7
+    assert not in_place
+    assert np.all(np.asarray(placed["x"]) == 1)
 
 
 def test_a_batch_too_small_for_micro_batches_is_refused_after_one_that_fits():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -114,14 +114,15 @@ def are_like(inputs: Sequence[jax.Array], kinds: Sequence[InputKind]) -> bool:
 def place_inputs(plan: ZeroPlan, batch: PyTree, rng: jax.Array | None, accumulate_steps: int) -> Placed:
     """Puts batch and rng on the mesh."""
     leaves = check_batch(batch, plan, accumulate_steps)
-    split, replicated = plan.batch_sharding, plan.whole_sharding
-    placed = [_place(x, split if x.ndim else replicated) for x in leaves]
-    in_place = all(map(operator.is_, placed, leaves))
-    if not in_place:
-        batch = jax.tree.unflatten(jax.tree.structure(batch), placed)
     check_rng(rng)
-    key = None if rng is None else _place(rng, replicated)
-    return batch, key, in_place and key is rng
+    inputs = leaves if rng is None else [*leaves, rng]
+    split, replicated = plan.batch_sharding, plan.whole_sharding
+    shardings = [split if x.ndim else replicated for x in leaves]
+    placed = _place(inputs, [*shardings, replicated][: len(inputs)])
+    if all(map(operator.is_, placed, inputs)):
+        return batch, rng, True
+    key = None if rng is None else placed.pop()
+    return jax.tree.unflatten(jax.tree.structure(batch), placed), key, False
 
 
 def check_rng(rng: jax.Array | None) -> None:
@@ -129,10 +130,27 @@ def check_rng(rng: jax.Array | None) -> None:
     check("rng", rng, optional(ONE_KEY))
 
 
-def _place(x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
-    if isinstance(x, jax.Array) and (not x.is_fully_addressable or sharding.is_fully_addressable):
-        return x if x.sharding == sharding else jax.device_put(x, sharding)
-    return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding)
+def _place(arrays: Sequence[jax.Array | np.ndarray], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+    """Returns arrays on the mesh; those that are not there yet go in one transfer, most of whose time is its start."""
+    placed: list[Any] = list(arrays)
+    to_put: list[int] = []
+    for i, (x, sharding) in enumerate(zip(arrays, shardings, strict=True)):
+        able = sharding.is_fully_addressable
+        if isinstance(x, jax.Array):
+            if x.sharding == sharding:
+                continue
+            able = able or not x.is_fully_addressable
+        else:  # a copy, since the user may write to theirs while the step runs
+            placed[i] = np.array(x, jax.dtypes.canonicalize_dtype(x.dtype))
+        if able:
+            to_put.append(i)
+        else:
+            placed[i] = place_array(placed[i], placed[i].dtype, sharding)
+    if to_put:
+        moved = jax.device_put([placed[i] for i in to_put], [shardings[i] for i in to_put])
+        for i, x in zip(to_put, moved, strict=True):
+            placed[i] = x
+    return placed
 
 
 def abstract_inputs(
