@@ -278,6 +278,26 @@ def test_plans_without_matrix_work_do_not_mention_any():
     assert "matrix work" not in str(jzero.plan_of(sharded(models.params("unrolled"), optax.adamw(1e-3))))
 
 
+def test_an_update_without_matrix_work_is_traced_for_one_parameter_of_each_kind():
+    adamw, seen = optax.adamw(1e-3), []
+
+    def update(updates, state, params=None):
+        seen.append(len(jax.tree.leaves(updates)))
+        return adamw.update(updates, state, params)
+
+    tx = optax.GradientTransformation(adamw.init, update)
+    sharded({f"w{i}": jnp.ones((16, 8 * (1 + i % 2))) for i in range(6)}, tx)
+    assert seen == [2]
+
+
+@pytest.mark.parametrize("muon", ["a", "b"])
+def test_matrix_work_is_found_though_another_parameter_of_that_shape_has_none(muon):
+    labels = {name: "muon" if name == muon else "adam" for name in "ab"}
+    tx = optax.partition({"adam": optax.adam(1e-3), "muon": models.muon()}, labels)
+    plan = jzero.plan_of(sharded({"a": jnp.ones((16, 16)), "b": jnp.ones((16, 16))}, tx))
+    assert [kind.paths for kind in plan.matrices.kinds] == [(muon,)]
+
+
 def test_stacks_of_vectors_that_are_multiplied_cause_a_warning():
     stack = models.params("stack8")["stack"]
     with pytest.warns(UserWarning, match=r"multiplies \['stack/s'\]"):

@@ -36,6 +36,7 @@ from jzero.layout.mesh import mesh_platform
 from jzero.plan.assignment import Assignment, MatrixKind, MatrixWork, WholeMatrix, assign
 from jzero.plan.choice import choose_cut
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.trainable import OptimizerUpdate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,24 +237,40 @@ def schedule_of(works: Sequence[Work], num_shards: int) -> tuple[list[list[Work]
     return groups, assign(counts, costs, num_shards, in_rounds=[group[0].stays for group in groups])
 
 
-def with_matrices(plan: ZeroPlan, update: ClosedJaxpr | None) -> ZeroPlan:
-    """Returns a plan with the matrix work of an update.
-
-    Args:
-      plan: The plan.
-      update: The closed jaxpr of the update of gradients, state and parameters; `None` if it could not be traced.
-    """
+def with_matrices(plan: ZeroPlan, update: OptimizerUpdate) -> ZeroPlan:
+    """Returns a plan with the matrix work of an update."""
     if plan.num_shards == 1:
         return plan
-    if update is None:
+    some = update.jaxpr_of(_first_of_each_kind(plan))
+    if some is not None and not _has_matrices(some):
+        return plan
+    jaxpr = update.jaxpr
+    if jaxpr is None:
         why = "known when the step is traced, since the optimizer's update needs further arguments"
         return dataclasses.replace(plan, matrices=MatrixWork(unknown=why))
-    if not any(map(mixes, _compat.open_jaxpr(update)[0].eqns)):
+    if not _has_matrices(jaxpr):
         return plan
     numbers = range(len(plan.leaves))
     owners = [*numbers, *(leaf.owner for leaf in plan.inner_leaves), *numbers]
-    matrices = find_matrices(plan, _compat.open_jaxpr(flattened(update))[0], owners)
+    matrices = find_matrices(plan, _compat.open_jaxpr(flattened(jaxpr))[0], owners)
     return dataclasses.replace(plan, matrices=_described(plan, matrices))
+
+
+def _has_matrices(jaxpr: ClosedJaxpr) -> bool:
+    return any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
+
+
+def _first_of_each_kind(plan: ZeroPlan) -> list[int]:
+    """Returns one index for all parameters of one shape and dtype of which the optimizer keeps the same state.
+
+    Trained parameters without state are kinds of their own: only the trace of all tells what becomes of them. If a mask
+    makes an optimizer without state multiply just some of a kind, the step finds that, and warns in the plan's place.
+    """
+    kinds: dict[Hashable, int] = {}
+    for i, (leaf, state) in enumerate(zip(plan.leaves, plan.opt_leaves_of, strict=True)):
+        kept = tuple((x.path.removesuffix(leaf.path), x.shape, x.dtype) for _, x in state)
+        kinds.setdefault((leaf.param.shape, leaf.update_dtype, kept or (i if leaf.trained else None)), i)
+    return list(kinds.values())
 
 
 def _described(plan: ZeroPlan, matrices: Matrices) -> MatrixWork:

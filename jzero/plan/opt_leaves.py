@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike
 
 from jzero import _compat
-from jzero._compat import Atom
-from jzero._text import path_str
 from jzero._types import DType, KeyPath, PyTree
 from jzero.config.precision import cast_dtype, is_key
 from jzero.config.zero import ZeroConfig
@@ -30,6 +27,7 @@ from jzero.jaxpr.regions import flow_of
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import AnyMesh, axis_size
 from jzero.plan.choice import choose_cut, choose_even_cut
+from jzero.plan.trainable import OptimizerUpdate
 
 
 class _Owned:
@@ -64,12 +62,10 @@ def plan_opt_leaf(
     return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
 
 
-def check_opt_state(
-    initialised: Sequence[tuple[KeyPath, jax.ShapeDtypeStruct]], paths: Sequence[KeyPath], values: Sequence[ArrayLike]
-) -> None:
+def check_opt_state(initialised: Mapping[str, jax.ShapeDtypeStruct], values: Mapping[str, ArrayLike]) -> None:
     """Raises unless `opt_state` has the structure and shapes of `tx.init(params)`; lists every leaf that differs."""
-    want = {path_str(path): tuple(x.shape) for path, x in initialised}
-    have = {path_str(path): tuple(np.shape(x)) for path, x in zip(paths, values, strict=True)}
+    want = {path: tuple(x.shape) for path, x in initialised.items()}
+    have = {path: tuple(np.shape(x)) for path, x in values.items()}
     bad = [f"  {path}: missing, the optimizer needs shape {want[path]}" for path in want if path not in have]
     bad += [f"  {path}: shape {have[path]}, which the optimizer has no use for" for path in have if path not in want]
     bad += [
@@ -111,21 +107,19 @@ def find_owners(
     return owners if len(owners) == len(paths) else _owners_by_path(params, opt_state, paths)
 
 
-def owners_by_flow(jaxpr: ClosedJaxpr | None, owners: Sequence[int | None], num_params: int) -> list[int | None]:
+def owners_by_flow(update: OptimizerUpdate, owners: Sequence[int | None], num_params: int) -> list[int | None]:
     """Returns the parameters of optimizer leaves, completed by the one whose gradient and state alone move a leaf.
 
     Args:
-      jaxpr: The closed jaxpr of the update of gradients, state and parameters; `None` if it could not be traced.
+      update: The update of the optimizer.
       owners: The parameter of each optimizer leaf, as far as the structure tells.
       num_params: The number of parameters.
     """
-    if jaxpr is None or None not in owners:
+    state = jax.tree.leaves(update.opt_state)
+    unknown = [j for j, (x, i) in enumerate(zip(state, owners, strict=True)) if i is None and _is_array(x)]
+    if not unknown or (jaxpr := update.jaxpr) is None:
         return list(owners)
     params: list[int | None] = list(range(num_params))
-    makers = _compat.open_jaxpr(jaxpr)[0].outvars[num_params:]
-    unknown = [j for j, (v, i) in enumerate(zip(makers, owners, strict=True)) if i is None and _is_array(v)]
-    if not unknown:
-        return list(owners)
     flat, _ = _compat.open_jaxpr(flattened(jaxpr))
     before, owners_now = None, list(owners)
     while owners_now != before:  # what belongs to a parameter may move further leaves
@@ -139,8 +133,8 @@ def owners_by_flow(jaxpr: ClosedJaxpr | None, owners: Sequence[int | None], num_
     return owners_now
 
 
-def _is_array(v: Atom) -> bool:
-    return math.prod(_compat.type_of(v).shape) > 1 and not is_key(_compat.type_of(v).dtype)
+def _is_array(x: jax.ShapeDtypeStruct) -> bool:
+    return math.prod(x.shape) > 1 and not is_key(x.dtype)
 
 
 def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[KeyPath]) -> list[int | None]:

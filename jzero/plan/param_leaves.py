@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
 
 from jzero._text import key_names, path_str
 from jzero._types import AxisNames, DType, KeyPath, PyTree
 from jzero.config.leaf_rule import LeafRule
-from jzero.config.precision import cast_dtype, is_key, wide_dtype
+from jzero.config.precision import Precision, cast_dtype, is_key, wide_dtype
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import itemsize
 from jzero.layout.leaves import LeafPlan, StateLeaf
@@ -27,7 +28,7 @@ from jzero.plan.traffic import why_not_stored
 T = TypeVar("T")
 
 
-def describe_leaf(path: KeyPath, x: object, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
+def describe_leaf(path: str, x: object, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
     """Describes an input leaf: natural shape, dtype, and its spec over other mesh axes."""
     shape = tuple(getattr(x, "shape", ()))
     sharding = getattr(x, "sharding", None)
@@ -41,7 +42,7 @@ def describe_leaf(path: KeyPath, x: object, config: ZeroConfig, mesh: AnyMesh) -
 
     entries = [keep(names) for names in spec]
     base = PartitionSpec(*entries) if any(e is not None for e in entries) else PartitionSpec()
-    return StateLeaf(path_str(path), shape, dtype_of(x), mesh, shard_axes(config), base)
+    return StateLeaf(path, shape, dtype_of(x), mesh, shard_axes(config), base)
 
 
 def dtype_of(x: object) -> DType:
@@ -55,7 +56,7 @@ def plan_params(
 ) -> list[LeafPlan]:
     """Returns the layout of each parameter; `offloaded` has the indices of those whose state leaves the devices."""
     paths, values = unzip(jax.tree_util.tree_leaves_with_path(params))
-    described = [describe_leaf(path, x, config, mesh) for path, x in zip(paths, values, strict=True)]
+    described = [describe_leaf(path_str(path), x, config, mesh) for path, x in zip(paths, values, strict=True)]
     rules = [config.rule_for(leaf.path) for leaf in described]
     _check_rules(config, described, rules)
     scan_dims = find_scan_dims([key_names(p) for p in paths], [leaf.shape for leaf in described], rules)
@@ -88,17 +89,33 @@ def plan_params(
     return plans
 
 
+def as_seen(params: PyTree, config: ZeroConfig) -> PyTree:
+    """Returns the parameters as the optimizer sees them, as shapes."""
+
+    def shape(path: KeyPath, x: ArrayLike) -> jax.ShapeDtypeStruct:
+        *_, update = _dtypes(dtype_of(x), config.rule_for(path_str(path)), config.policy)
+        return jax.ShapeDtypeStruct(np.shape(x), update)
+
+    return jax.tree_util.tree_map_with_path(shape, params)
+
+
+def _dtypes(dtype: DType, rule: LeafRule, policy: Precision) -> tuple[DType, DType, DType]:
+    """Returns the dtypes in which the loss has a parameter, in which its master is, and in which it is updated."""
+    if is_key(dtype):  # its gradient and update are never used
+        return dtype, dtype, jnp.dtype(jnp.float32)
+    compute = cast_dtype(dtype, policy.compute if rule.compute_dtype is None else jnp.dtype(rule.compute_dtype))
+    master = cast_dtype(dtype, policy.master)
+    if policy.master is not None and itemsize(compute) > itemsize(master):
+        master = compute  # a rule asks for more than the master's dtype
+    return compute, master, cast_dtype(dtype, wide_dtype(master) if policy.master is not None else None)
+
+
 def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: bool) -> LeafPlan:
     """Returns the plan of a parameter with the dtypes that the precision policy gives it."""
     policy, dtype = config.policy, plan.param.dtype
-    if is_key(dtype):  # its gradient and update are never used
-        grad = dataclasses.replace(plan.grad, dtype=jnp.dtype(jnp.float32))
-        return dataclasses.replace(plan, grad=grad, update_dtype=grad.dtype)
-    compute = cast_dtype(dtype, policy.compute if rule.compute_dtype is None else jnp.dtype(rule.compute_dtype))
-    master_dtype = cast_dtype(dtype, policy.master)
-    if policy.master is not None and itemsize(compute) > itemsize(master_dtype):
-        master_dtype = compute  # a rule asks for more than the master's dtype
-    update = cast_dtype(dtype, wide_dtype(master_dtype) if policy.master is not None else None)
+    compute, master_dtype, update = _dtypes(dtype, rule, policy)
+    if is_key(dtype):
+        return dataclasses.replace(plan, grad=dataclasses.replace(plan.grad, dtype=update), update_dtype=update)
     grad = dataclasses.replace(plan.grad, dtype=cast_dtype(compute, policy.accumulate))
     # A parameter that is whole on every device, or offloaded, is stored in the compute dtype; its master is cut.
     separate = (plan.param.cut is None or offloaded) and compute != master_dtype
@@ -183,7 +200,7 @@ def plan_other_field(
     for above, tree in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_copy):
         copies = range(len(plans)) if is_copy(tree) else [None]
         for i, (path, x) in zip(copies, jax.tree_util.tree_leaves_with_path(tree), strict=True):
-            leaf = describe_leaf((jax.tree_util.GetAttrKey(name), *above, *path), x, config, mesh)
+            leaf = describe_leaf(path_str((jax.tree_util.GetAttrKey(name), *above, *path)), x, config, mesh)
             laid_out.append(_like_param(leaf, i, plans[i].param) if i is not None else _kept_whole(leaf, name))
     return laid_out
 

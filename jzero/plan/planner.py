@@ -8,17 +8,15 @@ import itertools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from jzero._text import path_str
 from jzero._types import PyTree, TrainStateLike
 from jzero.config.precision import DynamicLossScale, is_key
 from jzero.config.zero import ZeroConfig
-from jzero.layout.leaves import LeafPlan, StateLeaf
+from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import (
     AnyMesh,
     axis_size,
@@ -33,6 +31,7 @@ from jzero.plan.matrices import warn_of_matrices, with_matrices
 from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, plan_opt_leaf
 from jzero.plan.opt_state import DiskState, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.param_leaves import (
+    as_seen,
     check_rules_match,
     describe_leaf,
     dtype_of,
@@ -45,7 +44,7 @@ from jzero.plan.param_leaves import (
 )
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields, other_fields
-from jzero.plan.trainable import Optimizer, find_frozen, trace_update
+from jzero.plan.trainable import Optimizer, OptimizerUpdate, find_frozen
 
 OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
 
@@ -65,10 +64,9 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
     offload = config.offload
     if "host" in (offload.optimizer, offload.params):
         check_host_memory(mesh)
-    optimizer_inputs = _as_seen(state.params, plan_params(state.params, config, mesh))
-    initialised = jax.eval_shape(tx.init, optimizer_inputs)
-    update = _Update(tx, initialised, trace_update(tx, optimizer_inputs, initialised))
-    plan = with_matrices(_choose_plan(state, update, config, mesh), update.jaxpr)
+    optimizer_inputs = as_seen(state.params, config)
+    update = OptimizerUpdate(tx, optimizer_inputs, jax.eval_shape(tx.init, optimizer_inputs))
+    plan = with_matrices(_choose_plan(state, update, config, mesh), update)
     if config.offload.delays_updates and not plan.has_records:
         name, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")
         raise ValueError(
@@ -97,27 +95,7 @@ def _check_rows(plan: ZeroPlan) -> None:
         )
 
 
-class _Update(NamedTuple):
-    """An optimizer.
-
-    Attributes:
-      tx: The optax transformation.
-      initialised: The state that it makes, as shapes.
-      jaxpr: The closed jaxpr of its update; `None` if that needs further arguments.
-    """
-
-    tx: Optimizer
-    initialised: PyTree
-    jaxpr: ClosedJaxpr | None
-
-
-def _as_seen(params: PyTree, leaves: Sequence[LeafPlan]) -> PyTree:
-    """Returns the parameters as the optimizer sees them, as shapes."""
-    shapes = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.update_dtype) for leaf in leaves]
-    return jax.tree.structure(params).unflatten(shapes)
-
-
-def _choose_plan(state: TrainStateLike, update: _Update, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
+def _choose_plan(state: TrainStateLike, update: OptimizerUpdate, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
     """Chooses what goes to the host."""
     offload = config.offload
     if offload.optimizer == "none":
@@ -170,30 +148,29 @@ def _offload_order(params: PyTree, config: ZeroConfig, trained: Sequence[bool]) 
 
 
 def _make_plan(
-    state: TrainStateLike, update: _Update, config: ZeroConfig, mesh: AnyMesh, offloaded: Sequence[int]
+    state: TrainStateLike, update: OptimizerUpdate, config: ZeroConfig, mesh: AnyMesh, offloaded: Sequence[int]
 ) -> ZeroPlan:
     others = other_fields(state)
     if config.offload.zenflow is not None and axis_size(mesh, config) > 1:  # whole leaves have no columns of a device
         cuts = [leaf.grad.cut for leaf in plan_params(state.params, config, mesh)]
         offloaded = [i for i in offloaded if cuts[i]]
     leaves = plan_params(state.params, config, mesh, frozenset(offloaded))
-    trees = (state.params, *(others[name] for name in frozen_fields(state)))
-    check_rules_match(
-        config, [path_str(path) for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    )
-    init_leaves = jax.tree_util.tree_leaves_with_path(update.initialised)
-    init_dtypes = {path_str(path): x.dtype for path, x in init_leaves}
+    frozen_trees = [others[name] for name in frozen_fields(state)]
+    frozen_paths = [path_str(path) for x in frozen_trees for path, _ in jax.tree_util.tree_leaves_with_path(x)]
+    check_rules_match(config, [*(leaf.path for leaf in leaves), *frozen_paths])
+    initialised = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(update.opt_state)}
     paths, values = unzip(jax.tree_util.tree_leaves_with_path(state.opt_state))
-    check_opt_state(init_leaves, paths, values)
+    names = list(map(path_str, paths))
+    check_opt_state(initialised, dict(zip(names, values, strict=True)))
     owners = find_owners(update.tx.init, state.params, state.opt_state, paths)
-    owners = owners_by_flow(update.jaxpr, owners, len(leaves))
+    owners = owners_by_flow(update, owners, len(leaves))
     shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
-    frozen = find_frozen(update.tx, update.jaxpr, [i in shaped for i in range(len(leaves))])
+    frozen = find_frozen(update, [i in shaped for i in range(len(leaves))])
     dtypes = [dtype_of(x) for x in jax.tree.leaves(state.params)]
     leaves = [freeze(leaf, dtype, config) if f else leaf for leaf, dtype, f in zip(leaves, dtypes, frozen, strict=True)]
     inner = [
-        plan_opt_leaf(describe_leaf(path, x, config, mesh), owner, init_dtypes[path_str(path)], leaves, config, mesh)
-        for path, x, owner in zip(paths, values, owners, strict=True)
+        plan_opt_leaf(describe_leaf(name, x, config, mesh), owner, initialised[name].dtype, leaves, config, mesh)
+        for name, x, owner in zip(names, values, owners, strict=True)
     ]
     shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in offloaded and leaf.trained}
     is_offloaded = [x.owner is not None and shaped_like.get(x.owner) == x.shape for x in inner]

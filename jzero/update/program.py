@@ -382,7 +382,7 @@ def program_of(update: WholeUpdate, inputs: Before[Input], jaxpr: Traced | None 
     }
     found = split_update(opened, {v: field.param for v, field in fields.items()})
     matrices = find_matrices(plan, opened, _owners(plan, inputs)) if has_matrices else Matrices([], [])
-    if plan.matrices.unknown:  # the plan could not warn
+    if not plan.matrices.kinds and not plan.matrices.whole:  # the plan did not warn
         warn_of_whole(matrices.notes)
     indices = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
     owned = frozenset(v for work in matrices.works for v in work.region.outputs)
