@@ -69,13 +69,15 @@ def truncate(path):
     path.write_bytes(data[: len(data) // 2])
 
 
-def flip_a_bit(path):
+def flip_bits(path):
+    """Flips some bits, so that no array of the file is as it was."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
+    for sixth in (1, 3, 5):
+        data[len(data) * sixth // 6] ^= 4
     path.write_bytes(bytes(data))
 
 
-DAMAGE = {"truncated": truncate, "flipped": flip_a_bit, "gone": pathlib.Path.unlink}
+DAMAGE = {"truncated": truncate, "flipped": flip_bits, "gone": pathlib.Path.unlink}
 
 
 @pytest.mark.slow  # by default, `tests/test_multiprocess.py` kills a process while it saves
@@ -273,7 +275,7 @@ def small_disk(directory, size):
 @pytest.mark.slow
 def test_a_full_disk_and_a_program_that_ends_with_an_error(tmp_path):
     """A full disk costs no earlier checkpoint; a manager that is not closed completes the last one."""
-    with small_disk(tmp_path / "disk", 1_500_000) as limit:
+    with small_disk(tmp_path / "disk", 2_600_000) as limit:
         arguments = map(str, (tmp_path / "disk" / "run", limit, tmp_path / "roomy"))
         run = run_python(FULL_DISK_AND_ERROR, *arguments)
         assert "still there: ['1', 'jzero.lock'" in run.stdout, run.stderr  # else something is left of the others

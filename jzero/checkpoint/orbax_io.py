@@ -280,7 +280,10 @@ async def _patiently(reading: Awaitable[T]) -> T:
 
 
 def state_handler(*, reads: bool = False) -> ocp.PyTreeCheckpointHandler:
-    """Returns the handler of a tree of arrays; trees to write may have `CutArray`s and `DiskArray`s."""
+    """Returns the handler of a tree of arrays; trees to write may have `CutArray`s and `DiskArray`s.
+
+    Compression would take more time than all the rest, for a twelfth of the space: numbers are mostly noise.
+    """
     handlers = ocp.type_handlers
     kinds = {kind: handlers.get_type_handler(kind) for kind in (int, float, np.number, np.ndarray, jax.Array, str)}
     if reads:
@@ -292,7 +295,7 @@ def state_handler(*, reads: bool = False) -> ocp.PyTreeCheckpointHandler:
         *kinds.items(),
         (placeholder, handlers.get_type_handler(placeholder)),
     )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
 
 
 def handler_registry() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
