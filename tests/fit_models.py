@@ -6,7 +6,7 @@ import optax
 
 import jzero
 from jzero.analysis import fit, search
-from jzero.analysis.estimates import memory_of_step
+from jzero.estimate.step_memory import memory_of_step
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH
 
 ROWS = 8 * 256

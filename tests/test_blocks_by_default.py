@@ -117,10 +117,15 @@ def test_what_prints_is_not_run_twice(scan, capfd):
 
 
 def test_an_option_that_changes_nothing_says_so():
-    state = jzero.TrainState.create(params=make_params(1), tx=shared.sgd(1.0))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    """At stage 3 it says that parameters do not stay either."""
+    plain = jzero.TrainState.create(params=make_params(1), tx=shared.sgd(1.0))
+    states = {
+        stage: jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+        for stage in (2, 3)
+    }
     with pytest.warns(UserWarning, match="`remat='cheap'` changes nothing"):
-        jzero.make_train_step(loss_fn, remat="cheap").trace(state, make_batch())
+        jzero.make_train_step(loss_fn, remat="cheap").trace(states[2], make_batch())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jzero.make_train_step(loss_fn).trace(state, make_batch())
+        jzero.make_train_step(loss_fn, remat="cheap").trace(states[3], make_batch())
+        jzero.make_train_step(loss_fn).trace(states[2], make_batch())

@@ -94,7 +94,7 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     devices = None if topology is None else topology_devices(topology)
     placed = [relaid(x, devices=devices, mesh=mesh, config=config, trainable=trainable) for x in args]
     plans = [x for x in map(plan_of_argument, placed) if x is not None]
-    if isinstance(fn, TrainStep | ValueAndGrad) and isinstance(fn.remat, Keep) and plans:
+    if isinstance(fn, TrainStep | ValueAndGrad) and plans and isinstance(fn.resolved(*placed, **keywords).remat, Keep):
         plans[0] = fn.plan(*placed, **keywords)
     mesh = mesh or (plans[0].mesh if plans and isinstance(plans[0].mesh, Mesh) else None)
     mesh = mesh or (make_mesh(devices=devices) if devices is not None else mesh_of((args, keywords)))

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-from jax.sharding import Mesh
-
 from jzero._types import PyTree, State
 from jzero.analysis.replanning import plan_of_argument, relaid
 from jzero.config.zero import ZeroConfig
-from jzero.estimate.step_memory import StepMemory, memory_of_trace
-from jzero.layout.mesh import AnyMesh, platform_of
-from jzero.machines.machine import Machine, machine
-from jzero.plan.plan import ZeroPlan
+from jzero.estimate.step_memory import StepMemory, memory_of_step
+from jzero.layout.mesh import AnyMesh
+from jzero.machines.machine import machine
 from jzero.step.train_step import TrainStep
 
 
@@ -67,24 +63,3 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
     if plan_of_argument(state) is None:
         raise TypeError("The state is not sharded by jzero: pass `config=jzero.ZeroConfig(stage=...)`, too.")
     return memory_of_step(step, (state, batch, rng), hardware)
-
-
-def memory_of_step(
-    step: TrainStep,
-    arguments: tuple[State, PyTree, PyTree],
-    hardware: Machine | None,
-    traced: jax.stages.Traced | None = None,
-) -> StepMemory:
-    """Returns the memory of a step, given its state, batch and key; traces it, unless that was done."""
-    state, batch, rng = arguments
-    traced = step.trace(state, batch, rng=rng) if traced is None else traced
-    shapes = step.abstract_arguments(state, batch, rng=rng)
-    plan: ZeroPlan = shapes[0].tx.plan
-    gpu = _is_gpu(plan, hardware)
-    return memory_of_trace(traced, shapes, plan, hardware, gpu=gpu, micro_batches=step.micro.steps)
-
-
-def _is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
-    if hardware is not None:
-        return hardware.kind == "gpu"
-    return isinstance(plan.mesh, Mesh) and platform_of(plan.mesh.devices.flat[0]) == "gpu"

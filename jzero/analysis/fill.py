@@ -30,12 +30,11 @@ from typing import Any
 from jzero._types import PyTree, State
 from jzero.analysis.candidates import SURE_SHARE
 from jzero.analysis.compiled_step import CompiledStep, compile_step
-from jzero.analysis.estimates import memory_of_step
 from jzero.analysis.replanning import plan_of_argument, relaid
 from jzero.arrays.processes import agree
 from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, check, number, optional
-from jzero.estimate.step_memory import StepMemory
+from jzero.estimate.step_memory import StepMemory, memory_of_step
 from jzero.estimate.traced_collectives import TracedCollective, traced_collectives
 from jzero.layout.leaves import StateLeaf
 from jzero.machines.limits import hardware_of, limit_of
@@ -64,9 +63,9 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
 ) -> TrainStep:
     """Returns a step that keeps what fits between its passes, instead of gathering and recomputing it.
 
-    By default stage 3 gathers parameters again for the backward pass, and recomputes cheap activations, however much
-    memory is free. This chooses a `Keep` by [Note: What is kept first]. If `step` has an option `remat` other than
-    "cheap", that stays, and only parameters are kept.
+    By default a step keeps what is estimated to fit well, see [Note: Kept by default]. This asks the compiler: it fills
+    a limit closely, and finds where keeping is slower. It chooses a `Keep` by [Note: What is kept first]. If `step` has
+    an option `remat` other than "cheap", that stays, and only parameters are kept.
 
     Args:
       step: From `make_train_step`. It does not change.
@@ -81,7 +80,7 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
         `topology`, the choice is the longest prefix whose estimate is within 90 % of the limit.
 
     Returns:
-      A step that differs in `remat`. If nothing more fits, or nothing could be kept, `step` itself.
+      A step that differs in `remat`: "cheap" or `step` itself if nothing more fits, or nothing could be kept.
 
     Raises:
       TypeError: `step` is not a training step of jzero, or the state is not sharded.
@@ -112,6 +111,8 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
         raise TypeError("The state is not sharded by jzero: pass what `shard_train_state` returned.")
     limits = {"the memory that a step may take": f"{limit} bytes"}
     agree("fill_memory", plan.mesh, lambda: None, lambda _: limits)
+    if step.remat is None and plan.regathers:
+        step = step.with_remat("cheap")  # without what such a step keeps by itself
     filling = Filling(step=step, arguments=(state, batch, rng), plan=plan, machine=hardware, topology=topology)
     if (excess := filling.estimated(0).peak - limit) > 0:
         warnings.warn(

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from jzero._types import PyTree, State, TrainStateLike
 from jzero.analysis.candidates import CLOSE_TO_BEST, Candidate, recomputation_rank
-from jzero.analysis.estimates import memory_of_step
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.replanning import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_programs import check_update_of
@@ -24,7 +23,7 @@ from jzero.config.offload import Offload
 from jzero.config.quantization import Quantization
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
-from jzero.estimate.step_memory import StepMemory
+from jzero.estimate.step_memory import StepMemory, memory_of_step
 from jzero.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
 from jzero.machines.machine import Machine
 from jzero.plan.plan import ZeroPlan

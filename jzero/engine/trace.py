@@ -238,7 +238,7 @@ def _resolve_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: AnyJaxpr) -> Rema
         )
     if remat not in (None, "cheap") or attempt(has_parts_to_recompute, jaxpr):
         return "cheap" if remat is None else remat
-    if remat is not None:
+    if remat is not None and not plan.regathers:  # else it says that parameters do not stay either
         warnings.warn(
             "`remat='cheap'` changes nothing: the loss has no scan and no repeated block of equations that does not "
             "say itself what to recompute. Put `jax.checkpoint` around its parts, or drop the option.",

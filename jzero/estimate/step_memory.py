@@ -6,23 +6,28 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
 from jzero._text import Report, format_rows
-from jzero._types import PyTree
+from jzero._types import PyTree, State
 from jzero.estimate.buffers import Buffer
 from jzero.estimate.footprint import footprint
 from jzero.estimate.record_memory import update_at_peak
 from jzero.estimate.sizes import bytes_of
 from jzero.estimate.step_time import StepTime, step_time, traffic_of
 from jzero.estimate.traced import trace_program
+from jzero.layout.mesh import platform_of
 from jzero.machines.machine import Machine
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_bytes import BytesPerDevice
 from jzero.plan.table import format_bytes
+
+if TYPE_CHECKING:
+    from jzero.step.train_step import TrainStep
 
 GATHERS_WORTH_A_NOTE = 1.05
 """A step that gathers more than this times the plan gets a note that says why."""
@@ -168,6 +173,22 @@ def activation_lines(rows: Iterable[ActivationRow], max_rows: int = 12) -> list[
     return format_rows([header, *cells, total], left=1)
 
 
+def memory_of_step(
+    step: TrainStep,
+    arguments: tuple[State, PyTree, PyTree],
+    hardware: Machine | None,
+    traced: jax.stages.Traced | None = None,
+) -> StepMemory:
+    """Returns the memory of a step, given its state, batch and key; traces it, unless that was done."""
+    state, batch, rng = arguments
+    step = step.resolved(state, batch, rng=rng, hardware=hardware)
+    traced = step.trace(state, batch, rng=rng) if traced is None else traced
+    shapes = step.abstract_arguments(state, batch, rng=rng)
+    plan: ZeroPlan = shapes[0].tx.plan
+    gpu = _is_gpu(plan, hardware)
+    return memory_of_trace(traced, shapes, plan, hardware, gpu=gpu, micro_batches=step.micro.steps)
+
+
 def memory_of_trace(
     traced: jax.stages.Traced,
     arguments: PyTree,
@@ -254,3 +275,9 @@ def _num_parts(aval: jax.core.ShapedArray, sharding: jax.sharding.Sharding | Non
         return 1
     names = [n for n in jax.tree.leaves(tuple(sharding.spec)) if isinstance(n, str)]
     return math.prod(int(sharding.mesh.shape[n]) for n in names)
+
+
+def _is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
+    if hardware is not None:
+        return hardware.kind == "gpu"
+    return isinstance(plan.mesh, Mesh) and platform_of(plan.mesh.devices.flat[0]) == "gpu"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from jzero.machines.accelerators import GPUS
 from jzero.machines.machine import Machine, machine
@@ -13,6 +14,8 @@ from jzero.machines.topologies import topology_devices
 USABLE = 0.9
 """Share of a machine's memory that a step may use; runtime, collectives and fragmentation take the rest."""
 _TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+ROUNDED = 256 * 2**20
+"""Memory that a driver reports counts in whole steps of so many bytes, so that processes decide alike."""
 NOT_COMPILED = "Nothing was compiled: the figures are estimated."
 
 
@@ -58,10 +61,31 @@ def limit_of(hbm_bytes: float | None, topology: str | None, hardware: Machine | 
     """
     if hbm_bytes is not None:
         return int(hbm_bytes)
+    limit = _least(hardware, None if topology is not None else jax.local_devices()[0])
+    if limit is None:
+        raise ValueError("The memory of these devices is not known: pass `hbm_bytes=`, or a `topology`.")
+    return limit
+
+
+def memory_to_spend(mesh: Mesh | AbstractMesh, hardware: Machine | None) -> tuple[int | None, Machine | None]:
+    """Returns the bytes of one device that a step may use without being asked, and the machine; `None` if unknown.
+
+    Virtual CPU devices share the memory of the machine with everything else, so a step there takes no more than it has
+    to. An abstract mesh has no devices to ask: only `hardware` tells.
+    """
+    if not isinstance(mesh, Mesh):
+        return usable_bytes(hardware), hardware
+    devices = list(mesh.devices.flat)
+    if devices[0].platform == "cpu":
+        return None, None
+    hardware = this_machine(devices)
+    return _least(hardware, next((x for x in jax.local_devices() if x in devices), None)), hardware
+
+
+def _least(hardware: Machine | None, device: jax.Device | None) -> int | None:
+    """Returns a share of a machine's memory, or what jax may take of a device's if that is less."""
     usable = usable_bytes(hardware)
     bounds = [] if usable is None else [usable]
-    stats = None if topology is not None else jax.local_devices()[0].memory_stats()
-    bounds += [int(stats["bytes_limit"])] if stats and "bytes_limit" in stats else []
-    if not bounds:
-        raise ValueError("The memory of these devices is not known: pass `hbm_bytes=`, or a `topology`.")
-    return min(bounds)
+    stats = None if device is None else device.memory_stats()
+    bounds += [int(stats["bytes_limit"]) // ROUNDED * ROUNDED] if stats and "bytes_limit" in stats else []
+    return min(bounds, default=None)

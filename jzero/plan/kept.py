@@ -15,6 +15,8 @@ class Kept(NamedTuple):
       blocks: How many of the loss's repeated blocks keep their activations.
       of_blocks: How many there are, outside of loops.
       block_bytes: The bytes that these blocks save on one device for the backward pass.
+      peak: The estimated peak of the step on one device, if the step chose by itself what it keeps.
+      limit: What a step may use of a device, likewise.
     """
 
     params: frozenset[str]
@@ -23,3 +25,5 @@ class Kept(NamedTuple):
     blocks: int
     of_blocks: int
     block_bytes: int
+    peak: int | None = None
+    limit: int | None = None

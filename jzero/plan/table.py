@@ -82,8 +82,13 @@ def _kept_lines(plan: PlannedBytes) -> list[str]:
     if kept is None:
         return []
     params = "all parameters" if len(kept.params) == kept.of_params else f"{len(kept.params)} of {kept.of_params}"
+    blocks = f"{kept.blocks} of {kept.of_blocks} blocks"
+    if kept.peak is not None and kept.limit is not None:  # its parts would not add up: compilers fuse what blocks save
+        said = ([params] if kept.params else []) + ([blocks] if kept.of_blocks else [])
+        fits = f"{format_bytes(kept.peak)} of {format_bytes(kept.limit)}, estimated"
+        return [f"kept between passes: {', '.join(said)}: {fits} (`remat='cheap'` keeps less)"]
     said = [f"{params} ({format_bytes(kept.param_bytes)})"] if kept.params else []
-    said += [f"{kept.blocks} of {kept.of_blocks} blocks ({format_bytes(kept.block_bytes)})"] if kept.of_blocks else []
+    said += [f"{blocks} ({format_bytes(kept.block_bytes)})"] if kept.of_blocks else []
     return [f"kept between passes: {', '.join(said) or 'nothing'}"]
 
 

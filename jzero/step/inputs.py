@@ -30,8 +30,8 @@ from jzero.state.train_state import all_leaves, flat_nodes, map_state
 SMALL = 4096
 """Arrays of up to this many elements, such as masks, are not reported, whatever the persistence threshold is."""
 
-InputKind: TypeAlias = tuple[type, Sharding]
-"""Type and sharding of an array. The shape is not needed: for another shape `jax.jit` traces again, which checks it."""
+InputKind: TypeAlias = tuple[type, Sharding, tuple[int, ...]]
+"""Type, sharding and shape of an array."""
 
 
 Placed: TypeAlias = tuple[PyTree, jax.Array | None, bool]
@@ -98,15 +98,15 @@ def check_donated(state: TrainStateLike, leaves: Sequence[object], batch: PyTree
 
 def kinds_of(inputs: Sequence[jax.Array]) -> list[InputKind]:
     """Returns the kinds of arrays."""
-    return [(type(x), x.sharding) for x in inputs]
+    return [(type(x), x.sharding, x.shape) for x in inputs]
 
 
 def are_like(inputs: Sequence[jax.Array], kinds: Sequence[InputKind]) -> bool:
     """Whether inputs have these kinds, one each."""
     if len(inputs) != len(kinds):
         return False
-    for x, (kind, sharding) in zip(inputs, kinds, strict=True):
-        if type(x) is not kind or (x.sharding is not sharding and x.sharding != sharding):
+    for x, (kind, sharding, shape) in zip(inputs, kinds, strict=True):
+        if type(x) is not kind or x.shape != shape or (x.sharding is not sharding and x.sharding != sharding):
             return False
     return True
 

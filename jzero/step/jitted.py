@@ -13,9 +13,10 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh
 from jax.tree_util import PyTreeDef
 
@@ -27,6 +28,7 @@ from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
 from jzero.engine.merge import MERGES
 from jzero.engine.recompute import Remat
 from jzero.layout.set_mesh import from_program, in_own_mesh
+from jzero.machines.machine import Machine
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, adapt_sharded, plan_of
 from jzero.state.record_states import detached, for_loss, run_on_rows
@@ -45,7 +47,7 @@ from jzero.step.inputs import (
     optional_rng,
     place_inputs,
 )
-from jzero.step.keeping import kept_by
+from jzero.step.keeping import Choice, kept_by
 from jzero.step.loss import Splitter, StepLoss, split_aux
 
 _WORDS = one_of(None, True, False, "cheap", "offload", "as_written")
@@ -80,12 +82,14 @@ class _Expected(NamedTuple):
 
     Attributes:
       state: A weak reference to the state.
-      jitted: The jitted function for that state.
+      jitted: The jitted function for that state and inputs of these shapes.
+      shapes: The shapes of the leaves of batch and rng.
       inputs: The kinds of batch and rng, if they were already in place.
     """
 
     state: Callable[[], object] = _nothing
     jitted: Jitted | None = None
+    shapes: Sequence[tuple[int, ...]] = ()
     inputs: Sequence[InputKind] = ()
 
 
@@ -197,6 +201,7 @@ class Step:
         """Runs `_compute` under `jit`; checks and places arguments unless they are of the kinds of the last call."""
         plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
         leaves: list[object] = []
+        structure = None
         if expected.state() is not state or (_compat.CRASHES_ON_DELETED and plan.mesh.size > 1):
             leaves, structure = jax.tree.flatten(state)  # a fifth of the time of a dispatch to one device
             expected = _Expected()
@@ -204,11 +209,13 @@ class Step:
         if jitted is None or not are_like(inputs, kinds):
             if has_tracers([*leaves, *inputs]):
                 batch, rng = from_program((batch, rng))
-                return self._compute(state, batch, rng=rng)
+                return self._chosen(state, batch, rng)._compute(state, batch, rng=rng)
             check_alive(leaves)
             if self.donated:
                 check_donated(state, leaves, batch, rng)
-            jitted = jitted or self._jit(plan, state, structure)
+            shapes = list(map(np.shape, inputs))
+            if jitted is None or shapes != expected.shapes:
+                jitted = self._chosen(state, batch, rng)._jit(plan, state, structure)
             if jitted not in self._begun:
                 logging.getLogger("jzero").info("Compiling %s.", self)
                 self._begun.add(jitted)
@@ -216,6 +223,7 @@ class Step:
             program_state = state if self.donated else for_loss(state)
             batch, rng, in_place = self._agreement.place(place, jitted, program_state, batch, rng)
             kinds = kinds_of(inputs) if in_place else ()
+            expected = expected._replace(shapes=shapes)
         try:
             results = self._run(jitted, state, batch, optional_rng(rng))
         except (RuntimeError, ValueError) as error:
@@ -228,7 +236,7 @@ class Step:
                     "with `jnp.copy`, since the state is donated."
                 ) from error
             raise
-        self._expected = _Expected(_reference(self._next_state(state, results)), jitted, kinds)
+        self._expected = _Expected(_reference(self._next_state(state, results)), jitted, expected.shapes, kinds)
         return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results
 
     def _run(self, jitted: Jitted, state: TrainStateLike, batch: PyTree, rng: Mapping[str, jax.Array]) -> PyTree:
@@ -247,6 +255,31 @@ class Step:
     def _next_state(self, state: TrainStateLike, results: PyTree) -> TrainStateLike:
         """Returns the likely state of the next call."""
         return state
+
+    def resolved(
+        self, state: State, batch: PyTree, *, rng: jax.Array | None = None, hardware: Machine | None = None
+    ) -> Self:
+        """Returns the step that runs for these arguments; another one only if this one chooses what it keeps.
+
+        Args:
+          state: The state, concrete or abstract.
+          batch: The batch, likewise.
+          rng: The key, likewise.
+          hardware: The machine, if the state is on none.
+        """
+        return self._chosen(*self.abstract_arguments(state, batch, rng=rng), hardware)
+
+    def _chosen(
+        self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None, hardware: Machine | None = None
+    ) -> Self:
+        choice = self.choice(state, batch, rng, hardware)
+        return self if choice is None else cast("Self", choice.step)
+
+    def choice(
+        self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None, hardware: Machine | None = None
+    ) -> Choice | None:
+        """Returns what the step chooses to keep, see [Note: Kept by default]; `None` if the user said, or nothing."""
+        return None
 
     def program(self, state: State) -> Any:
         """Returns the jitted function for a state; an `RecordStep` if the update of its kind is on records."""
@@ -267,13 +300,15 @@ class Step:
     def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> jax.stages.Traced:
         """Traces the step for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
-        return self._jit(train_state.tx.plan, train_state).trace(for_loss(train_state), batch, **optional_rng(rng))
+        jitted = self._chosen(train_state, batch, rng)._jit(train_state.tx.plan, train_state)
+        return jitted.trace(for_loss(train_state), batch, **optional_rng(rng))
 
     @in_own_mesh
     def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
-        return self._jit(train_state.tx.plan, train_state).eval_shape(for_loss(train_state), batch, **optional_rng(rng))
+        jitted = self._chosen(train_state, batch, rng)._jit(train_state.tx.plan, train_state)
+        return jitted.eval_shape(for_loss(train_state), batch, **optional_rng(rng))
 
     def abstract_arguments(
         self, state: State, batch: PyTree, *, rng: jax.Array | None = None
@@ -299,13 +334,16 @@ class Step:
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
         """Returns the state's plan, which also knows the loss: `plan.closed_over`, `plan.kept`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
-        plan = train_state.tx.plan
-        traced, _ = self.loss.trace(train_state, batch, rng)
-        kept = kept_by(self.remat, traced, plan, self.micro) if isinstance(self.remat, Keep) else None
+        plan, choice = train_state.tx.plan, self.choice(train_state, batch, rng)
+        step = self if choice is None else choice.step
+        traced, _ = step.loss.trace(train_state, batch, rng)
+        kept = kept_by(step.remat, traced, plan, self.micro) if isinstance(step.remat, Keep) else None
+        if kept is not None and choice is not None:
+            kept = kept._replace(peak=choice.memory.peak, limit=choice.limit)
         return dataclasses.replace(plan, closed_over=tuple(find_closed_over(traced, plan)), kept=kept)
 
     @in_own_mesh
     def recomputation(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Remat:
         """Returns `remat`; if it is `None`, its default for this plan and loss: "cheap" or "as_written"."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
-        return self.loss.trace(train_state, batch, rng)[0].remat
+        return self._chosen(train_state, batch, rng).loss.trace(train_state, batch, rng)[0].remat

@@ -1,17 +1,107 @@
-"""`Keep` against a plan and a loss: what it keeps, and what it cannot keep."""
+"""What a step keeps between its passes: `Keep` against a plan and a loss, and what is kept if the user says nothing.
+
+[Note: Kept by default]
+Stage 3 can gather parameters again for the backward pass and recompute cheap activations. That saves memory, which
+mostly lies idle. So a training step whose user said nothing about recomputation keeps what fits, by the estimate of its
+own trace, without a compiler: all parameters and all blocks if that takes at most `KEPT_SHARE` of what a step may use
+of a device; else as many blocks as fit, if the estimate of a second trace agrees; else nothing, as `remat="cheap"`
+does. Rows of stacks are not kept: loops would have to write and read the stacks. The plan, shapes and the kind of
+device decide, so all processes decide alike.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 import re
+from typing import TYPE_CHECKING, NamedTuple
 
+from jzero._types import PyTree, TrainStateLike
 from jzero.config.keep import Keep
 from jzero.engine.gradients import MicroBatches, bytes_of_kept_blocks
 from jzero.engine.recompute import Remat, num_blocks
 from jzero.engine.trace import TracedLoss
+from jzero.estimate.step_memory import StepMemory, memory_of_step
 from jzero.jaxpr.sizes import array_bytes
+from jzero.machines.machine import Machine
 from jzero.plan.kept import Kept
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.table import format_bytes
+
+if TYPE_CHECKING:
+    from jzero.step.train_step import TrainStep
+
+KEPT_SHARE = 0.7
+"""Share of the memory of a step up to which values are kept without a compiler: estimates have been 17 % low."""
+FREED = 0.5
+"""The part of its activations that a recomputed block frees at least; the rest are results of products, which stay."""
+
+
+class Choice(NamedTuple):
+    """A step that keeps what fits.
+
+    Attributes:
+      step: The step.
+      keep: Its option `remat`.
+      memory: Its estimated memory.
+      limit: What a step may use of a device, in bytes.
+    """
+
+    step: TrainStep
+    keep: Keep
+    memory: StepMemory
+    limit: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, though nothing was compiled."""
+        return self.memory.peak <= KEPT_SHARE * self.limit
+
+
+def choose_kept(
+    step: TrainStep, arguments: tuple[TrainStateLike, PyTree, PyTree], hardware: Machine | None, limit: int
+) -> Choice | None:
+    """Returns the step that keeps what fits, see [Note: Kept by default]; `None` if that is nothing.
+
+    Args:
+      step: A step whose user said nothing about recomputation.
+      arguments: Its state, batch and key, as shapes.
+      hardware: The machine, if it is known.
+      limit: What a step may use of a device, in bytes.
+    """
+    plan: ZeroPlan = arguments[0].tx.plan
+    traced, _ = step.loss.trace(*arguments)
+    cut = [leaf for leaf in plan.leaves if leaf.param.cut is not None]
+    kept = [leaf for leaf in cut if leaf.scan_dim is None]
+    num_bytes = sum(array_bytes(math.prod(leaf.param.shape), leaf.compute_dtype) for leaf in kept)
+    total = num_blocks(traced.jaxpr)
+    if not (kept or total) or plan.bytes_per_device.total + num_bytes > KEPT_SHARE * limit:
+        return None
+    params = "all" if kept == cut else tuple(re.escape(leaf.param.path) for leaf in kept)
+
+    def keeping(blocks: int) -> Choice:
+        keep = Keep(params=params, blocks=blocks)
+        candidate = step.with_remat(keep)
+        candidate.loss.begin_with(dataclasses.replace(traced, remat=keep))
+        return Choice(candidate, keep, memory_of_step(candidate, arguments, hardware), limit)
+
+    choice = keeping(total)
+    if total and not choice.fits:
+        excess = choice.memory.peak - KEPT_SHARE * limit
+        blocks = total - math.ceil(excess / max(1, FREED * choice.memory.activation_bytes / total))
+        choice = keeping(blocks) if blocks >= 0 else choice
+    if not choice.fits:
+        return None
+    logging.getLogger("jzero").info(
+        "The step keeps %s parameters and %s of %s blocks between its passes: %s of %s (estimated).",
+        len(kept),
+        choice.keep.blocks,
+        total,
+        format_bytes(choice.memory.peak),
+        format_bytes(limit),
+    )
+    return choice
 
 
 def check_keep(remat: Remat | None, plan: ZeroPlan) -> None:

@@ -64,6 +64,11 @@ class StepLoss:
 
     def __post_init__(self) -> None:
         self._has_warned = False
+        self._traced: TracedLoss | None = None
+
+    def begin_with(self, traced: TracedLoss) -> None:
+        """Makes the next trace this one, of a step that differs in `remat` alone and has the same arguments."""
+        self._traced = traced
 
     def checked_trace(
         self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None
@@ -100,6 +105,9 @@ class StepLoss:
             traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=steps, remat=self.remat, times=times)
             return drop_unwritten(traced)
 
+        ahead, self._traced = self._traced, None
+        if ahead is not None:
+            return ahead, inputs
         traced = trace()
         if traced.written or (self.checks_rows and self._num_parts(plan) > 1):
             traced = traced.with_row_facts(plan)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jzero._types import Jitted, PyTree, State, TrainStateLike
+from jzero.config.offload import Offload
 from jzero.config.settings import check, number, one_of, optional
 from jzero.config.zero import refers_to_config
 from jzero.engine.gradients import LossResult, MicroBatches, loss_and_grads
@@ -16,6 +17,8 @@ from jzero.engine.outputs import Weighted
 from jzero.engine.recompute import Remat
 from jzero.engine.written_variables import Changed
 from jzero.layout.set_mesh import for_program
+from jzero.machines.limits import memory_to_spend
+from jzero.machines.machine import Machine
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import Loss, Metrics, adapt_sharded
 from jzero.state.next_state import check_can_compute, next_state, scaled_grads
@@ -23,6 +26,7 @@ from jzero.state.train_state import map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
 from jzero.step.compiler_options import compiler_options as make_compiler_options
 from jzero.step.jitted import Step
+from jzero.step.keeping import Choice, choose_kept
 from jzero.step.metrics import step_metrics
 from jzero.step.overflow import OverflowWatch, loss_scale_error
 from jzero.step.record_step import RecordStep
@@ -71,6 +75,7 @@ class TrainStep(Step):
         self.clip_norm = check("clip_norm", clip_norm, optional(number("a number > 0", lambda x: x > 0)))
         self._agreement.settings["clip_norm"] = clip_norm
         self._options["clip_norm"] = clip_norm
+        self._choices: dict[Hashable, Choice | None] = {}
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
@@ -87,6 +92,28 @@ class TrainStep(Step):
     def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> PyTree:
         # Exactly those of the input, so that the next call has the same types and compiles nothing.
         return map_state(lambda x, leaf: leaf.sharding, plan, state), None
+
+    def choice(
+        self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None, hardware: Machine | None = None
+    ) -> Choice | None:
+        """Returns what the step chooses to keep; `None` if the user said, or nothing."""
+        plan: ZeroPlan = state.tx.plan
+        if self.remat is not None or not plan.regathers or plan.config.offload != Offload():
+            return None
+        limit, hardware = memory_to_spend(plan.mesh, hardware)
+        if limit is None:
+            return None
+        leaves, structure = jax.tree.flatten((batch, rng))
+        key = plan, jax.tree.structure(state), structure, limit, *((x.shape, x.dtype) for x in leaves)
+        if key not in self._choices:
+            shapes = self.abstract_arguments(state, batch, rng=rng)
+            self._choices[key] = choose_kept(self, shapes, hardware, limit)
+        return self._choices[key]
+
+    def clear_cache(self) -> None:
+        """Forgets all compiled programs, and what they keep."""
+        super().clear_cache()
+        self._choices.clear()
 
     def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         if state.tx.plan.has_records:

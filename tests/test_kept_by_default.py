@@ -1,0 +1,147 @@
+"""What a step keeps between its passes if the user says nothing, see [Note: Kept by default]."""
+
+from __future__ import annotations
+
+import collections
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+from jzero.estimate.step_memory import memory_of_step
+from jzero.estimate.traced_collectives import traced_collectives
+from jzero.machines import limits
+from jzero.machines.machine import machine
+from jzero.step import train_step
+from tests import shared
+from tests.shared import whole
+from tests.test_keep import (
+    gathers,
+    loss_fn,
+    make_batch,
+    make_params,
+    make_state,
+    on_one_device,
+    scan_loss,
+    stacked_params,
+)
+
+LAYERS = 3
+PATHS = ["embed", *(f"blocks/{i}/{name}" for i in range(LAYERS) for name in ("down", "up"))]
+
+
+def make_state(params=None, stage=3, **fields):
+    state = jzero.TrainState.create(params=make_params(LAYERS) if params is None else params, tx=shared.sgd(1.0))
+    return jzero.shard_train_state(state, config=shared.config(stage, **fields))
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Gives the devices a memory, of which a step may use what is set; without, they are virtual CPU devices."""
+    of_device = types.SimpleNamespace(limit=None)
+    monkeypatch.setattr(train_step, "memory_to_spend", lambda *args: (of_device.limit, machine("h200:8")))
+    return of_device
+
+
+def reckoned(remat, batch):
+    step = jzero.make_train_step(loss_fn, remat=remat)
+    return memory_of_step(step, (make_state(), batch, None), machine("h200:8")).peak
+
+
+def test_everything_that_fits_is_kept_by_the_first_trace(memory):
+    memory.limit, calls = 2**30, []
+    step = jzero.make_train_step(lambda *args: calls.append(1) or loss_fn(*args))
+    state, batch = make_state(), make_batch()
+    assert gathers(step.trace(state, batch).jaxpr) == dict.fromkeys(PATHS, 1)
+    assert step.recomputation(state, batch) == jzero.Keep(params="all", blocks=LAYERS)
+    step(state, batch)
+    assert len(calls) <= 2, "the trace that was estimated is the one that runs"
+
+
+def test_numbers_are_those_of_plain_jax(memory):
+    memory.limit = 2**30
+    old, batch = make_params(LAYERS), make_batch()
+    new, metrics = jzero.make_train_step(loss_fn)(make_state(old), batch)
+    loss, grads = on_one_device("fp32")
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    moved = jax.tree.map(np.subtract, old, whole(new.params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), moved, grads)
+
+
+def test_as_many_blocks_stay_as_fit(memory):
+    """Activations are most of this step: between nothing and everything lies a number of blocks."""
+    batch = jax.ShapeDtypeStruct((1 << 16, 23), jnp.float32)
+    step, state = jzero.make_train_step(loss_fn), make_state()
+    low, high = (reckoned(x, batch) for x in ("cheap", jzero.Keep(params="all", blocks=LAYERS)))
+    memory.limit = (low + 0.8 * (high - low)) / 0.7  # a step may be estimated to take 70 % of it
+    kept = step.plan(state, batch).kept
+    assert kept.params == set(PATHS)
+    assert 0 < kept.blocks < LAYERS
+    assert low < kept.peak <= 0.7 * kept.limit
+    assert kept.peak == reckoned(jzero.Keep(params="all", blocks=kept.blocks), batch)
+    assert f"kept between passes: all parameters, {kept.blocks} of {LAYERS} blocks" in str(step.plan(state, batch))
+    memory.limit = low / 0.7
+    assert jzero.make_train_step(loss_fn).plan(state, batch).kept is None
+
+
+def test_a_larger_batch_is_decided_anew(memory):
+    """In place, too, where a call skips all checks."""
+    small, large = make_batch(), np.tile(make_batch(), (64, 1))
+    low, high = (reckoned(jzero.Keep(params="all", blocks=LAYERS), x) for x in (small, large))
+    memory.limit = (low + high) / 2 / 0.7
+    step, state = jzero.make_train_step(loss_fn), make_state()
+    for batch, num_compiled in ((small, 1), (small, 1), (large, 2)):
+        state, _ = step(state, jax.device_put(batch, jzero.plan_of(state).batch_sharding))
+        assert len(step._choices) == num_compiled
+    everything, less = (step.plan(state, batch).kept for batch in (small, large))
+    assert everything.blocks == LAYERS
+    assert less is None or less.blocks < LAYERS
+
+
+def test_rows_of_stacks_do_not_stay(memory):
+    memory.limit = 2**30
+    state = make_state(stacked_params())
+    step = jzero.make_train_step(scan_loss)
+    assert step.recomputation(state, make_batch()) == jzero.Keep(params=("embed",))
+    counts = collections.Counter()
+    for x in traced_collectives(step.trace(state, make_batch()).jaxpr):
+        counts[x.path] += x.gathers
+    assert counts["embed"] == 1
+    assert counts["blocks/up"] > 1
+
+
+@pytest.mark.parametrize(
+    ("remat", "fields"),
+    [("cheap", {}), (False, {}), (None, {"stage": 2}), (None, {"offload": jzero.Offload(optimizer="host")})],
+)
+def test_who_says_something_gets_that(memory, remat, fields):
+    memory.limit = 2**30
+    step, state = jzero.make_train_step(loss_fn, remat=remat), make_state(**fields)
+    assert step.resolved(state, make_batch()) is step
+
+
+def test_virtual_devices_keep_what_they_must():
+    step = shared.make_train_step(loss_fn)
+    assert step.recomputation(make_state(), make_batch()) == "cheap"
+
+
+def test_a_machine_that_is_not_there_decides_as_if_it_were():
+    """A few MiB on 8 H200: everything is kept by an estimate for them, and what is kept takes more."""
+    step, batch = jzero.make_train_step(loss_fn), jax.ShapeDtypeStruct((1 << 12, 23), jnp.float32)
+    of = lambda remat: jzero.estimate_step_memory(step.with_remat(remat), make_state(), batch, topology="h200:8")
+    assert of(None) == of(jzero.Keep(params="all", blocks=LAYERS)) != of("cheap")
+
+
+@pytest.mark.parametrize("taken", [None, 100, 200])  # GiB that jax may take
+def test_the_memory_to_spend_is_that_of_the_device(monkeypatch, taken):
+    """90 % of an H200's 141 GB, or what jax may take of it, in steps of 256 MiB."""
+    stats = {} if taken is None else {"bytes_limit": taken * 2**30 + 5}
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: stats)
+    mesh = types.SimpleNamespace(devices=np.array([device] * 2))
+    monkeypatch.setattr(limits, "Mesh", types.SimpleNamespace)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    usable = int(0.9 * machine("h200:2").hbm_bytes)
+    assert limits.memory_to_spend(mesh, None)[0] == (100 * 2**30 if taken == 100 else usable)
