@@ -1,11 +1,12 @@
-"""Sixteen families of models by compilation, by jzero and by hand: `python -m benchmarks.families --topology h200:8`.
+"""Families of models by compilation, by jzero and by hand: `python -m benchmarks.families --topology h200:8`.
 
-`benchmarks.by_compilation` asks much about GPTs; this asks the same few things about many models, of the sizes in
-`family_models.py` and `more_family_models.py`: peak memory per device, the modelled step, how much of its communication
-nothing hides, and what is sent, in parameters (ZeRO's bound at stage 3 is 3). All train by AdamW in bf16 with fp32
-masters and tell the norm of their gradients.
+`benchmarks.by_compilation` asks much about GPTs; this asks the same few things about 22 models, of the sizes in
+`family_models.py`, `more_family_models.py` and `held_out_models.py`: peak memory per device, the modelled step, how
+much of its communication nothing hides, and what is sent, in parameters (ZeRO's bound at stage 3 is 3). All train by
+AdamW in bf16 with fp32 masters and tell the norm of their gradients.
 
-* `jzero`: `make_train_step` and a sharded train state, as a user writes them.
+* `jzero`: `make_train_step` and a sharded train state, as a user writes them: it keeps what fits.
+* `cheap`: the same with `remat="cheap"`: it gathers parameters again and recomputes cheap activations.
 * `keeping`: the same, but it keeps for the backward pass what `strong` keeps: all activations that the model does not
   recompute (`remat="as_written"`) and whole parameters (`reshard_after_forward=False`).
 * `strong`: what a user who knows GSPMD writes: parameters and optimizer state cut on the largest dimension that the
@@ -46,7 +47,9 @@ from benchmarks.family_models import (
     LLAMA_8B,
     LLAMA_125M,
     LLAMA_128K,
+    Constrain,
     Family,
+    Gather,
     gpt,
     llama,
     mamba,
@@ -56,8 +59,10 @@ from benchmarks.family_models import (
     vit,
 )
 from benchmarks.gpt import AXIS
+from benchmarks.held_out_models import clip, conformer, mamba_2, mixture_of_depths, rssm, unet_attention
 from benchmarks.lines import add_line, lines_of
 from benchmarks.more_family_models import dit, gnn, hybrid, perceiver, unet
+from jzero.engine.recompute import Remat
 from jzero.machines.topologies import topology_devices
 
 FAMILIES: dict[str, Callable[[], Family]] = {
@@ -77,6 +82,12 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "perceiver": perceiver,
     "llama_128k": functools.partial(llama, LLAMA_128K, scanned=False, remat=False),
     "llama_8b": functools.partial(llama, LLAMA_8B, scanned=True, remat=True),
+    "rssm": rssm,
+    "mamba_2": mamba_2,
+    "conformer": conformer,
+    "mixture_of_depths": mixture_of_depths,
+    "unet_attention": unet_attention,
+    "clip": clip,
 }
 UNTIED = functools.partial(gpt, tied=False, remat=True)
 LARGE: dict[str, Callable[[], Family]] = {
@@ -106,13 +117,26 @@ TRACED: dict[str, Callable[[], Family]] = {
     "gpt, 2 unrolled layers": functools.partial(gpt, layers=2, scanned=False),
     "mlp": mlp,
 }
-ENGINES = ("jzero", "keeping", "strong")
+ENGINES = ("jzero", "cheap", "keeping", "strong")
 SMALL = 100_000  # parameters of a layer of up to so many elements stay whole, by hand
 
 
-def loss_of(family: Family, constrain: Callable[[jax.Array], jax.Array] = lambda x: x) -> Callable[..., jax.Array]:
+def gathered_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows of all devices, and the numbers of this device's, in a loss that sees only these."""
+    return lax.all_gather(x, AXIS, tiled=True), lax.axis_index(AXIS) * len(x) + jnp.arange(len(x))
+
+
+def all_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the same in a loss that sees all rows."""
+    return x, jnp.arange(len(x))
+
+
+def loss_of(
+    family: Family, constrain: Constrain = lambda x: x, gather: Gather = gathered_rows
+) -> Callable[..., jax.Array]:
     """Returns `loss(params, batch)`."""
-    return lambda params, batch: family.loss(params, batch, constrain)
+    more = (gather,) if family.gathers else ()
+    return lambda params, batch: family.loss(params, batch, constrain, *more)
 
 
 def batch_of(family: Family, mesh: Mesh) -> Any:
@@ -123,13 +147,13 @@ def batch_of(family: Family, mesh: Mesh) -> Any:
 
 
 def jzero_step(
-    family: Family, stage: int, mesh: Mesh, *, keeps: bool = False, tx: optax.GradientTransformation = TX
+    family: Family, stage: int, mesh: Mesh, *, remat: Remat | None = None, tx: optax.GradientTransformation = TX
 ) -> Engine:
-    """Returns jzero's step; with `keeps`, it keeps activations and whole parameters."""
-    config = jzero.ZeroConfig(stage=stage, precision="bf16", reshard_after_forward=not keeps)
+    """Returns jzero's step; with `remat="as_written"`, it keeps activations and whole parameters."""
+    config = jzero.ZeroConfig(stage=stage, precision="bf16", reshard_after_forward=remat != "as_written")
     make = lambda key: jzero.TrainState.create(params=family.init(key), tx=tx)
     shapes = jax.eval_shape(make, jax.random.key(0))
-    step = jzero.make_train_step(loss_of(family), remat="as_written" if keeps else None)
+    step = jzero.make_train_step(loss_of(family), remat=remat)
     start = functools.partial(jzero.init_train_state, make, config=config, mesh=mesh)
     return Engine(step, start, jzero.abstract_train_state(shapes, config=config, mesh=mesh))
 
@@ -161,7 +185,7 @@ def updated(
 def strong_step(family: Family, stage: int, mesh: Mesh, *, tx: optax.GradientTransformation = TX) -> Engine:
     """Returns the step by hand."""
     rows = NamedSharding(mesh, PartitionSpec(AXIS))
-    loss_fn = loss_of(family, lambda x: lax.with_sharding_constraint(x, rows))
+    loss_fn = loss_of(family, lambda x: lax.with_sharding_constraint(x, rows), all_rows)
 
     def start(key: jax.Array) -> State:
         masters = family.init(key)
@@ -199,7 +223,7 @@ def plain_step(family: Family, mesh: Mesh | None = None) -> Engine:
         return State(None, masters, TX.init(masters))
 
     def step(state: State, batch: Any) -> tuple[State, Any]:
-        loss, grads = jax.value_and_grad(loss_of(family))(narrow(state.masters), batch)
+        loss, grads = jax.value_and_grad(loss_of(family, gather=all_rows))(narrow(state.masters), batch)
         masters, opt_state, norm = updated(state.masters, state.opt_state, grads)
         return State(None, masters, opt_state), {"loss": loss, "grad_norm": norm}
 
@@ -216,7 +240,8 @@ def engine_of(name: str, family: Family, stage: int, mesh: Mesh) -> Engine:
         return plain_step(family, mesh)
     if name == "strong":
         return strong_step(family, stage, mesh)
-    return jzero_step(family, stage, mesh, keeps=name == "keeping")
+    remat = {"jzero": None, "cheap": "cheap" if stage == 3 else None, "keeping": "as_written"}
+    return jzero_step(family, stage, mesh, remat=remat[name])
 
 
 def compiled(name: str, engine: str, stage: int, topology: str) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from jax import lax
 
 Constrain = Callable[[jax.Array], jax.Array]
 Block = Callable[..., jax.Array]
+Gather = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+"""Returns the rows of all devices, and the numbers of the own rows among them."""
 
 
 class Family(NamedTuple):
@@ -30,12 +32,14 @@ class Family(NamedTuple):
       loss: `loss(params, batch, constrain)`.
       batch: Returns the shapes of a batch of that many rows.
       rows: Rows per device.
+      gathers: Whether `loss` also takes a `Gather`, since it compares rows of all devices.
     """
 
     shapes: Any
-    loss: Callable[[Any, Any, Constrain], jax.Array]
+    loss: Callable[..., jax.Array]
     batch: Callable[[int], Any]
     rows: int = 4
+    gathers: bool = False
 
     def init(self, key: jax.Array) -> Any:
         """Returns parameters, fp32."""

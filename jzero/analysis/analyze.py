@@ -35,8 +35,8 @@ from jzero.step.eval_step import EvalStep
 from jzero.step.train_step import TrainStep, ValueAndGrad
 
 RECOMPUTED = (
-    "By default (`remat=None`) results of expensive operations are saved, and the rest of scans and repeated "
-    'blocks is computed again in the backward pass. `remat="as_written"` keeps what the loss keeps.'
+    "By default (`remat=None`), where keeping all does not fit, results of expensive operations are saved, and the rest of "
+    'scans and repeated blocks is computed again in the backward pass. `remat="as_written"` keeps what the loss keeps.'
 )
 
 TILES_WORTH_A_NOTE = 0.02
@@ -201,7 +201,7 @@ def _notes_on_host(fn: Any, facts: Compiled, plan: ZeroPlan | None) -> list[str]
 
 def _recomputes_by_default(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     is_training = isinstance(fn, TrainStep | ValueAndGrad)
-    return is_training and fn.remat is None and fn.recomputation(*args, **keywords) != "as_written"
+    return is_training and fn.remat is None and fn.recomputation(*args, **keywords) == "cheap"
 
 
 def _report(

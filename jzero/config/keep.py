@@ -27,8 +27,9 @@ def _patterns(value: object) -> str | tuple[str, ...]:
 class Keep:
     """The option `remat` of a step that spends memory on speed: some values stay between the passes.
 
-    By default stage 3 gathers parameters again for the backward pass, and recomputes cheap activations. What stays here
-    needs neither. `fill_memory` chooses what fits; `step.plan(state, batch)` says what it takes.
+    At stage 3 parameters can be gathered again for the backward pass, and cheap activations recomputed. What stays here
+    needs neither. A training step chooses a `Keep` by itself if its `remat` is `None`; `fill_memory` chooses one with
+    the compiler's help. `step.plan(state, batch)` says what it takes.
 
     Attributes:
       params: Parameters that stay whole from their first to their last use: "all", or regular expressions over whole

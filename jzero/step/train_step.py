@@ -185,7 +185,8 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
         wider and returned in their own dtype; others need `Summed` (which returns narrow integers in 32 bits) or
         `PerExample`.
       remat: What the backward pass recomputes.
-        `None`: "cheap" if parameters are gathered again (stage 3), else "as_written".
+        `None`: "cheap" if parameters are gathered again (stage 3), else "as_written". A training step first tries at
+        stage 3 whether it can do without.
         `"cheap"`: everything but expensive results (products, convolutions, loops, random numbers, the result of
         attention but not its scores), in scans without checkpoints of their own, and in repeated blocks of unrolled
         models.
@@ -274,7 +275,9 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
       reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
         communication for the memory of whole gradients. "each" reduces every micro-batch.
-      remat: As for `value_and_grad`.
+      remat: As for `value_and_grad`. With `None`, a step at stage 3 on GPUs or TPUs keeps what is estimated to fit well
+        into a device's memory: all parameters between their uses, and the activations of all repeated blocks of an
+        unrolled model, or as many as fit. "cheap" asks for the smaller peak.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
       merge: As for `value_and_grad`.
       compiler_options: XLA options for this step only, as for `jax.jit`; unused if the step is called inside another
