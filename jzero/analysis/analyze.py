@@ -35,8 +35,9 @@ from jzero.step.eval_step import EvalStep
 from jzero.step.train_step import TrainStep, ValueAndGrad
 
 RECOMPUTED = (
-    "By default (`remat=None`), where keeping all does not fit, results of expensive operations are saved, and the rest of "
-    'scans and repeated blocks is computed again in the backward pass. `remat="as_written"` keeps what the loss keeps.'
+    "By default (`remat=None`), where keeping all does not fit, results of expensive operations are saved, and the "
+    "rest of scans and repeated blocks is computed again in the backward pass. "
+    '`remat="as_written"` keeps what the loss keeps.'
 )
 
 TILES_WORTH_A_NOTE = 0.02
