@@ -8,9 +8,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from tests import hf_models
+import jzero
+import jzero.hf
+from tests import hf_models, shared
 from tests.example_runs import EXAMPLES
 
 sys.path.insert(0, str(EXAMPLES / "llm"))
@@ -66,11 +68,44 @@ def test_adapters_are_where_and_what_their_configuration_says(fields, factor, tm
         ("target_modules", ["q_proj", "own_proj"]),
         ("target_modules", r"model\.layers\.[01]\..*"),
         ("exclude_modules", ["mlp.down_proj"]),
+        ("target_parameters", ["mlp.experts.down_proj"]),
     ],
 )
 def test_what_the_decoder_does_not_compute_is_refused_by_name(name, value, tmp_path):
     with pytest.raises(ValueError, match=f"`{name}`"):
         adapters.read_lora(write_adapters(tmp_path, **{name: value}))
+
+
+def test_adapters_of_packed_experts_come_back(tmp_path):
+    """gpt-oss's, of which PEFT has one tensor for all experts; that it reads them, `test_peft_reads_adapters` shows."""
+    model = decoder.Decoder(
+        hf_models.write_folder(tmp_path / "like", "gpt_oss", num_hidden_layers=2),
+        decoder.Lora(rank=3, alpha=6.0, modules="q|gate_up|down"),
+    )
+    rng, shapes = np.random.default_rng(0), jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), np.int32))
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes["params"])
+    zeros = jax.tree.map(np.zeros_like, params)
+    mesh = jzero.make_mesh(devices=jax.devices()[:3])
+    state, other = (
+        jzero.shard_train_state(jzero.TrainState.create(params=x, tx=shared.sgd(1.0)), stage=3, mesh=mesh)
+        for x in (params, zeros)
+    )
+    jzero.hf.export_peft(state, tmp_path / "adapter", like=tmp_path / "like", rank=3, alpha=6.0)
+    lora = adapters.read_lora(tmp_path / "adapter")
+    assert (lora.rank, lora.alpha, lora.modules) == (3, 6.0, "down|gate_up|q")
+    mapping = jzero.hf.peft_mapping(tmp_path / "like", rank=lora.rank)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    found = shared.whole(jzero.load_params(other, file, mapping=mapping, paths=generate.ADAPTERS)).params
+    for name in lora.modules.split("|"):
+        for side in ("lora_a", "lora_b"):
+            np.testing.assert_array_equal(found["layers"][name][side], params["layers"][name][side])
+    b = load_file(file)["base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"]
+    np.testing.assert_array_equal(b.reshape(112, 3, 5)[:, 2, 4], params["layers"]["gate_up"]["lora_b"][1, 4, 2])
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert said["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    one = jzero.Mapping({"layers/down/kernel": jzero.From("model.layers.*.mlp.experts.down_proj")})
+    with pytest.raises(ValueError, match=r"only mlp\.experts\.down_proj has adapters"):
+        jzero.hf.export_peft(state, tmp_path / "half", like=tmp_path / "like", rank=3, alpha=6.0, mapping=one)
 
 
 @pytest.mark.slow

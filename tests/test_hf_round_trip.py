@@ -374,7 +374,7 @@ def test_four_steps_are_those_of_torch(family, stage, num_devices, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # of stacks, which it sets
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "olmoe"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "olmoe", "gpt_oss"])
 def test_peft_reads_adapters(family, tmp_path):
     peft = pytest.importorskip("peft")
     torch, there = reference(hf_models.write_folder(tmp_path / "like", family) and tmp_path / "like")

@@ -35,7 +35,7 @@ FIELDS: dict[str, Any] = {
     "layer_replication": OFF,
     "modules_to_save": (None, []),
     "trainable_token_indices": OFF,
-    "target_parameters": (None, []),
+    "target_parameters": ANY,
     "bias": ("none",),
     "lora_bias": OFF,
     # Other products than A B.
@@ -43,7 +43,7 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(("kasa_config", "arrow_config", "monteclora_config", "megatron_config"), OFF),
 }
 """The fields of `adapter_config.json`, with the values that the decoder computes. Of any other field, `OFF`."""
-MIXTRAL = {"w1": "gate", "w3": "up", "w2": "down"}
+NAMES = {"w1": "gate", "w3": "up", "w2": "down", "base_layer": "gate_up", "experts": "down"}
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
@@ -64,8 +64,12 @@ def read_lora(folder: pathlib.Path) -> Lora:
             )
     with safe_open(folder / "adapter_model.safetensors", "np") as tensors:
         modules = {found[1] for name in tensors.keys() if (found := TENSOR.fullmatch(name))}  # noqa: SIM118
+    of_experts = {name.rpartition(".")[2] for name in said.get("target_parameters") or ()}
+    if of_experts not in (set(), {"gate_up_proj", "down_proj"}):
+        raise ValueError(f"`target_parameters` in {file} must be those of gpt-oss's experts, both: got {of_experts}.")
+    expected = {x for x in modules if not (of_experts and re.search(r"\.experts(\.base_layer)?$", x))}
     targets, excluded = said.get("target_modules"), said.get("exclude_modules")
-    if ignored := sorted(x for x in modules if not _is_among(x, targets) or _is_among(x, excluded)):
+    if ignored := sorted(x for x in expected if not _is_among(x, targets) or _is_among(x, excluded)):
         raise ValueError(
             f"`target_modules` {targets!r} and `exclude_modules` {excluded!r} in {file} leave out {ignored[0]} "
             f"({len(ignored)} modules in all), of which there are tensors: correct the fields, or take the tensors out."
@@ -74,7 +78,7 @@ def read_lora(folder: pathlib.Path) -> Lora:
     if said.get("use_rslora"):
         alpha *= rank**0.5  # PEFT divides by the root of the rank, `Lora` by the rank
     last = {module.rpartition(".")[2] for module in modules}
-    names = {MIXTRAL.get(name, name.removesuffix("_proj")) for name in last}
+    names = {NAMES.get(name, name.removesuffix("_proj")) for name in last}
     return Lora(rank=rank, alpha=alpha, modules="|".join(sorted(names)))
 
 

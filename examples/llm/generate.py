@@ -98,7 +98,7 @@ def load(model: Decoder, args: argparse.Namespace, mesh: Mesh) -> Any:
     state = jzero.init_train_state(make_state, jax.random.key(0), stage=3, zeros=".*")
     state = jzero.load_params(state, args.model, mapping="auto", paths=rf"(?!{ADAPTERS}$).*", donate=True)
     if model.lora is not None:
-        options = {"mapping": jzero.hf.peft_mapping(args.model), "paths": ADAPTERS}
+        options = {"mapping": jzero.hf.peft_mapping(args.model, rank=model.lora.rank), "paths": ADAPTERS}
         state = jzero.load_params(state, args.adapter / "adapter_model.safetensors", donate=True, **options)
     if mesh.size == 1:  # the shards are the weights
         return state.params

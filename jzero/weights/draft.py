@@ -62,6 +62,8 @@ class Form:
     mapping: NameMapping | str | None = None
     like: epath.PathLike | None = None
     decode: Decode | None = None
+    shapes: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
+    """Of tensors that do not follow from parameters, by name."""
 
     def __post_init__(self) -> None:
         for name in ("like", "decode"):
@@ -238,7 +240,8 @@ def _mapped(
     published = None if form.like is None else {x: y.shape for x, y in there.items()} or known_shapes(form.like)
     param_shapes = {path: spec.shape for path, spec in params.items()}
     ruled = [(path, rule) for path in params for rule in rules[path]]
-    shapes = shapes_made((param_shapes[path], rule) for path, rule in ruled) if published is None else published
+    made_shapes = shapes_made((param_shapes[path], rule) for path, rule in ruled)
+    shapes = {**made_shapes, **form.shapes} if published is None else published
     what = "its shape in the file is not known: pass `like`" if published is None else "that model has none"
     none = "no key of the mapping matches it"
     found, problems = match_tensors(param_shapes, rules, shapes, lambda x: f"makes {x[0]}, but {what}" if x else none)

@@ -84,6 +84,11 @@ def export_params(
       >>> {name: str(x.dtype) for name, x in load_file(f"{tmp}/model.safetensors").items()}
       {'w': 'bfloat16'}
     """
+    return export_form(state, path, Form(dtype, paths, mapping, like, decode), max_file_bytes)
+
+
+def export_form(state: State, path: epath.PathLike, form: Form, max_file_bytes: int) -> ExportReport:
+    """See `export_params`."""
     adapted = adapt_sharded(state)
     plan = adapted.state.tx.plan
     check_alive(adapted.state)
@@ -92,7 +97,7 @@ def export_params(
     params = [i for i, leaf in enumerate(leaves) if leaf.keys[0] in fields]
     described = {leaves[i].keys: (leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in params}
     ties = {other: name for name, others in adapted.ties().items() for other in others}
-    draft = everywhere(lambda: draft_export(described, Form(dtype, paths, mapping, like, decode), ties))
+    draft = everywhere(lambda: draft_export(described, form, ties))
     tensors = draft.tensors(_from_state({path_of(leaves[i].keys): (arrays[i], leaves[i]) for i in params}, draft.boxes))
     first = jax.process_index() == 0
 

@@ -16,6 +16,9 @@ from jzero.weights.model_types import FAMILIES, POST_NORMS
 TRANSPOSED = (1, 0)
 ADAPTERS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 """The names of adapters here, and in PEFT's files."""
+WEIGHT = ".weight"
+OF_EXPERTS = (".gate_up_proj", ".down_proj")
+"""What ends the names of kernels of all experts. PEFT wraps the module of both first for one, then for the other."""
 LAYER = "model.layers.*."
 FEED_FORWARD = ("gate", "up", "down")
 COMPANIONS = (
@@ -123,12 +126,13 @@ def resolve_mapping(mapping: Any, folder: Any) -> Mapping | None:
     return PRESETS[mapping]
 
 
-def peft_mapping(folder: Any, mapping: Mapping | str = "auto") -> Mapping:
+def peft_mapping(folder: Any, mapping: Mapping | str = "auto", *, rank: int | None = None) -> Mapping:
     """Returns the mapping of adapters `lora_a`, `lora_b` beside kernels, as PEFT keeps them in its files.
 
     Args:
       folder: The folder of the published model.
       mapping: Of the kernels, as for `load_params`.
+      rank: That of the adapters, which tells the experts of gpt-oss apart; without it, theirs are left out.
 
     Raises:
       ValueError: As for `load_params`: the family is not known.
@@ -139,13 +143,29 @@ def peft_mapping(folder: Any, mapping: Mapping | str = "auto") -> Mapping:
       'base_model.model.model.layers.*.self_attn.q_proj.lora_A.weight'
     """
     kernels = resolve_mapping(mapping, folder)
-    sources = {}
+    sources: dict[str, From | tuple[From, ...]] = {}
     for key, source in kernels.sources.items() if kernels is not None else ():
-        if key.endswith("/kernel") and isinstance(source, From) and source.name.endswith(".weight"):
-            for ours, theirs in ADAPTERS.items():
-                name = f"base_model.model.{source.name.removesuffix('.weight')}.{theirs}.weight"
-                sources[f"{key.removesuffix('kernel')}{ours}"] = From(name, TRANSPOSED)
+        if not isinstance(source, From) or not key.endswith("/kernel"):
+            continue
+        for ours, theirs in ADAPTERS.items():
+            path = f"{key.removesuffix('kernel')}{ours}"
+            if source.name.endswith(WEIGHT):
+                name = f"base_model.model.{source.name.removesuffix(WEIGHT)}.{theirs}.weight"
+                sources[path] = From(name, TRANSPOSED)
+            elif rank is not None and source.name.endswith(OF_EXPERTS):
+                shapes = param_shapes(read_sizes(folder), rank=rank)
+                sources |= {path: _of_experts(source.name, theirs, shapes[path])} if path in shapes else {}
     return Mapping(sources)
+
+
+def _of_experts(kernel: str, theirs: str, shape: Shape) -> tuple[From, ...]:
+    """Returns the sources of adapters in one tensor for all experts: A lies there by expert, B by place in the rank."""
+    _, count, rows, columns = shape
+    inner = ".base_layer" if kernel.endswith(OF_EXPERTS[0]) else ""
+    name = f"base_model.model.{kernel.rpartition('.')[0]}{inner}.{theirs}.weight"
+    if theirs == ADAPTERS["lora_a"]:
+        return tuple(From(name, TRANSPOSED, (1, rows, columns), (0, e * columns, columns)) for e in range(count))
+    return tuple(From(name, TRANSPOSED, (count, 1, columns), (1, k * count, count), axis=1) for k in range(rows))
 
 
 def param_shapes(config: ModelConfig, *, rank: int = 0) -> dict[str, Shape]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import jax
@@ -14,9 +15,9 @@ from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import everywhere
 from jzero.state.adapter import plan_of
 from jzero.weights.config import ADAPTER_CONFIG
-from jzero.weights.draft import shapes_there
-from jzero.weights.exporting import export_params
-from jzero.weights.families import ADAPTERS, peft_mapping, resolve_mapping
+from jzero.weights.draft import Form, shapes_there
+from jzero.weights.exporting import export_form
+from jzero.weights.families import ADAPTERS, WEIGHT, peft_mapping, resolve_mapping
 from jzero.weights.mapping import Mapping
 from jzero.weights.safetensors_files import ExportReport
 
@@ -73,13 +74,19 @@ def export_peft(
         raise ValueError(f"`rank` must be that of the adapters, {', '.join(map(str, sorted(ranks)))}: got {rank}.")
     kernels = resolve_mapping(mapping, like)
     assert kernels is not None
-    ours = peft_mapping(like, kernels)
-    modules = everywhere(lambda: _modules(kernels, leaves, like))
+    ours = peft_mapping(like, kernels, rank=rank)
+    modules, of_experts = everywhere(lambda: _modules(kernels, leaves, like))
+    shapes = {
+        source.at((i,)): (shape[1] * rank, shape[2]) if path.endswith("a") else (shape[3], shape[1] * rank)
+        for path, shape in leaves.items()
+        for i, source in itertools.product(range(shape[0]), ours.of(path))
+        if source.shape is not None  # of experts, so that no shape of a tensor follows from it
+    }
     folder = absolute(path)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"An export never replaces files, and {folder} holds some: name a new folder.")
     file = folder / ADAPTER_FILE
-    report = export_params(state, file, mapping=ours, paths=r".*/lora_[ab]", max_file_bytes=ONE_FILE)
+    report = export_form(state, file, Form(mapping=ours, paths=r".*/lora_[ab]", shapes=shapes), ONE_FILE)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -91,6 +98,7 @@ def export_peft(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": modules,
+        **({"target_parameters": of_experts} if of_experts else {}),
     }
     everywhere(lambda: _write_config(folder, config) if jax.process_index() == 0 else None)
     return report
@@ -105,22 +113,37 @@ def _write_config(folder: epath.Path, config: dict[str, object]) -> None:
         raise CheckpointError(f"The adapters could not be written to {folder} ({error}).") from error
 
 
-def _modules(kernels: Mapping, leaves: dict[str, tuple[int, ...]], like: epath.PathLike) -> list[str]:
-    """Returns the modules with adapters as PEFT names them; raises if adapters are not those of the model."""
+def _modules(kernels: Mapping, leaves: dict[str, tuple[int, ...]], like: epath.PathLike) -> tuple[list[str], list[str]]:
+    """Returns the modules with adapters as PEFT names them, and kernels that are no modules, of experts.
+
+    Raises:
+      ValueError: The adapters are not those of the model.
+    """
     there = shapes_there(like) or {}
     modules: set[str] = set()
+    of_experts: set[str] = set()
     for path, shape in leaves.items():
         home, _, last = path.rpartition("/")
         for source in kernels.of(f"{home}/kernel"):
             names = [source.at(index) for index in np.ndindex(shape[: source.num_stacked])]
-            modules.update(name.removesuffix(".weight") for name in names)
-            size, dim = (shape[-2], 1) if last == "lora_a" else (shape[-1], 0)
+            is_module = source.name.endswith(WEIGHT)
+            if is_module:
+                modules.update(name.removesuffix(WEIGHT) for name in names)
+            else:
+                of_experts.add(".".join(source.name.split(".")[-3:]))
+            size, dim = (shape[-2], 1) if last == "lora_a" else (shape[-1], 0 if is_module else 2)
             bad = [name for name in names if name not in there or there[name][dim] != size]
             if there and bad:
                 raise ValueError(
                     f"{path}, of shape {list(shape)}, is no adapter of {bad[0]} in {like}, "
                     f"{list(there.get(bad[0], []))}: pass the model's own folder as `like`."
                 )
+    if len(of_experts) == 1:
+        raise ValueError(
+            f"Of experts only {of_experts.pop()} has adapters, and PEFT's names for one kernel depend on the other: "
+            "adapt both, or merge the adapters, `decode=jzero.lora.merged(...)`."
+        )
     short = {name.rpartition(".")[2] for name in modules}
-    others = {name.removesuffix(".weight") for name in there} - modules
-    return sorted(modules if any(name.rpartition(".")[2] in short for name in others) else short)
+    others = {name.removesuffix(WEIGHT) for name in there} - modules
+    in_full = any(name.rpartition(".")[2] in short for name in others)
+    return sorted(modules if in_full else short), sorted(of_experts)
