@@ -173,7 +173,10 @@ def test_two_processes_end_as_one(tmp_path):
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ("--lora-modules=query", "`modules` 'query' matches none of the projections q, k, v, o, gate, up, down"),
+        (
+            "--lora-modules=query",
+            "`modules` 'query' matches none of the projections q, k, v, o, gate, up, gate_up, down",
+        ),
         ("--lora-rank=-1", "`rank` must be at least 1: got -1"),
         ("--lora-rank=0 --quantize=int8", "--quantize int8 stores what is not trained: it needs --lora-rank"),
         ("--out=.", "--out . exists: name a new folder"),

@@ -84,7 +84,7 @@ def test_experts_give_these_logits_at_every_stage(family, num_devices, product, 
 @pytest.mark.parametrize(
     ("family", "stage", "num_devices", "options"),
     [
-        ("mixtral", 3, 3, {"product": "dense"}),
+        ("mixtral", 3, 3, {"product": "blocks"}),
         pytest.param("llama3", 3, 3, {}, marks=pytest.mark.smoke),
         ("gemma2", 1, 3, {}),
         slow("llama3", 2, 8, {"precision": "bf16"}),
@@ -130,7 +130,7 @@ def test_experts_and_their_adapters_over_a_rounded_base(kind, tmp_path):
     for name in ("up", "down"):
         leaves = whole["layers"][name]
         whole["layers"][name] = {"kernel": merged(f"layers/{name}/kernel", leaves)}
-    wanted = compiled(decoder.Decoder(config, product="dense"))(whole, hf_models.TOKENS)
+    wanted = compiled(decoder.Decoder(config, product="blocks"))(whole, hf_models.TOKENS)
     np.testing.assert_allclose(logits(state, model), wanted, rtol=0, atol=1e-5)
 
 

@@ -31,6 +31,7 @@ class Pairs(nn.Module):
     """What follows each token, in place of a decoder: `finetune.py`, whose test trains one, has the same loop."""
 
     config: jzero.hf.ModelConfig
+    product: str
 
     @nn.compact
     def __call__(self, tokens):
@@ -76,6 +77,15 @@ def test_rows_are_all_tokens_in_order(folder):
 def test_tokens_of_another_width_are_refused(folder, monkeypatch):
     with pytest.raises(ValueError, match=r"a token \d+, .*--token-dtype"):
         run(folder, monkeypatch, "--token-dtype=uint32")
+
+
+def test_of_experts_those_count_that_a_token_goes_to(tmp_path):
+    """Mixtral's three kernels for 2 of 5 experts, beside the router."""
+    sizes = hf_models.fields("mixtral", num_hidden_layers=1, sliding_window=None)
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    kernels = 2 * 36 * 36 + 2 * 36 * 12 + 36 * 5 + 3 * 36 * 56 * 2 + 61 * 36
+    config = jzero.hf.read_config(tmp_path)
+    assert pretrain.flops_per_token(decoder.Decoder(config), 64) == 6 * (kernels + 2 * 64 / 2 * 36)
 
 
 def test_operations_are_those_of_the_products():

@@ -100,6 +100,13 @@ def test_products_are_counted():
     assert reckoned(stack_loss, stack_state(config_of(2)), remat=True).flops == 3.5 * forward
 
 
+def test_each_row_of_a_ragged_product_meets_one_matrix():
+    x, w = jnp.ones((48, 16)), jnp.ones((5, 16, 24))
+    products = lambda x, w: jax.lax.ragged_dot(x, w, jnp.array([8, 0, 30, 10, 0])).sum()
+    for fn, count in {products: 1, jax.grad(products, (0, 1)): 2}.items():  # the gradient of a sum needs no result
+        assert trace_program(jax.jit(fn).trace(x, w).jaxpr, [1, 1]).flops == count * 2 * 48 * 16 * 24
+
+
 def test_of_branches_the_most_work_counts():
     """One branch multiplies, one writes the most."""
 

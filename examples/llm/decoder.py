@@ -201,7 +201,7 @@ class Decoder(nn.Module):
 
     config: ModelConfig
     lora: Lora | None = None
-    product: str = "ragged"
+    product: str = "blocks"
 
     @nn.compact
     def __call__(self, tokens: jax.Array, positions: Any = None, segments: Any = None, cache: Any = None) -> Any:

@@ -119,7 +119,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0, help="choose among tokens of so much probability")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--divide-by", type=int, help="devices that share the weights; 1: whole on each")
-    parser.add_argument("--products", choices=[*WAYS], default="ragged", help="of experts, see experts.py")
+    parser.add_argument("--products", choices=[*WAYS], default="blocks", help="of experts; ragged on TPUs")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 

@@ -208,7 +208,7 @@ def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--persistence-threshold", type=int, default=100_000, help="elements kept whole")
     parser.add_argument("--accumulate-steps", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument("--products", choices=[*WAYS], default="ragged", help="of experts, see experts.py")
+    parser.add_argument("--products", choices=[*WAYS], default="blocks", help="of experts; ragged on TPUs")
     parser.add_argument("--checkpoints", type=pathlib.Path, help="folder to save to, and to go on from")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--eval-every", type=int, default=50, help="steps between evaluations")

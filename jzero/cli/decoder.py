@@ -93,26 +93,28 @@ def _layer(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
 
     x = added(x, _attention(config, _norm(config, x, w["attention_norm"]), w), "attention_post_norm")
     y = _norm(config, x, w["mlp_norm"])
-    return added(x, _gated(config, y, w, _dense) if config.experts is None else _experts(config, y, w), "mlp_post_norm")
+    return added(x, (_gated if config.experts is None else _experts)(config, y, w), "mlp_post_norm")
 
 
-def _gated(config: ModelConfig, x: jax.Array, w: PyTree, dense: Callable[[jax.Array, PyTree], jax.Array]) -> jax.Array:
+def _gated(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
     packed = "gate_up" in w
-    gate, up = jnp.split(dense(x, w["gate_up"]), 2, axis=-1) if packed else (dense(x, w["gate"]), dense(x, w["up"]))
-    return dense((jax.nn.gelu if config.gelu else jax.nn.silu)(gate) * up, w["down"])
+    gate, up = jnp.split(_dense(x, w["gate_up"]), 2, axis=-1) if packed else (_dense(x, w["gate"]), _dense(x, w["up"]))
+    return _dense((jax.nn.gelu if config.gelu else jax.nn.silu)(gate) * up, w["down"])
 
 
 def _experts(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
-    """A mixture of experts: tokens [N, D], once for each of their experts, are sorted by these."""
+    """A mixture of experts, in blocks of rows as in `examples/llm/experts.py`; which rows makes no difference here."""
     assert config.experts is not None
-    flat, count = x.reshape(-1, x.shape[-1]), config.experts.per_token
-    best, chosen = jax.lax.top_k(_dense(flat, w["router"]), count)  # [N, experts of a token]
-    experts = chosen.reshape(-1)
-    order, sizes = jnp.argsort(experts), jnp.bincount(experts, length=config.experts.count)
-    multiply = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
-    dense = functools.partial(_dense, multiply=multiply, rows=lambda bias, _: bias[experts[order]])
-    y = _gated(config, jnp.repeat(flat, count, axis=0)[order], w, dense)
-    y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    flat, count, per_token = x.reshape(-1, x.shape[-1]), config.experts.count, config.experts.per_token
+    best, _ = jax.lax.top_k(_dense(flat, w["router"]), per_token)  # [N, experts of a token]
+    size = -(-best.size // count)
+    num_blocks = min(best.size, best.size // size + count)
+    rows = jnp.repeat(flat, per_token, axis=0)
+    rows = jnp.pad(rows, ((0, num_blocks * size - best.size), (0, 0))).reshape(num_blocks, size, -1)
+    experts = jnp.arange(num_blocks) % count
+    names = [name for name in ("gate", "up", "gate_up", "down") if name in w]
+    y = _gated(config, rows, jax.tree.map(lambda x: x[experts], {name: w[name] for name in names}))
+    y = y.reshape(num_blocks * size, -1)[: best.size].reshape(*best.shape, -1)
     return jnp.einsum("nxd,nx->nd", y, jax.nn.softmax(best, axis=-1)).reshape(x.shape)
 
 
@@ -130,17 +132,12 @@ def _attention(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
     return _dense(attended.reshape(*x.shape[:2], -1), w["o"])
 
 
-def _dense(
-    x: jax.Array,
-    w: PyTree,
-    multiply: Callable[..., jax.Array] = jnp.matmul,
-    rows: Callable[..., jax.Array] | None = None,
-) -> jax.Array:
-    y = multiply(x, w["kernel"])
+def _dense(x: jax.Array, w: PyTree) -> jax.Array:
+    y = x @ w["kernel"]
     if "bias" in w:
-        y = y + (rows or _row)(w["bias"], y)
+        y = y + _row(w["bias"], y)
     if "lora_a" in w:
-        y = y + ALPHA_OVER_RANK * multiply(multiply(x, w["lora_a"].astype(x.dtype)), w["lora_b"].astype(x.dtype))
+        y = y + ALPHA_OVER_RANK * ((x @ w["lora_a"].astype(x.dtype)) @ w["lora_b"].astype(x.dtype))
     return y
 
 
@@ -151,8 +148,8 @@ def _norm(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
 
 
 def _row(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns a vector with the dimensions of `like` before its own."""
-    return jnp.expand_dims(x, tuple(range(like.ndim - 1)))
+    """Returns a vector, or one per expert, with the dimensions of `like` before its last one."""
+    return jnp.expand_dims(x, tuple(range(x.ndim - 1, like.ndim - 1)))
 
 
 def _rotate(x: jax.Array, frequencies: jax.Array) -> jax.Array:

@@ -63,6 +63,28 @@ MUTANTS = [
         "test_hf_config.py::test_a_family_reads_its_own_fields_only",
     ),
     Mutant(
+        "yarn_scales_queries_alone",
+        "weights/config.py",
+        "* turned**2,",
+        "* turned,",
+        "test_hf_parity.py::test_logits_are_those_of_transformers",
+        "gpt_oss",
+    ),
+    Mutant(
+        "adapters_of_experts_are_those_of_their_neighbours",
+        "weights/families.py",
+        "(1, k * count, count)",
+        "(1, (k + 1) % rows * count, count)",
+        "test_adapters.py::test_adapters_of_packed_experts_come_back",
+    ),
+    Mutant(
+        "products_of_experts_take_no_time",
+        "estimate/sizes.py",
+        '"ragged_dot_general":',
+        '"ragged_dot":',
+        "test_step_memory.py::test_each_row_of_a_ragged_product_meets_one_matrix",
+    ),
+    Mutant(
         "an_estimate_refuses_what_cannot_be_computed",
         "weights/config.py",
         "    return config_of(*read_fields(path))[0]",
