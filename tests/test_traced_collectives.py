@@ -17,7 +17,11 @@ from jax import lax
 
 import jzero
 from jzero.analysis import analyze as analysis
-from jzero.analysis.violations import MISSING, find_violations
+from jzero.analysis.collectives import program_collectives
+from jzero.analysis.hlo import parse_hlo
+from jzero.analysis.memory import Memory
+from jzero.analysis.violations import MISSING, Compiled, find_violations
+from jzero.estimate.traced import trace_program
 from jzero.estimate.traced_collectives import Fate, traced_collectives
 from tests import matrix_models, models
 from tests.tiers import default_for, slow, stages
@@ -217,6 +221,45 @@ def test_gathers_of_the_loss_may_have_the_name_of_the_update(facts):
     assert largest.full_size > MISSING * sum(leaf.param.size for leaf in plan.leaves)
     before = find_violations(compiled, plan)
     assert find_violations(dataclasses.replace(compiled, collectives=collectives), plan) == before
+
+
+def hlo_of(gathers):
+    """A program that gathers a matrix that often and reduces its gradient once."""
+    groups = "replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+    lines = [f"  %g.{i} = f32[64,64] all-gather(%w), {groups}" for i in range(gathers)]
+    return "\n".join(
+        [
+            "HloModule jit_step, num_partitions=8",
+            "%add (a: f32[], b: f32[]) -> f32[] {",
+            "  %a = f32[] parameter(0)",
+            "  %b = f32[] parameter(1)",
+            "  ROOT %sum = f32[] add(%a, %b)",
+            "}",
+            "ENTRY %main (w: f32[8,64], dw: f32[64,64]) -> f32[8,64] {",
+            "  %w = f32[8,64] parameter(0)",
+            "  %dw = f32[64,64] parameter(1)",
+            *lines,
+            f"  ROOT %r = f32[8,64] reduce-scatter(%dw), {groups}, to_apply=%add",
+            "}",
+        ]
+    )
+
+
+@pytest.mark.parametrize(("gathers", "text"), [(4, ""), (3, ""), (2, ""), (1, "were merged"), (5, "wider than")])
+def test_gathers_of_one_pass_may_be_merged_but_not_those_of_both(gathers, text):
+    """Layers share a matrix, so that each pass gathers it several times."""
+    loss = lambda params, x: jnp.square(functools.reduce(lambda x, _: jnp.tanh(x @ params["w"]), range(4), x)).mean()
+    state = abstract_state({"w": (64, 64)}, optax.sgd(1e-3))
+    jaxpr = jzero.make_train_step(loss).trace(state, np.ones((16, 64), np.float32)).jaxpr
+    sent = tuple(traced_collectives(jaxpr))
+    assert sum(x.times for x in sent if x.gathers) == 4
+    program, plan = parse_hlo(hlo_of(gathers)), state.tx.plan
+    transfers = tuple(trace_program(jaxpr, [1] * len(jaxpr.in_avals)).transfers)
+    memory = Memory(**dict.fromkeys((x.name for x in dataclasses.fields(Memory)), plan.bytes_per_device.total))
+    facts = (program,), tuple(program_collectives(program)), sent, transfers, "gpu", memory
+    found, _ = find_violations(Compiled(*facts, returns_state=True, micro_batches=1), plan)
+    assert len(found) == bool(text), found
+    assert all(text in x for x in found)
 
 
 def by_row(name="w"):

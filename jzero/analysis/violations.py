@@ -4,7 +4,8 @@ Each gather and reduction of the traced program names its parameter (`jzero.esti
 compared with the plan by path. A compiled program has no such names, so it is compared with the traced one by kind of
 collective and bytes: a compiler can merge a second gather with the first, move a gather out of its loop, gather before
 a cast to 16 bits or over other mesh axes first, and all-reduce instead of reduce-scattering. Each of these changes the
-sums.
+sums. A parameter that a pass uses several times may be gathered once for all of them: that sends less, and leaves
+nothing whole between the passes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,9 @@ SMALL = 1024
 MISSING, EXCESS = 0.01, 0.05
 """The shares of the parameters' elements by which a compiled program may send less, or more, than the traced one:
 compilers keep small parameters to recompute from, and gather once more before and after a loop."""
+
+PASSES = 2
+"""The passes of a micro-batch that gather a parameter: forward and backward."""
 
 
 class PlanViolation(Exception):  # noqa: N818  # the name of the contract
@@ -152,6 +157,10 @@ def _say(x: TracedCollective) -> str:
     return str(jax.core.ShapedArray(x.cut.shape, x.dtype).str_short(short_dtypes=True))
 
 
+Key: TypeAlias = tuple[str, bool]
+Amounts: TypeAlias = collections.Counter[Key]
+
+
 class _Amounts:
     """How much each kind of collective moves along ZeRO's axes: bytes; elements on CPUs, where 16 bits travel as 32.
 
@@ -160,6 +169,7 @@ class _Amounts:
 
     Attributes:
       placed: What the gathers and reductions of parameters move.
+      needed: The part of it that stays if each pass gathers a parameter once.
       traced: What all collectives of the traced program move.
       compiled: What all collectives of the compiled program move.
       updates: What the update moves in both.
@@ -169,14 +179,9 @@ class _Amounts:
 
     def __init__(self, compiled: Compiled, plan: ZeroPlan) -> None:
         by_bytes, axes = compiled.platform != "cpu", {*batch_axes(plan.config)}
-        self.placed, self.traced, self.compiled, before, after = (
-            collections.Counter[tuple[str, bool]]() for _ in range(5)
-        )
+        self.traced, self.compiled, before, after = (Amounts() for _ in range(4))
         node = {plan.config.node_axis} - {None}
-        for x in compiled.sent:
-            for hop in x.collectives:
-                key = hop.kind, bool(node & {*hop.axes})
-                self.placed[key] += x.times * (hop.num_bytes if by_bytes else hop.num_elements)
+        self.placed, self.needed = _placed(compiled, plan, by_bytes=by_bytes)
         for t in compiled.transfers:
             key = t.kind, bool(node & {*t.axes})
             amount = t.times * (t.num_bytes if by_bytes else t.num_elements) * bool({*t.axes} & axes)
@@ -198,17 +203,34 @@ class _Amounts:
         self.padding = sum((math.prod(grad.stored_shape) - grad.size) * size for grad, size in after_update)
         self.unit = "B" if by_bytes else "elements"
 
-    def missing(self, kind: str) -> tuple[str, bool] | None:
+    def missing(self, kind: str) -> Key | None:
         """Returns the key by which the compiled program moves less than the traced one by collectives of a kind."""
-        lacks = self.placed + self.updates
+        lacks = self.needed + self.updates
         lacks.subtract(self.compiled)
-        return next((key for key in self.placed if key[0] == kind and lacks[key] > MISSING * self.params), None)
+        return next((key for key in self.needed if key[0] == kind and lacks[key] > MISSING * self.params), None)
 
-    def say(self, key: tuple[str, bool]) -> str:
+    def say(self, key: Key) -> str:
         """Returns both figures in words."""
         compiled, traced = round(self.compiled[key]), round(self.traced[key])
         between = " between nodes" if key[1] else ""
         return f"The compiled program moves {compiled:,} {self.unit} by {key[0]}{between}, the traced one {traced:,}"
+
+
+def _placed(compiled: Compiled, plan: ZeroPlan, *, by_bytes: bool) -> tuple[Amounts, Amounts]:
+    """Returns what gathers and reductions of parameters move, and the least of it without whole ones between passes."""
+    sizes = {x.path: x.size for x in plan.other_leaves} | {leaf.path: leaf.param.size for leaf in plan.leaves}
+    node, passes = {plan.config.node_axis} - {None}, PASSES * max(1, compiled.micro_batches)
+    amounts, elements = collections.Counter[tuple[str, Key]](), collections.Counter[tuple[str, Key]]()
+    for x in compiled.sent:
+        for hop in x.collectives:
+            key = x.path, (hop.kind, bool(node & {*hop.axes}))
+            amounts[key] += x.times * (hop.num_bytes if by_bytes else hop.num_elements)
+            elements[key] += x.times * hop.num_elements
+    placed, needed = Amounts(), Amounts()
+    for (path, key), amount in amounts.items():
+        placed[key] += amount
+        needed[key] += amount * min(1, passes * sizes.get(path, math.inf) / elements[path, key])
+    return placed, needed
 
 
 def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:

@@ -43,6 +43,13 @@ MUTANTS = [
         "test_traced_collectives.py::test_what_a_compiler_breaks_is_found",
     ),
     Mutant(
+        "merged_uses_are_missing",
+        "analysis/violations.py",
+        "amount * min(1, passes",
+        "amount * max(1, passes",
+        "test_traced_collectives.py::test_gathers_of_one_pass_may_be_merged_but_not_those_of_both",
+    ),
+    Mutant(
         "updates_unseen",
         "analysis/violations.py",
         "bool(group_axes & axes)",
