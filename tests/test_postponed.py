@@ -45,18 +45,14 @@ def test_operands_of_the_gradients_of_weights_stay_until_the_end():
     assert in_order == pytest.approx((LAYERS + 1) * ACTIVATION, rel=0.1)
 
 
-def test_they_stay_until_the_next_barrier_if_it_waits_for_them():
-    """A recomputed block begins with a barrier: then the products of one block alone are pending, else those of all."""
-    jaxpr = jax.jit(jax.grad(chain(jax.checkpoint(layer)))).trace(PARAMS, X).jaxpr
-    program = trace_program(jaxpr, [1] * len(jaxpr.jaxpr.invars))
-    awaited, free = (footprint(program, gpu=True, is_awaited=x).peak for x in (True, False))
-    assert awaited <= (LAYERS + 3) * ACTIVATION * 1.1
-    assert free >= (2 * LAYERS - 1) * ACTIVATION
+def test_they_stay_past_barriers_that_do_not_wait_for_them():
+    """A recomputed block begins with a barrier, which waits for its operands alone."""
+    assert peak(chain(jax.checkpoint(layer)), PARAMS, X, gpu=True) >= (2 * LAYERS - 1) * ACTIVATION
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_without_devices_blocks_count_as_waiting(stage):
-    """The trace for an absent machine has no waits, but the program for it will."""
+def test_the_blocks_of_a_step_wait_for_them_as_on_the_machine_that_is_named(stage):
+    """Without its devices as with them, the trace for a GPU has waits: then the products of one block are pending."""
     tx = optax.sgd(0.1)
     plain = jax.eval_shape(lambda: jzero.TrainState.create(params=PARAMS, tx=tx))
     batch, config = jax.ShapeDtypeStruct((8 * ROWS, WIDTH), jnp.float32), jzero.ZeroConfig(stage=stage)

@@ -59,7 +59,7 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
         raise TypeError(f"`step` must be what `make_train_step` returned: got {type(step).__name__}.")
     hardware = None if topology is None else machine(topology)
     num_devices = None if hardware is None or mesh is not None else hardware.num_devices
-    state = relaid(state, devices=num_devices, mesh=mesh, config=config, trainable=trainable)
+    state = relaid(state, devices=num_devices, mesh=mesh, config=config, trainable=trainable, hardware=hardware)
     if plan_of_argument(state) is None:
         raise TypeError("The state is not sharded by jzero: pass `config=jzero.ZeroConfig(stage=...)`, too.")
     return memory_of_step(step, (state, batch, rng), hardware)

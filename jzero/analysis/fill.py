@@ -105,7 +105,8 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
     if step.remat == "offload":
         raise ValueError("With `remat='offload'` a step saves memory at the cost of time: leave `remat` out.")
     if topology is not None:
-        state = relaid(state, devices=hardware.num_devices if devices is None and hardware is not None else devices)
+        count = hardware.num_devices if devices is None and hardware is not None else devices
+        state = relaid(state, devices=count, hardware=hardware)
     plan = plan_of_argument(state)
     if plan is None:
         raise TypeError("The state is not sharded by jzero: pass what `shard_train_state` returned.")

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero._types import PyTree, TrainStateLike
 from jzero.config.zero import ZeroConfig
 from jzero.layout.mesh import AnyMesh, axes_of_config, make_mesh, with_explicit_axes
+from jzero.machines.machine import Machine
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import adapt, plan_if_sharded
 from jzero.state.shard import abstract_train_state
@@ -42,6 +43,7 @@ def relaid(
     mesh: AnyMesh | None = None,
     config: ZeroConfig | None = None,
     trainable: PyTree | str | None = None,
+    hardware: Machine | None = None,
 ) -> Any:
     """Returns a state as shapes laid out for the machine; anything else as it is.
 
@@ -51,6 +53,7 @@ def relaid(
       mesh: The mesh, if it is known.
       config: The configuration, if the state has none.
       trainable: Which parameters are trained, if the state does not say.
+      hardware: The machine's specifications; an abstract mesh takes its platform, on which a trace depends.
     """
     state = _as_state(x)
     if state is None or all(option is None for option in (devices, mesh, config, trainable)):
@@ -69,6 +72,9 @@ def relaid(
         axes |= {name: size for name, size in named.items() if size == -1}
         mesh = abstract_mesh(devices, axes) if isinstance(devices, int) else make_mesh(devices=devices, **axes)
         mesh = with_explicit_axes(mesh, () if plan is None else plan.explicit_axes)
+    if hardware is not None and isinstance(mesh, AbstractMesh):
+        device = AbstractDevice(device_kind=hardware.name, num_cores=None, platform=hardware.kind)
+        mesh = mesh.update(abstract_device=device)
     # The state itself, not the library's objects: those of NNX cannot hold abstract arrays.
     return abstract_train_state(state, config=config, mesh=mesh, trainable=trainable)
 

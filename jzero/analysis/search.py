@@ -274,7 +274,8 @@ class Search:
 
     def placed(self, config: ZeroConfig, num_replicas: int) -> State:
         """Returns the state of a candidate, as shapes with shardings."""
-        return relaid(self.state, mesh=self._mesh(config, num_replicas), config=config, trainable=self.trainable)
+        mesh = self._mesh(config, num_replicas)
+        return relaid(self.state, mesh=mesh, config=config, trainable=self.trainable, hardware=self.hardware)
 
     def _mesh(self, config: ZeroConfig, num_replicas: int) -> AnyMesh:
         nodes = self._num_nodes // num_replicas or 1

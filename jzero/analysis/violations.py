@@ -223,13 +223,13 @@ def _placed(compiled: Compiled, plan: ZeroPlan, *, by_bytes: bool) -> tuple[Amou
     amounts, elements = collections.Counter[tuple[str, Key]](), collections.Counter[tuple[str, Key]]()
     for x in compiled.sent:
         for hop in x.collectives:
-            key = x.path, (hop.kind, bool(node & {*hop.axes}))
-            amounts[key] += x.times * (hop.num_bytes if by_bytes else hop.num_elements)
-            elements[key] += x.times * hop.num_elements
+            use = x.path, (hop.kind, bool(node & {*hop.axes}))
+            amounts[use] += x.times * (hop.num_bytes if by_bytes else hop.num_elements)
+            elements[use] += x.times * hop.num_elements
     placed, needed = Amounts(), Amounts()
     for (path, key), amount in amounts.items():
         placed[key] += amount
-        needed[key] += amount * min(1, passes * sizes.get(path, math.inf) / elements[path, key])
+        needed[key] += round(amount * min(1, passes * sizes.get(path, math.inf) / elements[path, key]))
     return placed, needed
 
 

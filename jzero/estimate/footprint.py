@@ -25,21 +25,16 @@ class Footprint:
     residuals: tuple[Buffer, ...]
 
 
-def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, is_awaited: bool = False) -> Footprint:
+def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> Footprint:
     """Returns a program's memory; see [Note: How memory is estimated].
 
     Args:
       program: From `trace_program`.
       gpu: Whether XLA compiles for GPUs, where it delays reductions of gradients.
       limit: The bytes that its scheduler plans with.
-      is_awaited: Whether to assume that blocks wait for gradients, as for a trace that names no platform.
     """
-    program = postpone_gradients(program, is_awaited=is_awaited) if gpu else program
-    bodies = {
-        t: footprint(op.inner, gpu=gpu, is_awaited=is_awaited)
-        for t, op in enumerate(program.operations)
-        if op.inner is not None
-    }
+    program = postpone_gradients(program) if gpu else program
+    bodies = {t: footprint(op.inner, gpu=gpu) for t, op in enumerate(program.operations) if op.inner is not None}
     last = _last_uses(program, gpu=gpu)
     residuals = _find_residuals(program, last)
     kinds: list[BufferKind] = ["activations" if i in residuals else x.kind for i, x in enumerate(program.buffers)]

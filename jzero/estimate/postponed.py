@@ -15,13 +15,8 @@ import copy
 from jzero.estimate.buffers import TracedProgram
 
 
-def postpone_gradients(program: TracedProgram, *, is_awaited: bool = False) -> TracedProgram:
-    """Returns a program that makes gradients as late as it may, see [Note: Postponed gradients].
-
-    Args:
-      program: One body of code.
-      is_awaited: Whether to count all gradients as awaited, as for a trace that was made for no particular platform.
-    """
+def postpone_gradients(program: TracedProgram) -> TracedProgram:
+    """Returns one body of code that makes gradients as late as it may, see [Note: Postponed gradients]."""
     operations, end = program.operations, len(program.operations)
     starts = [x.start for x in program.barriers]
     awaited = {t for x in program.barriers for t in x}  # barriers, and what they wait for
@@ -33,7 +28,7 @@ def postpone_gradients(program: TracedProgram, *, is_awaited: bool = False) -> T
             first = min((reader.get(i, end) for i in op.writes), key=place.__getitem__)
             place[t] = place[first] - 0.5
             following = bisect.bisect_right(starts, t)
-            if (is_awaited or first in awaited) and following < len(starts):
+            if first in awaited and following < len(starts):
                 awaited.add(t)
                 place[t] = min(place[t], starts[following] - 0.5)
         for i in op.reads:

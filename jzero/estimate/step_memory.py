@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jzero import _compat
 from jzero._text import Report, format_rows
@@ -217,7 +217,7 @@ def memory_of_trace(
     if not plan.names_host_memory:  # then the trace counts the host's arrays as the device's
         num_bytes -= arrays_on_host(plan)
     limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
-    temporaries = footprint(program, gpu=gpu, limit=limit, is_awaited=not isinstance(plan.mesh, Mesh))
+    temporaries = footprint(program, gpu=gpu, limit=limit)
     if (
         plan.has_records
         and (after := update_at_peak(plan, gpu=gpu, limit=limit))

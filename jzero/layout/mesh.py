@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 import jax
 import numpy as np
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jzero._types import AxisNames
 from jzero.config.zero import ZeroConfig
@@ -157,14 +157,15 @@ def num_along(values: np.ndarray, dim: int) -> int:
     return max(len(set(line.tolist())) for line in lines)
 
 
-def platform_of(device: jax.Device) -> str:
+def platform_of(device: jax.Device | AbstractDevice) -> str:
     """Returns `cpu`, `gpu` or `tpu`, whatever the plugin calls itself."""
     return "gpu" if device.platform in ("cuda", "rocm") else str(device.platform)
 
 
 def mesh_platform(mesh: AnyMesh) -> str | None:
-    """Returns the platform of a mesh's devices; `None` if it is abstract."""
-    return platform_of(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
+    """Returns the platform of a mesh's devices; `None` of an abstract mesh that names none."""
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+    return None if device is None else platform_of(device)
 
 
 def memory_kinds(device: jax.Device) -> list[str]:

@@ -45,8 +45,8 @@ MUTANTS = [
     Mutant(
         "merged_uses_are_missing",
         "analysis/violations.py",
-        "amount * min(1, passes",
-        "amount * max(1, passes",
+        "round(amount * min(",
+        "round(amount * max(",
         "test_traced_collectives.py::test_gathers_of_one_pass_may_be_merged_but_not_those_of_both",
     ),
     Mutant(
