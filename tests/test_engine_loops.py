@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax import lax
 from jax.sharding import NamedSharding
 
 import jzero
@@ -166,3 +167,17 @@ def test_a_batch_too_small_for_micro_batches_is_refused_after_one_that_fits():
         state, _ = step(state, rows(16))
     with pytest.raises(ValueError, match=r"divisible by 16 .* x accumulate_steps=2"):
         step(state, rows(8))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scan_over_each_devices_part_of_a_constant_gathers_nothing():
+    """No warning says that it does: the stack is not made of parameters."""
+
+    def loss_fn(params, batch):
+        part = lax.dynamic_slice_in_dim(jnp.arange(8.0), lax.axis_index("data") * 4, 4)
+        return batch.mean() * params["w"].sum() + lax.scan(lambda c, x: (c + x, None), 0.0, part)[0]
+
+    state = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+    mesh = jzero.make_mesh(devices=jax.devices()[:2])
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(persistence_threshold=0), mesh=mesh)
+    assert jzero.value_and_grad(loss_fn)(state, jnp.ones((2, 2)))[0] == 64 + sum(range(8)) / 2

@@ -215,6 +215,11 @@ def is_constant(x: object) -> bool:
     return isinstance(x, bool | int | float | complex | np.ndarray | np.generic) and np.size(x) == 1
 
 
+def has_param(x: object) -> bool:
+    """Whether a value is made of parameters; others that are lazy are made of literals and arrays of one element."""
+    return isinstance(x, ShardedParam) or (isinstance(x, Deferred) and any(map(has_param, x.inputs)))
+
+
 def num_bytes(values: Iterable[Leaf]) -> int:
     """Returns the bytes of arrays, and of parameters when gathered."""
 

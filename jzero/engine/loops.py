@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 
 from jzero import _compat
 from jzero._types import DType, Params, PyTree
-from jzero.engine.lazy import Leaf, Operand, RowOf, ShardedParam, is_constant, is_cut, is_lazy
+from jzero.engine.lazy import Leaf, Operand, RowOf, ShardedParam, has_param, is_constant, is_cut, is_lazy
 from jzero.engine.pipelined_reductions import without_last_hops
 from jzero.engine.placed import reduce_p, wait
 from jzero.engine.prefetch import choose_prefetched
@@ -295,7 +295,7 @@ def _make_sliceable(walk: Walk, x: Operand) -> Leaf:
     # [L, D/N, F] has rows [D/N, F]. If cut over its rows, [L/N, D, F], an iteration's row is on one device alone.
     if not is_lazy(x) or (isinstance(x, ShardedParam) and x.cut.dim > 0):
         return x
-    if not is_constant(x) and x.shape not in walk.warned:  # warns once for the loop and its backward loop
+    if has_param(x) and x.shape not in walk.warned:  # warns once for the loop and its backward loop
         walk.warned.add(x.shape)
         why = "is cut on dimension 0" if isinstance(x, ShardedParam) else "is computed from parameters as a whole"
         warnings.warn(
