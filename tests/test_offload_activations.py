@@ -10,6 +10,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jzero
+from jzero.engine.recompute import recompute
+from jzero.jaxpr.primitives import REMAT
 from tests import light_decoder, models
 from tests.test_offload_params import device_puts
 from tests.tiers import slow
@@ -56,6 +58,24 @@ def test_what_goes_between_layers(layer, options):
     assert list(to_host(jaxpr)) == [(rows, models.SEQ, WIDTH)], "one array per layer: what it is called with"
     back = [shape for shape, _, inside in device_puts(jaxpr) if "scan" in inside]
     assert back.count((rows, models.SEQ, WIDTH)) == 2, "there and back"
+
+
+def test_loops_in_a_layer_recompute_as_written():
+    def layer(x, w):
+        parts = jax.lax.map(jax.checkpoint(lambda x: jnp.tanh(jnp.sin(x))), x.reshape(4, -1))
+        return parts.reshape(x.shape) @ w, None
+
+    loss = lambda w, x: jax.lax.scan(jax.checkpoint(layer), x, w)[0].sum()
+    jaxpr = jax.make_jaxpr(loss)(jnp.ones((3, 8, 8)), jnp.ones((2, 8)))
+
+    def depths(jaxpr, depth=0):
+        for eqn in jaxpr.eqns:
+            is_remat = eqn.primitive.name in REMAT
+            yield from [depth] * is_remat
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from depths(getattr(inner, "jaxpr", inner), depth + is_remat)
+
+    assert list(depths(recompute(jaxpr, "offload", []).jaxpr)) == [0, 1], "the layer once, and each part in it"
 
 
 @pytest.mark.slow

@@ -113,9 +113,9 @@ def recompute(jaxpr: AnyJaxpr, remat: Remat, axis_env: AxisEnv) -> ClosedJaxpr:
       remat: True: every iteration of a scan saves only its inputs, unless the scan already recomputes something.
         "cheap": it also saves the results of heavy operations, and so does every repeated block of equations, see
         [Note: Blocks of unrolled models]; scans and blocks with side effects, such as printing, stay as they are.
-        "offload": every iteration of the outermost scans is recomputed, whatever the code says, and its carry waits in
-        host memory. False: nothing is recomputed, whatever the code says. "as_written": as the code says. `Keep`: as
-        its `remat`, but for the last blocks, see [Note: Kept blocks].
+        "offload": every iteration of the outermost scans is recomputed, whatever the code says of it, and its carry
+        waits in host memory. False: nothing is recomputed, whatever the code says. "as_written": as the code says.
+        `Keep`: as its `remat`, but for the last blocks, see [Note: Kept blocks].
       axis_env: The names and sizes of the mesh axes that the loss may name.
 
     Example:
@@ -187,14 +187,14 @@ class _Rewrite:
     """Evaluates jaxprs, changed as `recompute` says.
 
     Attributes:
-      remat: The option.
+      remat: The option; `None`: loops are as written, nothing else is recomputed.
       before_kept: How many blocks come before the next kept one; `None`: none is kept.
       in_loop: Whether this is a loop body, where no layers are shared, since it is traced once.
       structures: Gives equal layers the same number.
       calls: The functions of calls, kept so that `jax.jit` traces each once.
     """
 
-    remat: Remat
+    remat: Remat | None
     before_kept: int | None = None
     in_loop: bool = False
     structures: Structures = dataclasses.field(default_factory=Structures)
@@ -318,8 +318,8 @@ class _Rewrite:
         fixed = [v is out for v, out in zip(jaxpr.invars[num_consts:end], jaxpr.outvars, strict=False)]
 
         inner: Callable[[AnyJaxpr, Sequence[jax.Array]], list[jax.Array]]
-        # With "offload" each turn of an outermost loop is recomputed as one piece.
-        inner = _Rewrite(False if self.remat == "offload" else self.remat, in_loop=True, calls=self.calls)
+        # With "offload" each turn of an outermost loop is recomputed as one piece; the loops in it are as written.
+        inner = _Rewrite(None if self.remat == "offload" else self.remat, in_loop=True, calls=self.calls)
         if self.remat == "cheap":  # one checkpoint is enough: its policy also decides for loops inside
             inner = functools.partial(evaluate, apply=_compat.bind)
 
