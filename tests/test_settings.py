@@ -15,9 +15,9 @@ from tests import shared
 loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
 
 FIELDS = {
-    jzero.ZeroConfig: "stage axis node_axis secondary_params secondary_grads replica_axis persistence_threshold "
-    "model_persistence_threshold reshard_after_forward prefetch_bytes reduce_scatter all_gather_bucket_bytes "
-    "reduce_bucket_bytes precision offload rules",
+    jzero.ZeroConfig: "stage axis node_axis secondary_params secondary_grads context_axis replica_axis "
+    "persistence_threshold model_persistence_threshold reshard_after_forward prefetch_bytes reduce_scatter "
+    "all_gather_bucket_bytes reduce_bucket_bytes precision offload rules",
     jzero.Offload: "optimizer params ratio chunk_bytes device_budget_bytes compute delay zenflow path disk_threads "
     "disk_checksum",
     jzero.ZenFlow: "topk_ratio update_interval select_interval overlap warm_up_steps",
@@ -44,7 +44,7 @@ def test_what_is_no_setting_is_named(value):
     made = [(name, cls) for cls, names in FIELDS.items() for name in names.split()]
     made += [(name, lambda **kwargs: jzero.make_train_step(loss_fn, **kwargs)) for name in STEP.split()]
     for name, make in made:
-        if name in ("axis", "node_axis", "replica_axis", "path") and isinstance(value, str):
+        if name in ("axis", "node_axis", "context_axis", "replica_axis", "path") and isinstance(value, str):
             continue
         with pytest.raises((TypeError, ValueError), match=rf"`(\w+\.)?{name}` must"):
             make(**{name: value})

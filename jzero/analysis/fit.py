@@ -124,6 +124,11 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
     check("confirm", confirm, FLAG)
     check("offload", offload, FLAG)
+    if config is not None and config.context_axis is not None:
+        raise ValueError(
+            f"`fit` does not search parts of rows (`context_axis={config.context_axis!r}`): estimate layouts by "
+            "`jzero.estimate_step_memory`, or compile them by `jzero.analyze`, on meshes that say how many there are."
+        )
     hardware, devices, notes = hardware_of(topology, confirm=confirm)
     limit = limit_of(hbm_bytes, topology, hardware)
     if hbm_bytes is None and hardware is not None and hardware.kind == "gpu":

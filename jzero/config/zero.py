@@ -43,6 +43,9 @@ class ZeroConfig:
         parameters during the step, for D devices per node.
       secondary_grads: With micro-batches, stages 2 and 3 reduce gradients within nodes at each use, and between nodes
         once per step. It costs sums of 1/D of the gradients.
+      context_axis: Mesh axis along which devices have the same rows of the batch: the loss takes each device's part of
+        them, such as of a sequence, by `jax.lax.axis_index`, and exchanges what others need by collectives. ZeRO
+        partitions over `axis` and this one together.
       replica_axis: Mesh axis over which the shards are replicated (hybrid sharding). The batch is split over it, too.
       persistence_threshold: Parameters of up to this many elements stay whole at stage 3
         (DeepSpeed's `param_persistence_threshold`). Their gradients and optimizer state are cut.
@@ -87,6 +90,7 @@ class ZeroConfig:
     node_axis: str | None = None
     secondary_params: bool = False
     secondary_grads: bool = False
+    context_axis: str | None = None
     replica_axis: str | None = None
     persistence_threshold: int = 100_000
     model_persistence_threshold: int | None = None
@@ -110,6 +114,10 @@ class ZeroConfig:
             f"a mesh axis other than `axis` ({self.axis!r:.80}) and `replica_axis` ({self.replica_axis!r:.80})",
             functools.partial(_axis_name, but=(self.axis, self.replica_axis)),
         )
+        context = Setting(
+            f"a mesh axis other than those of the other fields {(self.axis, self.node_axis, self.replica_axis)!r:.200}",
+            functools.partial(_axis_name, but=(self.axis, self.node_axis, self.replica_axis)),
+        )
         elements = integer(0, says="a number of elements, an integer >= 0")
         allowed = {
             "stage": one_of(*STAGES),
@@ -117,6 +125,7 @@ class ZeroConfig:
             "node_axis": optional(node),
             "secondary_params": FLAG,
             "secondary_grads": FLAG,
+            "context_axis": optional(context),
             "replica_axis": optional(other),
             "persistence_threshold": elements,
             "model_persistence_threshold": optional(elements),

@@ -62,7 +62,7 @@ def _constraint(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed 
     if not isinstance(sharding, NamedSharding):
         return None
     # ZeRO's axes are manual here.
-    axes = dict(sharding.mesh.shape) | {hop.axis: 1 for hop in reduction.route.hops}
+    axes = dict(sharding.mesh.shape) | {axis: 1 for hop in reduction.route.hops for axis in hop.axes}
     cut = reduction.cut.with_other_axes(sharding.spec, axes)
     return _same(def_use, eqn, dataclasses.replace(reduction, cut=cut) if cut.other_axes else reduction)
 

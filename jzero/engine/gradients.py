@@ -37,7 +37,7 @@ from jzero.engine.rules import start_walk
 from jzero.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
 from jzero.engine.waits import wait_for_gradients
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.mesh import batch_axes, num_batch_shards
+from jzero.layout.mesh import batch_axes, num_batch_shards, row_axes
 from jzero.layout.placement import memory_of
 from jzero.layout.platform import platform_facts
 from jzero.layout.set_mesh import set_if_explicit
@@ -221,7 +221,7 @@ class _LocalStep:
         grads = [leaf.grad.manual_spec for leaf in self.plan.leaves] if self.differentiates else []
         return {
             **dict.fromkeys(("loss", "weight", "factor", "grad_norm", "overflowed"), replicated),
-            "aux": aux_specs(self.traced.out_shape[1][0], PartitionSpec(batch_axes(self.plan.config))),
+            "aux": aux_specs(self.traced.out_shape[1][0], PartitionSpec(row_axes(self.plan.config))),
             "written": [replicated if x.leaf is None else x.leaf.manual_spec for x in self.traced.written],
             "grads": [replicated if i in self.streamed else spec for i, spec in enumerate(grads)],
             "reduced": grads,

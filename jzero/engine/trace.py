@@ -33,7 +33,7 @@ from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute, num_b
 from jzero.jaxpr.row_facts import RowFacts
 from jzero.jaxpr.rows import row_facts
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.mesh import batch_axes, num_batch_shards, with_axes
+from jzero.layout.mesh import batch_axes, num_row_shards, row_axes, with_axes
 from jzero.layout.padded import is_padded, unbox
 from jzero.layout.set_mesh import is_of_other_mesh, set_if_explicit
 from jzero.plan.plan import ZeroPlan
@@ -157,7 +157,7 @@ def trace_loss(
 ) -> TracedLoss:
     """Traces `loss_fn` over whole parameters and one device's rows of a micro-batch, or over `times` as many rows."""
     batch, rng = inputs.batch, inputs.rng
-    parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps  # B = rows / parts
+    parts = num_row_shards(plan.mesh, plan.config) * accumulate_steps  # B = rows / parts
     # [rows, ...] -> [B, ...]; a scalar is the same for all devices.
     local = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((times * x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype), batch
@@ -177,7 +177,7 @@ def trace_loss(
             f"The loss has ordered effects ({', '.join(ordered)}), which cannot run on several devices at once. Use "
             "the unordered form, e.g. `jax.debug.print(...)` or `io_callback(..., ordered=False)`."
         )
-    specs = [PartitionSpec(batch_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
+    specs = [PartitionSpec(row_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
     sizes = (len(shapes), len(jax.tree.leaves(carried)), len(specs), len(key))
     return TracedLoss(jaxpr, out_shape, sizes, specs, _resolve_remat(remat, plan, jaxpr))
 

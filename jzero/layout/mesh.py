@@ -126,7 +126,7 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
         raise TypeError(
             f"`mesh` must be a `jax.sharding.Mesh`: got {type(mesh).__name__}. Make one with `jzero.make_mesh`."
         )
-    for field in ("axis", "node_axis", "replica_axis"):
+    for field in ("axis", "node_axis", "context_axis", "replica_axis"):
         name = getattr(config, field)
         if name is not None and name not in mesh.axis_names:
             raise ValueError(
@@ -197,7 +197,12 @@ def check_host_memory(mesh: AnyMesh) -> None:
 
 def shard_axes(config: ZeroConfig) -> tuple[str, ...]:
     """Returns ZeRO's mesh axes, along which devices hold different shards, the slowest-varying first."""
-    return tuple(name for name in (config.axis, config.node_axis) if name is not None)
+    return (*axes_within_nodes(config), *(() if config.node_axis is None else (config.node_axis,)))
+
+
+def axes_within_nodes(config: ZeroConfig) -> tuple[str, ...]:
+    """Returns ZeRO's mesh axes that one hop runs over: all but the one over nodes."""
+    return (config.axis,) if config.context_axis is None else (config.axis, config.context_axis)
 
 
 def axis_size(mesh: AnyMesh, config: ZeroConfig) -> int:
@@ -211,7 +216,12 @@ def num_parts(mesh: AnyMesh, names: AxisNames) -> int:
 
 
 def batch_axes(config: ZeroConfig) -> tuple[str, ...]:
-    """Returns the mesh axes over which the batch is split, the slowest-varying first."""
+    """Returns the mesh axes over which the work on a batch is split, the slowest-varying first."""
+    return (*row_axes(config), *(() if config.context_axis is None else (config.context_axis,)))
+
+
+def row_axes(config: ZeroConfig) -> tuple[str, ...]:
+    """Returns the mesh axes over which the rows of a batch are split, the slowest-varying first."""
     return tuple(name for name in (config.replica_axis, config.node_axis, config.axis) if name is not None)
 
 
@@ -229,5 +239,10 @@ def axes_of_config(
 
 
 def num_batch_shards(mesh: AnyMesh, config: ZeroConfig) -> int:
-    """Returns how many parts the batch is split into."""
+    """Returns how many devices share the work on a batch."""
     return num_parts(mesh, batch_axes(config))
+
+
+def num_row_shards(mesh: AnyMesh, config: ZeroConfig) -> int:
+    """Returns how many parts the rows of a batch are split into."""
+    return num_parts(mesh, row_axes(config))

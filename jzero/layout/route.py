@@ -1,6 +1,7 @@
 """How a leaf travels: a `Route` of hops gathers its shards, reduces its gradient, and says what both send.
 
     data                               one hop: all devices along a mesh axis
+    data,context                       one hop over both axes
     data+node                          between the devices of a node, then between nodes; a gather goes the other way
     data+int8(node)+copy(replica)      sums between nodes are of integers; groups along `replica` hold the same shards
 
@@ -28,7 +29,7 @@ from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.blocks import pack, packed_size, unpack
 from jzero.layout.cut import Cut
-from jzero.layout.mesh import AnyMesh, shard_axes
+from jzero.layout.mesh import AnyMesh, axes_within_nodes, num_parts
 from jzero.layout.parts import apply_to_parts
 
 Sum: TypeAlias = Literal["scatter", "slice", "int8", "int4", "copy"]
@@ -87,20 +88,26 @@ class Collective(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One mesh axis of a route, which is manual where the methods run.
+    """One collective of a route, over mesh axes that are manual where the methods run.
 
     Attributes:
-      axis: The mesh axis.
+      axis: The mesh axis, or several, the slowest-varying first.
       size: The devices along it.
       sum: How gradients are summed along it.
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     size: int
     sum: Sum = "scatter"
 
     def __str__(self) -> str:
-        return self.axis if self.sum in ("scatter", "slice") else f"{self.sum}({self.axis})"
+        name = ",".join(self.axes)
+        return name if self.sum in ("scatter", "slice") else f"{self.sum}({name})"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes."""
+        return (self.axis,) if isinstance(self.axis, str) else self.axis
 
     @property
     def num_parts(self) -> int:
@@ -143,7 +150,7 @@ class Hop(NamedTuple):
         if kind is None:  # bytes [*stacked, P, K]
             num_elements = num_elements // cut.size_beside * packed_size(cut.size_beside, self.sum)
             kind, dtype = "all-to-all", jnp.dtype(jnp.int8)
-        return Collective(kind, (self.axis,), self.size, num_elements, dtype)
+        return Collective(kind, self.axes, self.size, num_elements, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +197,7 @@ class Route:
         found, size = [], math.prod(cut.shard_shape)
         for hop in reversed(self._cutting):
             size *= hop.size
-            found.append(Collective("all-gather", (hop.axis,), hop.size, size, cut.dtype_sent(dtype)))
+            found.append(Collective("all-gather", hop.axes, hop.size, size, cut.dtype_sent(dtype)))
         return tuple(found)
 
     def reductions(self, cut: Cut, dtype: DType) -> tuple[Collective, ...]:
@@ -227,9 +234,12 @@ Leg: TypeAlias = tuple[Cut, Route]
 def route_of(config: ZeroConfig, mesh: AnyMesh, rounds: Sum | Literal["none"] = "none") -> Route:
     """Returns how parameters and gradients travel, if `rounds` is the kind of blocks that gradients travel in."""
     plain: Sum = "scatter" if config.reduce_scatter else "slice"
-    sums = dict.fromkeys(shard_axes(config), plain)
+    within = axes_within_nodes(config)
+    sums: dict[str | tuple[str, ...], Sum] = {within[0] if len(within) == 1 else within: plain}
+    if config.node_axis is not None:
+        sums[config.node_axis] = plain
     if rounds != "none":
         sums[list(sums)[-1]] = rounds
     if config.replica_axis is not None:
         sums[config.replica_axis] = "copy"
-    return Route(tuple(Hop(axis, int(mesh.shape[axis]), how) for axis, how in sums.items()))
+    return Route(tuple(Hop(axis, num_parts(mesh, axis), how) for axis, how in sums.items()))

@@ -16,7 +16,7 @@ from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import itemsize
 from jzero.layout.box import Box
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, names_host_memory, shard_axes, with_explicit_axes
+from jzero.layout.mesh import AnyMesh, axis_size, names_host_memory, row_axes, shard_axes, with_explicit_axes
 from jzero.layout.padded import Padded
 from jzero.layout.records import record_boxes
 from jzero.layout.route import Route, route_of
@@ -143,7 +143,7 @@ class StateLayout:
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
         """The sharding of arrays of the batch: cut on their first dimension."""
-        return NamedSharding(self.mesh, PartitionSpec(batch_axes(self.config)))
+        return NamedSharding(self.mesh, PartitionSpec(row_axes(self.config)))
 
     @functools.cached_property
     def loss_mesh(self) -> AnyMesh:

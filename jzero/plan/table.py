@@ -11,7 +11,7 @@ import jax
 from jzero._text import as_data, picked
 from jzero._types import DType
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.mesh import batch_axes, shard_axes
+from jzero.layout.mesh import batch_axes, row_axes, shard_axes
 from jzero.plan.planned_bytes import PlannedBytes, WholeLeaf
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def format_plan(plan: PlannedBytes, *, max_rows: int | None) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
     head = (
         f"ZeRO stage {config.stage} over {', '.join(map(repr, shard_axes(config)))} (N={plan.num_shards}), "
-        f"mesh ({axes}), batch over {batch_axes(config)}"
+        f"mesh ({axes}), batch over {row_axes(config)}"
     )
     if config.stage and plan.num_shards == 1:
         head += f"\n{ALONE}"
@@ -113,11 +113,11 @@ def _stage_3_line(plan: PlannedBytes) -> list[str]:
 
 def _level_lines(plan: PlannedBytes) -> list[str]:
     """Returns what each device sends within and between nodes, and what the options for nodes cost."""
-    _, *over_nodes = shard_axes(plan.config)
-    if not over_nodes:
+    over_nodes = plan.config.node_axis
+    if over_nodes is None:
         return []
-    if plan.mesh.shape[over_nodes[0]] == 1:
-        return [f"one node along {over_nodes[0]!r}: there is nothing between nodes"]
+    if plan.mesh.shape[over_nodes] == 1:
+        return [f"one node along {over_nodes!r}: there is nothing between nodes"]
     sent = plan.sent_bytes()
     lines = [
         f"sent per step and device: {format_bytes(sent.within)} within nodes, {format_bytes(sent.between)} between them"

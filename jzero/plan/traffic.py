@@ -16,7 +16,7 @@ from jzero.jaxpr.sizes import itemsize
 from jzero.layout.blocks import LEAST
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.mesh import shard_axes
+from jzero.layout.mesh import axes_within_nodes
 from jzero.layout.route import Collective, Leg, Route, route_of
 from jzero.plan.state_layout import StateLayout
 
@@ -147,7 +147,7 @@ class Traffic:
     def sent_bytes(self, *, micro_batches: int = 1) -> LevelBytes:
         """Returns the bytes that one device sends per step, within and between nodes."""
         found = self._gathers_in(micro_batches)
-        within_nodes, *over_nodes = shard_axes(self.plan.config)
+        within_nodes, over_nodes = {*axes_within_nodes(self.plan.config)}, {self.plan.config.node_axis}
         for leaf in self.plan.leaves:
             cut = leaf.grad.cut_for_collectives if leaf.trained else None
             if cut is None:
@@ -155,9 +155,9 @@ class Traffic:
             dtype = cast_dtype(leaf.compute_dtype, self.plan.config.policy.reduce)
             between_once = self.is_reduced_once(micro_batches)
             for x in self.route_of_gradient(leaf).reductions(cut.of_part(self.plan.mesh.shape), dtype):
-                once = self.plan.config.stage < 2 or (between_once and within_nodes not in x.axes)
+                once = self.plan.config.stage < 2 or (between_once and within_nodes.isdisjoint(x.axes))
                 found += [x] * (1 if once else micro_batches)
-        between = sum(x.sent_bytes for x in found if not {*over_nodes}.isdisjoint(x.axes))
+        between = sum(x.sent_bytes for x in found if not over_nodes.isdisjoint(x.axes))
         return LevelBytes(round(sum(x.sent_bytes for x in found) - between), round(between))
 
     @property

@@ -213,7 +213,8 @@ def resolve_mesh(mesh: M | None, config: ZeroConfig) -> M | Mesh:
     """Returns the mesh, or one of all devices."""
     if mesh is not None:
         return mesh
-    for field, what in (("replica_axis", "replicas"), ("node_axis", "nodes")):
+    several = (("replica_axis", "replicas"), ("node_axis", "nodes"), ("context_axis", "parts of a row"))
+    for field, what in several:
         if (name := getattr(config, field)) is not None:
             sizes = ", ".join(f"{axis}=..." for axis in batch_axes(config))
             raise ValueError(

@@ -21,7 +21,7 @@ from jzero.engine.outputs import Weighted, check_aux
 from jzero.engine.trace import TracedLoss
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.mesh import batch_axes, num_batch_shards
+from jzero.layout.mesh import num_row_shards, row_axes
 from jzero.layout.padded import Padded, unbox
 from jzero.layout.placement import place_array
 from jzero.plan.plan import ZeroPlan
@@ -174,7 +174,7 @@ def abstract_inputs(
 
 def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> list[jax.Array]:
     """Returns the leaves of a batch; raises, with a list of leaves, unless every device gets an equal part."""
-    parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
+    parts = num_row_shards(plan.mesh, plan.config) * accumulate_steps
     leaves = jax.tree.leaves(batch)
     are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
     sizes = {x.shape[0] for x in leaves if x.ndim} if are_arrays else set()
@@ -197,7 +197,7 @@ def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> lis
         steps = f" x accumulate_steps={accumulate_steps}" if accumulate_steps > 1 else ""
         raise ValueError(
             f"The leading dimension of the batch must be divisible by {parts} (the size of mesh axes "
-            f"{batch_axes(plan.config)}{steps}); these leaves are not:\n{listed}\nUse a batch of {near}, or pad it and "
+            f"{row_axes(plan.config)}{steps}); these leaves are not:\n{listed}\nUse a batch of {near}, or pad it and "
             "weight the padding with zero (`jzero.Weighted`)."
         )
     listed = "\n".join(f"  batch[{path!r}]: shape {tuple(x.shape)}" for path, x in rows)

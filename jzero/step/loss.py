@@ -80,7 +80,7 @@ class StepLoss:
         require_planned_memory(state, plan, with_opt_state=self.differentiates)
         traced, inputs = self.trace(state, batch, rng)
         parts = self._num_parts(plan)
-        num_rows = next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None)
+        num_rows = min(traced.rows, default=None)
         check_loss(traced, num_rows)
         warn_closed_over(traced, plan)
         if self.checks_rows and parts > 1:

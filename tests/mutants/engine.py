@@ -7,8 +7,8 @@ MUTANTS = [
     Mutant(
         "micro_batches_traced_whole",
         "engine/trace.py",
-        "parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps",
-        "parts = num_batch_shards(plan.mesh, plan.config)",
+        "parts = num_row_shards(plan.mesh, plan.config) * accumulate_steps",
+        "parts = num_row_shards(plan.mesh, plan.config)",
         "test_passes.py::test_a_traced_loss_has_whole_parameters_and_the_rows_of_one_device",
     ),
     Mutant(
