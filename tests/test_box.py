@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jzero.layout.box import Box, before_reshape, padded, runs, tile
+from jzero.layout.box import Box, padded, runs, tile
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
@@ -63,15 +63,3 @@ def test_padding_is_zero(data):
     expected = np.zeros(stored, x.dtype)
     expected[Box.whole(natural).slices] = x
     np.testing.assert_array_equal(padded(lambda y: y.take(x), box, natural, x.dtype), box.take(expected))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [((6, 4), (6, 4)), ((6, 4), (2, 3, 4)), ((6, 4), (4, 6)), ((1, 8), (8,))])
-@given(data=st.data())
-def test_the_smallest_box_before_a_reshape(before, after, data):
-    box = data.draw(boxes(after).filter(lambda x: x.size))
-    near, cut, inside = before_reshape(box, after, before)
-    x = numbers(after)
-    np.testing.assert_array_equal(inside.take(near.take(x.reshape(before)).reshape(cut)), box.take(x))
-    if before == after:
-        assert near == box

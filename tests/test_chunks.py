@@ -2,13 +2,10 @@
 
 import math
 
-import jax
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jzero.arrays.chunks import chunk_index, for_each_chunk, read_chunk, split, write_chunk
+from jzero.arrays.chunks import split
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 8, 24, 31, 32, 61, 96, 120, 128, 256, 300]), min_size=0, max_size=4)
 SHAPES = SHAPES.filter(lambda shape: math.prod(shape) <= 200_000).map(tuple)
@@ -46,27 +43,6 @@ def test_chunks_are_no_larger_than_they_must_be(shape, num_bytes, chunk_bytes, t
         lanes = rows if transposed else columns
         assert not [length for length in lengths[:-1] if length % 32]
         assert lengths[-1] % 8 == 0 or (lanes > 128 and lengths[-1] >= 2)
-
-
-@pytest.mark.slow
-@given(SHAPES, st.integers(1, 5000), st.booleans())
-@settings(max_examples=15, deadline=None)  # each shape is a new program
-def test_every_element_is_read_and_written_once(shape, chunk_bytes, tiled):
-    pieces = split(shape, 4, chunk_bytes, tiled=tiled)
-    x = np.arange(math.prod(shape), dtype=np.float32).reshape(pieces.view)
-
-    def body(chunk, carry):
-        x, indices, count = carry
-        new = 2 * read_chunk(x, chunk, pieces) + 1
-        found = [write_chunk(y, chunk_index(dim, shape, chunk, pieces), chunk, pieces) for dim, y in enumerate(indices)]
-        return write_chunk(x, new, chunk, pieces), found, count + 1
-
-    start = (x, [np.full(pieces.view, -1, np.int32) for _ in shape], 0)
-    found, indices, count = jax.jit(lambda carry: for_each_chunk(body, carry, pieces))(start)
-    assert count == len(chunks_of(pieces))
-    np.testing.assert_array_equal(found, 2 * x + 1)
-    for index, expected in zip(indices, np.indices(shape), strict=True):
-        np.testing.assert_array_equal(np.asarray(index).reshape(shape), expected)
 
 
 def test_large_layers_of_large_models():

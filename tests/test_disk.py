@@ -19,7 +19,6 @@ from jzero.state.record_states import records_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits, whole
 from tests.disk_states import (
-    ADAMW,
     OPTIMIZERS,
     in_memory,
     loss_fn,
@@ -27,7 +26,6 @@ from tests.disk_states import (
     state_on_disk,
     step_of,
     train,
-    two_devices,
 )
 from tests.tiers import default_for
 
@@ -127,22 +125,6 @@ def test_parameters_may_be_on_the_host(folder, name):
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"pinned_host", "device"}
     np.testing.assert_allclose(found, losses, rtol=1e-6)
     assert_near(whole(state), whole(near))
-
-
-@pytest.mark.slow
-def test_born_on_disk(folder):
-    def make_state(key):
-        params = jax.tree.map(lambda x: jax.random.normal(key, x.shape), make_params())
-        return jzero.TrainState.create(params=params, tx=ADAMW)
-
-    offload = jzero.Offload(optimizer="disk", path=folder, chunk_bytes=2048)
-    config = jzero.ZeroConfig(precision="bf16", persistence_threshold=50, offload=offload)
-    mesh = two_devices()
-    born = jzero.init_train_state(make_state, jax.random.key(0), config=config, mesh=mesh)
-    expected = arrays(make_state(jax.random.key(0)).params)
-    assert_same_bits(arrays(jzero.unshard_train_state(born).params), expected)
-    sharded = jzero.shard_train_state(make_state(jax.random.key(0)), config=config, mesh=mesh)
-    assert_same_bits(whole(train(born)[0]), whole(train(sharded)[0]))
 
 
 def test_reading_editing_and_moving_what_is_on_disk(tmp_path):

@@ -105,14 +105,6 @@ def test_the_first_of_several_errors_is_raised(folder):
         pipeline.run(lambda record, buffer: finish_others if record == 0 else finish_first)
 
 
-def test_an_error_of_a_writer_ends_the_visits(folder, monkeypatch):
-    pipeline, visits = Pipeline(DiskStore(folder, SIZES)), []
-    failing(monkeypatch, "pwritev", pipeline.store, slot=1, after=0)
-    with pytest.raises(DiskError, match="Writing"):
-        pipeline.run(lambda record, buffer: visits.append(record) or time.sleep(0.03))
-    assert len(visits) < len(SIZES)
-
-
 def test_an_error_holds_no_space(folder, monkeypatch):
     pipeline = Pipeline(DiskStore(folder, SIZES))
     gc.collect()

@@ -2,9 +2,7 @@
 
 import functools
 import gc
-import os
 import threading
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +16,8 @@ from jzero.disk import rows
 from jzero.disk.files import PAGE, DiskError, page_aligned
 from jzero.disk.rows import RowReader, StoredRow, take_row
 from jzero.disk.stores import DiskStore, RamStore
-from jzero.state.record_states import for_loss, records_of
-from tests.checkpoint_states import arrays, assert_same_bits, whole
+from jzero.state.record_states import records_of
+from tests.checkpoint_states import assert_same_bits, whole
 from tests.tiers import default_for
 
 LAYERS, D, F = 3, 29, 29
@@ -120,16 +118,6 @@ def test_parameters_on_disk_train_like_those_in_memory(scratch, name, precision,
     assert disk.keys() == memory.keys()
     for path, x in memory.items():
         np.testing.assert_allclose(disk[path], x, rtol=tolerance, atol=tolerance, err_msg=path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", default_for(["bf16"], ["fp32", "bf16"]))
-def test_loss_and_gradients_have_the_bits_of_those_in_memory(scratch, precision):
-    found = []
-    for offload in (jzero.Offload(), on_disk(scratch)):
-        loss, grads = jzero.value_and_grad(loss_fn)(made(offload, precision), batch())
-        found.append({"loss": np.asarray(loss), **arrays(grads)})
-    assert_same_bits(*found)
 
 
 def test_rows_are_read_as_counted_and_no_stack_is_in_memory(scratch):
@@ -274,18 +262,6 @@ def test_records_of_single_rows_that_unrolled_layers_read_change_no_bit_of_an_up
         found.append((losses, whole(state)))
     assert found[0][0] == found[1][0]
     assert_same_bits(found[0][1], found[1][1])
-
-
-@pytest.mark.slow
-def test_compute_on_the_host_and_files_that_close(scratch):
-    state, losses = train(made(on_disk(scratch, compute="host")), [0, 1])
-    assert losses == train(made(on_disk(scratch)), [0, 1])[1]
-    files, handles = weakref.ref(records_of(state)), for_loss(state).params["h"]["w"]
-    assert handles.shape == (N * LAYERS, 2)
-    del state
-    gc.collect()
-    assert files() is None, "a cache keeps the files open"
-    assert os.listdir(scratch) == []
 
 
 # The reader by itself.

@@ -1,7 +1,6 @@
 """What a state takes on a disk: bytes, rates, and the space back."""
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -112,17 +111,3 @@ def test_laying_out_is_told_only_if_it_takes_long(tmp_path, monkeypatch, caplog)
     assert len(caplog.messages) == (num_params - 2) // 2 == 1, num_params
     whole = f"{jzero.disk_stats(state).num_bytes / 2**11:.2f} KiB"
     assert re.fullmatch(rf"Laying out records of optimizer state: .* of {whole} are written\.", caplog.messages[0])
-
-
-def test_a_plan_tells_what_is_on_disk(tmp_path):
-    plan = jzero.plan_of(state_on_disk(tmp_path, precision="bf16"))
-    # The larger matrices' masters and two moments, each field filled up to whole pages, and all of it twice.
-    fields = [3 * len(plan.record_boxes(i)) for i in plan.record_fields]
-    assert plan.disk_bytes_per_device == 2 * 4096 * sum(fields)
-    taken = f"{plan.disk_bytes_per_device / 2**10:.2f} KiB"
-    assert re.search(rf"^on disk, two copies +0 B +0 B +{taken} +{taken}$", str(plan), re.MULTILINE)
-    assert re.search(r"^layer_1/kernel .* on disk +disk$", str(plan), re.MULTILINE)
-    assert json.loads(plan.to_json())["disk_bytes_per_device"] == plan.disk_bytes_per_device
-    near = jzero.plan_train_state(jzero.TrainState.create(params=make_params(), tx=optax.adamw(1e-2)), stage=3)
-    assert "on disk" not in str(near)
-    assert json.loads(near.to_json())["disk_bytes_per_device"] == 0

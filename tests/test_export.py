@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero.checkpoint.parts import ArrayPart, read_parts
 from jzero.layout.box import Box
 from tests import shared
-from tests.checkpoint_states import linen_state, nnx_state, sharded
-from tests.export_states import ODD, numbers, odd_state
+from tests.checkpoint_states import linen_state, sharded
+from tests.export_states import ODD, odd_state
 from tests.tiers import singles, stages
 
 
@@ -155,44 +154,12 @@ def test_parts_need_their_index_and_an_index_its_parts(tmp_path):
         jzero.load_params(state, tmp_path)
 
 
-@pytest.mark.slow
-def test_several_files_with_an_index(tmp_path):
-    plain, _ = odd_state()
-    report = jzero.export_params(sharded(plain, 3), tmp_path / "out", max_file_bytes=1000)
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    count = len(names) - 1
-    assert count > 2
-    assert names == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] + [
-        "model.safetensors.index.json"
-    ]
-    assert [*map(str, report.files)] == [str(tmp_path / "out" / name) for name in names]
-    index = json.loads((tmp_path / "out" / names[-1]).read_text())
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in plain.params.values()) == report.num_bytes
-    for name, x in plain.params.items():
-        with safe_open(tmp_path / "out" / index["weight_map"][name], "np") as file:
-            np.testing.assert_array_equal(file.get_tensor(name), x)
-            assert file.metadata()["format"] == "flax"
-    loaded = jzero.load_params(sharded(odd_state(5)[0], 1, 5), tmp_path / "out")
-    assert all((numbers(loaded)[name] == x).all() for name, x in plain.params.items())
-
-
 def test_only_some_parameters(tmp_path):
     state = sharded(linen_state(), 3)
     jzero.export_params(state, tmp_path / "x.safetensors", paths="(first|third)/.*")
     assert sorted(load_file(tmp_path / "x.safetensors")) == ["first.bias", "first.kernel", "third.bias", "third.kernel"]
     with pytest.raises(ValueError, match="`paths` 'nothing' matches no parameter"):
         jzero.export_params(state, tmp_path / "y.safetensors", paths="nothing")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_exports_what_its_state_would(tmp_path):
-    for name, state in (("linen", sharded(linen_state(), 3)), ("nnx", sharded(nnx_state(), 2, precision="bf16"))):
-        jzero.save_checkpoint(tmp_path / name, state)
-        jzero.export_params(state, tmp_path / f"{name}_state.safetensors", dtype="bfloat16")
-        jzero.export_checkpoint(tmp_path / name, tmp_path / f"{name}.safetensors", dtype="bfloat16")
-        ours, theirs = (load_file(tmp_path / f"{name}{how}.safetensors") for how in ("_state", ""))
-        assert ours.keys() == theirs.keys()
-        assert all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float4_e2m1fn"])
@@ -240,10 +207,3 @@ def test_names_that_are_the_same(tmp_path):
     state = sharded(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), 1)
     with pytest.raises(ValueError, match=r"told apart on disk.*params\.a\.b"):
         jzero.export_params(state, tmp_path / "x.safetensors")
-
-
-def test_an_export_never_replaces_files(tmp_path):
-    state = sharded(odd_state()[0], 3)
-    jzero.export_params(state, tmp_path / "out", max_file_bytes=1000)
-    with pytest.raises(ValueError, match="An export never replaces files"):
-        jzero.export_params(state, tmp_path / "out")
