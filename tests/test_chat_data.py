@@ -7,8 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-import jzero
-import jzero.data
 from tests import hf_models
 from tests.byte_tokenizer import ASSISTANT, END, USER, ByteTokenizer, tokenizer_of_transformers
 from tests.example_runs import EXAMPLES
@@ -141,23 +139,6 @@ def test_the_loss_of_packed_rows_is_that_of_each_example_alone(family, tmp_path)
     assert float(packed.weight) == sum(float(x.weight) for x in alone) == sum(x.learned.sum() for x in examples)
     mean = sum(float(x.sum) for x in alone) / float(packed.weight)
     assert float(packed.sum) / float(packed.weight) == pytest.approx(mean, rel=1e-6)
-
-
-def test_a_run_that_goes_on_sees_the_rows_that_it_would_have_seen():
-    rows = packing.PackedRows(random_examples(100), 31)
-    options = {"batch_size": 8, "num_epochs": None, "shuffle": True, "seed": 3}
-    with iter(jzero.data.make_loader(rows, **options)) as batches:
-        seen = [next(batches) for _ in range(3)]
-        position = json.loads(json.dumps(batches.get_state()))
-        seen += [next(batches) for _ in range(12)]
-    again = packing.PackedRows(random_examples(100), 31)
-    with iter(jzero.data.make_loader(again, **options)) as batches:
-        batches.set_state(position)
-        for batch in seen[3:]:
-            jax.tree.map(np.testing.assert_array_equal, next(batches), batch)
-    other = packing.PackedRows(random_examples(100, seed=1), 31)
-    with iter(jzero.data.make_loader(other, **options)) as batches, pytest.raises(ValueError, match="of other data"):
-        batches.set_state(position)
 
 
 @pytest.mark.slow  # to import transformers takes two seconds

@@ -7,7 +7,6 @@ import time
 import grain
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -139,15 +138,3 @@ def test_numbers_that_do_not_fit_are_named():
     assert next(batches)["x"].dtype == jnp.int32
     with pytest.raises(ValueError, match="'x' of example 13 holds a int64"):
         next(batches)
-
-
-def test_narrow_dtypes_stay():
-    example = {"a": np.ones(2, ml_dtypes.bfloat16), "b": np.uint8(7), "c": np.bool_(True), "d": 1.5}
-    (batch,) = make([example] * 8)
-    assert {name: x.dtype.name for name, x in batch.items()} == {
-        "a": "bfloat16",
-        "b": "uint8",
-        "c": "bool",
-        "d": "float32",
-        "weights": "float32",
-    }

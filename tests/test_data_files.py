@@ -3,7 +3,6 @@
 import pathlib
 import threading
 
-import numpy as np
 import pytest
 
 import jzero.data
@@ -38,22 +37,6 @@ class Reader:
             yield line
 
 
-def test_examples_follow_each_other(paths):
-    source = jzero.data.FileSource(paths, open_file=lines)
-    assert source.counts == COUNTS
-    assert [source[i] for i in range(len(source))] == list(range(11))
-    assert source[np.int64(7)] == 7
-    for index in (-1, 11):
-        with pytest.raises(IndexError, match=f"11 examples: got the index {index}"):
-            source[index]
-
-
-def test_examples_take_turns(paths):
-    source = jzero.data.FileSource(paths, open_file=lines, interleave=2)
-    # The third file goes to the second lane (empty so far), the fourth to the first (3 < 5), and so does the last.
-    assert [source[i] for i in range(len(source))] == [0, 3, 1, 4, 2, 5, 8, 6, 9, 7, 10]
-
-
 def test_files_read_from_their_start_are_read_once(paths):
     reader = Reader()
     source = jzero.data.FileSource(paths, read=reader, interleave=2)
@@ -64,13 +47,6 @@ def test_files_read_from_their_start_are_read_once(paths):
     assert len(reader.opened) == 9, "the last one again costs nothing"
     assert [source[7], source[3]] == [6, 4], "going back starts the file again"
     assert reader.opened[9:] == ["2.txt", "2.txt"]
-
-
-def test_known_counts_are_not_counted_again(paths):
-    reader = Reader()
-    known = {str(path): count for path, count in zip(paths, COUNTS, strict=True) if path.stem != "2"}
-    assert jzero.data.FileSource(paths, read=reader, counts=known).counts == COUNTS
-    assert reader.opened == ["2.txt"]
 
 
 def test_files_are_opened_once_and_the_oldest_dropped(paths):
@@ -110,22 +86,6 @@ def test_an_error_in_a_file_names_the_file(paths):
         source[1]
     assert "example 1 of" in caught.value.__notes__[0]
     assert "0.txt" in caught.value.__notes__[0]
-
-
-def test_fingerprints_tell_sources_apart(paths, tmp_path):
-    def fingerprint(paths, **options):
-        return jzero.data.FileSource(paths, open_file=lines, **options).fingerprint
-
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for path in paths:
-        (moved / path.name).write_text(path.read_text())
-    assert fingerprint(sorted(moved.iterdir())) == fingerprint(paths), "the folder does not count"
-    others = [fingerprint(paths, interleave=2), fingerprint(paths[::-1]), fingerprint(paths[:-1])]
-    paths[0].write_text("0\n1\n")
-    paths[1].write_text("2\n")
-    others.append(fingerprint(paths))
-    assert len({*others, fingerprint(sorted(moved.iterdir()))}) == 5
 
 
 def test_impossible_arguments(paths, tmp_path):

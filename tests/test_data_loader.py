@@ -1,9 +1,7 @@
 """Global batches: which rows, where, in which order, and what happens when something is wrong."""
 
-import inspect
 import json
 import pathlib
-import re
 import threading
 import time
 
@@ -16,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 import jzero.data
-from tests import pages
 from tests.data_examples import Source, examples, ids, make, whole_lines, with_noise
 
 
@@ -73,65 +70,6 @@ def test_training_on_a_padded_remainder_equals_optax_on_the_examples():
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     for name, x in jzero.gather_params(state).items():
         np.testing.assert_allclose(x, params[name], rtol=2e-6)
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_drop_remainder_leaves_out_what_does_not_fill_a_batch(shuffle):
-    loader = jzero.data.make_loader(
-        Source(21), batch_size=8, num_epochs=3, shuffle=shuffle, drop_remainder=True, prefetch=0
-    )
-    batches = [ids(batch) for batch in loader]
-    assert [len(set(batch)) for batch in batches] == [8] * 6
-    assert len(loader) == 3 * loader.batches_per_epoch == 6
-    assert len({*batches[0], *batches[1]}) == 16
-    assert (batches[:2] == batches[2:4]) == (not shuffle)
-
-
-def test_the_order_does_not_depend_on_how_batches_are_made():
-    def order(**options):
-        loader = jzero.data.make_loader(Source(53, 1e-4), shuffle=True, seed=3, num_epochs=2, **options)
-        return [i for batch in loader for i in ids(batch)]
-
-    expected = order(batch_size=8, prefetch=0)
-    assert sorted(expected[:53]) == sorted(expected[53:]) == list(range(53))
-    assert expected[:53] not in (list(range(53)), expected[53:])
-    assert order(batch_size=8, prefetch=1) == order(batch_size=24, prefetch=5) == expected
-    assert order(batch_size=9, prefetch=3, mesh=jzero.make_mesh(devices=jax.devices()[:3])) == expected
-
-
-def test_only_so_many_batches_are_made_ahead_and_they_do_not_count():
-    source = Source(200)
-    with iter(jzero.data.make_loader(source, batch_size=8, prefetch=3)) as batches:
-        source.read.clear()
-        next(batches)
-        deadline = time.monotonic() + 10
-        while len(source.read) < 4 * 8 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.05)
-        assert sorted(source.read) == list(range(4 * 8)), "one handed out and three ahead"
-        assert batches.get_state()["example"] == 8
-        assert ids(next(batches)) == list(range(8, 16))
-
-
-@pytest.mark.parametrize("taken", range(8))
-def test_a_position_goes_on_with_another_batch_size_and_mesh(taken):
-    def loader(**options):
-        return jzero.data.make_loader(Source(29), shuffle=True, seed=1, num_epochs=2, **options)
-
-    whole = [i for batch in loader(batch_size=2, mesh=jzero.make_mesh(devices=jax.devices()[:2])) for i in ids(batch)]
-    first, seen = iter(loader(batch_size=8)), []
-    for _ in range(taken):
-        seen += ids(next(first))
-    assert first.get_state()["epoch"] == taken // 4
-    state = json.loads(json.dumps(first.get_state()))
-    second = iter(loader(batch_size=6, mesh=jzero.make_mesh(devices=jax.devices()[:3])))
-    next(second)
-    second.set_state(state)
-    assert second.get_state() == state
-    assert seen + [i for batch in second for i in ids(batch)] == whole
-    with pytest.raises(StopIteration):
-        next(second)
-    first.close()
 
 
 @pytest.mark.slow
@@ -256,21 +194,3 @@ def test_a_loader_without_end_has_no_length():
     assert (loader.batches_per_epoch, loader.num_examples) == (2, 9)
     with pytest.raises(TypeError, match="has no length"):
         len(loader)
-
-
-def test_guide_runs_from_top_to_bottom(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    namespace = pages.run("data.md")
-    assert isinstance(namespace["state"], jzero.TrainState)
-
-
-@pytest.mark.parametrize("name", jzero.data.__all__)
-def test_docstring_is_complete(name):
-    thing = getattr(jzero.data, name)
-    text = inspect.getdoc(thing)
-    assert ">>> " in text.split("Example:")[1], "run by test_public_api"
-    if name in ("make_loader", "FileSource"):
-        parameters = inspect.signature(thing).parameters
-        assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[1:])
-        for parameter in parameters:
-            assert re.search(rf"^  {parameter}: ", text, re.MULTILINE), parameter

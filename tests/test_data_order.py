@@ -3,7 +3,6 @@
 import itertools
 
 import hypothesis
-import pytest
 from hypothesis import strategies as st
 
 from jzero.data.interleave import Lanes
@@ -33,18 +32,6 @@ def test_orders_differ_by_epoch_and_seed_and_are_not_shared():
     assert len(found) == 9, "the second epoch of seed 0 is not the first of seed 1 either"
     assert tuple(range(200)) not in found
     assert places(EpochOrder(num_examples=200, seed=1, shuffle=False), 2) == list(range(200))
-
-
-@pytest.mark.slow
-@few
-@hypothesis.given(SIZES, st.integers(3, 20), st.integers(0, 3))
-def test_windows_hold_neighbors(num_examples, window, epoch):
-    found = places(EpochOrder(num_examples=num_examples, seed=5, shuffle=True, window=window), epoch)
-    windows = [sorted(found[i : i + window]) for i in range(0, num_examples, window)]
-    expected = [list(range(i, min(i + window, num_examples))) for i in range(0, num_examples, window)]
-    assert sorted(windows) == expected
-    if num_examples % window:
-        assert windows[-1] == expected[-1]
 
 
 def test_windows_are_shuffled_inside_and_among_themselves():
@@ -94,12 +81,6 @@ def test_schedule_is_that_of_brute_force(data):
             assert [(e, p) for e, (p,) in rest] == flat
 
 
-def test_schedule_without_end():
-    schedule = BatchSchedule(num_examples=5, batch_size=2, num_epochs=None, drop_remainder=False)
-    assert schedule.num_batches(Position(7, 3)) is None
-    assert schedule.span(3_000_000, Position(7, 4)).epoch == 7 + 1 + 2_999_999 // 3
-
-
 def taking_turns(counts, num_lanes):
     """Returns `(file, number)` of each example, by dealing the files out and passing round."""
     lanes = [[] for _ in range(num_lanes)]
@@ -114,15 +95,3 @@ def taking_turns(counts, num_lanes):
 def test_lanes_take_turns(counts, num_lanes):
     lanes = Lanes(counts, num_lanes)
     assert [lanes.locate(index) for index in range(sum(counts))] == taking_turns(counts, num_lanes)
-
-
-@pytest.mark.parametrize("num_lanes", [1, 3])
-def test_lanes_of_files_that_follow_each_other(num_lanes):
-    found = [Lanes([2, 1, 0, 3], num_lanes).locate(index) for index in range(6)]
-    assert (
-        found
-        == {
-            1: [(0, 0), (0, 1), (1, 0), (3, 0), (3, 1), (3, 2)],
-            3: [(0, 0), (1, 0), (3, 0), (0, 1), (3, 1), (3, 2)],
-        }[num_lanes]
-    )

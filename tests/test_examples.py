@@ -1,20 +1,14 @@
 """The training example runs as a user runs it: as a script, in a process of its own."""
 
 import functools
-import importlib
 import json
 import pathlib
 import re
 import shutil
-import sys
 
-import jax
-import numpy as np
 import pytest
 
-import jzero
-from tests.compiled import analyze
-from tests.example_runs import EXAMPLES, run_example, run_here
+from tests.example_runs import run_example, run_here
 from tests.tiers import slow
 
 TINY = (
@@ -119,25 +113,3 @@ def assert_memory_falls_with_the_stage(rows: dict[str, list[int]]) -> None:
 def test_default_run_beats_the_promised_loss_in_time(tmp_path):
     trained, _ = validation_losses(run_train_gpt(out=tmp_path, timeout=DEFAULT_RUN_SECONDS))
     assert trained < 2.6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_what_the_compiler_makes_of_the_example(framework, monkeypatch):
-    """The example's own step at its default sizes, on 8 CPU devices, as its script builds it."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    train_gpt = importlib.import_module("train_gpt")
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", f"--framework={framework}"])
-    args = train_gpt.parse_args()
-    chosen = train_gpt.FRAMEWORKS[framework]
-    make_state = chosen.make_state_fn(train_gpt.model_config(args), train_gpt.make_optimizer(args))
-    config = jzero.ZeroConfig(stage=args.stage, persistence_threshold=args.persistence_threshold)
-    state = jzero.abstract_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=config)
-    step = jzero.make_train_step(chosen.make_loss_fn(train_gpt.model_config(args)), clip_norm=1.0)
-    report = analyze(step, state, np.zeros((args.batch_size, args.seq_len + 1), np.int32))
-    report.verify()
-    size = sum(leaf.param.size for leaf in report.plan.leaves)
-    assert report.communication_elements == pytest.approx(3 * size, rel=0.05)
-    # The compiler for CPUs allots each temporary its own memory more often than those that the model is of.
-    assert report.estimated.arguments == pytest.approx(report.memory.arguments, rel=0.01)
-    assert 0.4 < report.estimated.peak / report.memory.peak < 1.2

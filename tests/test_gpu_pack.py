@@ -6,22 +6,18 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from benchmarks.engines import Engine
 from benchmarks.gpu import __main__ as pack
 from benchmarks.gpu import steps
 from benchmarks.gpu.job import Job, add_line, figures_of
-from benchmarks.gpu.report import report
 from benchmarks.offload import least_traffic
-from benchmarks.turns import Training, in_turns, ratio
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = "steps/gpt_small/8/3"
@@ -78,44 +74,8 @@ def test_all_engines_train_alike(small):
         assert programs[name]["loss"] == pytest.approx(plain["loss"], rel=1e-3)
 
 
-@pytest.mark.slow
-def test_report_shows_what_was_measured(small):
-    found, text = small
-    row = next(line for line in text.splitlines() if line.startswith("| jzero, stage 3 |"))
-    cells = [cell.strip() for cell in row.split("|")]
-    x = found[STEPS]["jzero 3"]
-    assert float(cells[2]) == pytest.approx(1e3 * x["step"], rel=0.01)
-    peak = x["peak"] / found[STEPS]["strong 3"]["peak"]
-    assert f"jzero, stage 3 {x['of_strong']:.2f} of its step at {peak:.2f} of its peak" in text
-    assert "A trial on CPUs" in text
-    for part in ("In short", "Machine", "Rates", "gpt_small on 8 devices", "Offload", "How to read this"):
-        assert f"## {part}" in text
-
-
-@pytest.mark.slow
-def test_report_is_written_wherever_a_run_ends(small, tmp_path):
-    found, _ = small
-    lines = tmp_path / "lines.jsonl"
-    assert report({}).startswith("# jzero on")
-    for part, programs in found.items():
-        assert report({name: x for name, x in found.items() if name != part}).startswith("# jzero on")
-        for program, figures in programs.items():
-            add_line(lines, part, program, figures)
-            assert report(figures_of(lines)).startswith("# jzero on")
-    assert report(figures_of(lines)) == report(found)
-
-
 def options(**values):
     return argparse.Namespace(**{"small": True, "models": [], "only": [], "minutes": 5, "default_out": False, **values})
-
-
-@pytest.mark.slow  # it imports jax in another process; see the part that has no time
-def test_a_part_that_fails_is_recorded(tmp_path):
-    lines = tmp_path / "lines.jsonl"
-    pack.run_part("steps/no_such_model/8/3", 120, lines, options())
-    ended = figures_of(lines)["steps/no_such_model/8/3"][""]
-    assert ended["failed"] == "ended with 1"
-    assert "There is no model 'no_such_model': choose of gpt_scanned" in ended["log"]
 
 
 def test_a_part_ends_with_its_time(tmp_path):
@@ -163,22 +123,6 @@ def test_no_report_of_a_cpu_by_accident(tmp_path, monkeypatch):
     machine = {**MACHINE, "facts": {"platform": "cpu", "kind": "cpu", "count": 8}}
     with pytest.raises(SystemExit, match=r"No GPU here, .*--out FILE"):
         run_with({"machine": machine}, tmp_path, monkeypatch, default_out=True)
-
-
-def test_runs_take_turns():
-    order = []
-    times = in_turns({name: lambda name=name: order.append(name) for name in "ab"}, 2, before=lambda: order.append("-"))
-    assert order == ["-", "a", "-", "b"] * 2
-    assert [len(x) for x in times.values()] == [2, 2]
-    assert len(in_turns({"": lambda: None}, 5, until=time.monotonic() - 1)[""]) == 1
-    assert ratio([1.0, 2.0, 9.0], [2.0, 4.0, 3.0]) == 0.5
-
-
-def test_training_goes_on_from_its_state():
-    training = Training(lambda state, batch: (state + batch, {"loss": state}), 1, 2, steps=3)
-    training()
-    training()
-    assert (training.state, training.count, training.metrics) == (13, 6, {"loss": 11})
 
 
 def test_offload_moves_at_least_the_arrays_on_the_host():
@@ -235,49 +179,3 @@ def test_a_program_that_fails_leaves_the_others(tmp_path):
     assert found["strong 3"] == {"failed": "ValueError: out of memory"}
     assert found["jzero 3"]["alone"]
     assert found["jzero 3"]["of_plain"] > 0
-
-
-def test_allocated_peaks_are_those_of_the_program_or_bounds(tmp_path, monkeypatch):
-    mesh, job = jzero.make_mesh(), job_in(tmp_path)
-    peaks = iter([5, 8, 8, 8, 8])
-    monkeypatch.setattr(steps, "peak_in_use", lambda mesh: next(peaks))
-    assert steps.runs_alone(job, program("jzero", 3, 20), mesh, 1.0)
-    assert steps.runs_alone(job, program("strong", 3, 30), mesh, 1.0)
-    assert not steps.runs_alone(job, program("plain", 0, 30, fails), mesh, 1.0)
-    found = figures_in(tmp_path)
-    assert (found["jzero 3"]["allocated"], found["jzero 3"]["allocated_at_most"]) == (8, False)
-    assert (found["strong 3"]["allocated"], found["strong 3"]["allocated_at_most"]) == (8, True)
-    assert found["plain 0"] == {"failed": "ValueError: out of memory"}
-
-
-def test_what_does_not_fit_is_not_run(tmp_path, monkeypatch):
-    mesh = jzero.make_mesh()
-    like = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))}
-    monkeypatch.setattr(steps, "engine_of", lambda *_: Engine(None, None, like))
-    monkeypatch.setattr(steps, "batch_of", lambda *_: None)
-    monkeypatch.setattr(steps, "tell_of_program", lambda *_: argparse.Namespace(peak=20, arguments=16))
-    for limit, why in ((15, "its state alone takes"), (19, "it needs"), (20, None)):
-        monkeypatch.setattr(steps, "memory_limit", lambda limit=limit: limit)
-        programs = steps.compiled(job_in(tmp_path), steps.PROGRAMS[3], None, mesh)
-        assert len(programs) == (4 if why is None else 0)
-        if why:
-            assert figures_in(tmp_path)["jzero 3"]["skipped"].startswith(why)
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [(100, 3), (25, 2)])
-def test_what_is_compiled_beside_the_two_rivals_depends_on_the_time(seconds, expected, tmp_path, monkeypatch):
-    """Each program takes 10 s; of the time 0.6 is for compiling."""
-    clock = {"now": 0}
-
-    def compile_one(*_):
-        clock["now"] += 10
-        return argparse.Namespace(peak=20, arguments=16)
-
-    monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
-    monkeypatch.setattr(steps, "engine_of", lambda *_: Engine(None, None, {}))
-    monkeypatch.setattr(steps, "batch_of", lambda *_: None)
-    monkeypatch.setattr(steps, "tell_of_program", compile_one)
-    job = Job("steps/counter/1/3", tmp_path / "lines.jsonl", seconds, small=False, started=0)
-    found = steps.compiled(job, steps.PROGRAMS[3][:3], None, jzero.make_mesh())
-    assert len(found) == expected
-    assert ("plain 0" in figures_of(job.lines).get(job.part, {})) == (expected == 2)
