@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
@@ -31,11 +30,6 @@ def factory():
     return make_state, loss_fn, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
 
 
-def abstract():
-    print("a function that prints")
-    return jax.eval_shape(make_state, jax.random.key(0)), loss_fn, np.ones((BATCH, WIDTH), np.float32)
-
-
 def concrete():
     return [make_state(jax.random.key(0)), loss_fn, jnp.ones((BATCH, WIDTH))]
 
@@ -46,11 +40,6 @@ def with_rng():
         lambda params, batch, rng: loss_fn(params, batch + jax.random.normal(rng, batch.shape)),
         factory()[2],
     )
-
-
-def odd():
-    params = {"kernel": jnp.ones((37, 11)), "bias": jnp.ones(11)}
-    return jzero.TrainState.create(params=params, tx=ADAM), loss_fn, jnp.ones((8, 37))
 
 
 def make_nnx(key):

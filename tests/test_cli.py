@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
 import jax
 import optax
@@ -20,46 +19,15 @@ from safetensors.numpy import load_file
 import jzero
 from jzero import __main__ as main
 from jzero.checkpoint.contents import sign
-from jzero.cli import status
 from jzero.cli.terminal import messages
-from jzero.machines import topologies
 from tests import cli_models
 from tests.cli_runs import data_of, fit_tries_little, folder, message_of, run, text_of  # noqa: F401  # fixtures
-from tests.estimator_models import ZERO2_T5_3B_COLD, ZERO3_T5_3B_COLD
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAYERS, WIDTH, PSI = cli_models.LAYERS, cli_models.WIDTH, cli_models.PARAMS
 
 
 # estimate
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("options", "table"), [("--stage 3 --largest-layer 32e6", ZERO3_T5_3B_COLD), ("--stage 2", ZERO2_T5_3B_COLD)]
-)
-def test_estimate_prints_deepspeeds_table(run, options, table):
-    found = text_of(run(f"estimate --deepspeed --params 2851e6 --num-gpus-per-node 8 {options}"))
-    assert found.strip() == table.strip()
-
-
-def test_estimate_as_json(run):
-    p, n = 10**6, 4  # documented: 4P + 16P/N on the device; 1.5 · 4N·P and 1.5 · max(4N, 16)·P on the host
-    found = data_of(run("estimate --deepspeed --params 1e6 --stage 2 --num-gpus-per-node 4 --json"))
-    assert [(row["options"], row["gpu_bytes"], row["cpu_bytes"]) for row in found["rows"]] == [
-        ("offload_optimizer=cpu", 2 * p, 24 * p),
-        ("offload_optimizer=none", 4 * p + 16 * p // n, 24 * p),
-    ]
-    assert (found["stage"], found["total_params"], found["largest_layer_params"]) == (2, p, None)
-    wide = data_of(run("estimate --deepspeed --params 1e6 --stage 1 --num-nodes 2 --json"))
-    assert wide["rows"][1] == {
-        "cpu_bytes": 3 * 4 * p // 2,
-        "gpu_bytes": 4 * p + 12 * p // 2,
-        "cpu_offload": False,
-        "cpu_offload_params": None,
-        "zero_init": None,
-        "options": "offload_optimizer=none",
-    }
 
 
 @pytest.mark.parametrize("function", ["factory", "concrete"])
@@ -96,20 +64,6 @@ def test_plan_as_json(run):
     whole = {(leaf["term"], leaf["path"]): leaf for leaf in found["replicated"]}
     assert set(whole) == {("opt_state", "0/count"), ("other", "step")}
     assert all(leaf["reason"] == "scalar" and leaf["num_bytes"] == 4 for leaf in whole.values())
-
-
-def test_plan_options(run):
-    found = data_of(run("plan users:abstract --stage 2 --precision bf16 --devices 8 --json"))
-    per_device = found["bytes_per_device"]
-    assert (per_device["params"], per_device["grads"]) == (2 * PSI, 2 * PSI // 8)
-    assert per_device["opt_state"] == pytest.approx(12 * PSI // 8, abs=16)  # and counters
-    assert {row["dtype"] for row in found["parameters"]} == {row["compute_dtype"] for row in found["parameters"]}
-    kept = data_of(run("plan users:odd --devices 8 --json"))
-    assert {(leaf["term"], leaf["path"]) for leaf in kept["replicated"]} >= {("params", "kernel"), ("params", "bias")}
-    cut = data_of(run("plan users:odd --devices 8 --persistence-threshold 0 --json"))
-    rows = {row["path"]: row for row in cut["parameters"]}
-    assert (rows["kernel"]["stored_shape"], rows["kernel"]["padding"]) == ([40, 11], 3 * 11)
-    assert cut["bytes_per_device"]["params"] == 4 * (40 * 11 + 16) // 8
 
 
 def test_devices_have_one_name_and_keep_their_former_ones(run, folder):
@@ -159,15 +113,6 @@ def test_analyze_options(run):
     assert f"2.00 × {PSI:,} parameters" in found
 
 
-@pytest.mark.slow
-def test_analyze_with_and_without_remat(run):
-    """What is kept of a layer: its input; or beside it hyperbolic tangents t and, as jax has it, 1 - t."""
-    kept = [data_of(run(f"analyze users:factory {option} --json"))["estimated"]["activation_bytes"]
-            for option in ("--remat", "--no-remat")]  # fmt: skip
-    assert kept[0] == pytest.approx(kept_bytes(WIDTH), abs=8)
-    assert kept[1] == pytest.approx(kept_bytes(WIDTH + 2 * 4 * WIDTH), abs=8)
-
-
 def test_analyze_ends_with_1_if_the_program_departs_from_the_plan(run, monkeypatch):
     analyze = jzero.analyze
     departs = lambda *args, **kwargs: dataclasses.replace(analyze(*args, **kwargs), violations=("a planted fault",))
@@ -195,21 +140,6 @@ def test_fit_as_json(run):
     assert found["notes"][0] == "Nothing was compiled: the figures are estimated."
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fit_tries_little")
-def test_fit_compares_host_memory_if_asked(run):
-    """Adam's moments take 8 bytes per parameter; at stage 0 each of eight devices has them on its host, whole."""
-    command = "fit users:nnx_pair --topology h200:8 --hbm-bytes 1e9 --no-confirm --offload --host-bytes"
-    text = text_of(run(f"{command} 1e9 --stage 1"))
-    header = next(line for line in text.splitlines() if line.startswith("stage")).split()
-    assert (header[1], header[-1]) == ("verdict", "host")
-    assert "s for the host" in text
-    size = WIDTH * 4 * WIDTH
-    found = data_of(run(f"{command} {32 * size} --json"))["tried"]
-    assert {x["stage"]: x["host_bytes"] for x in found if x["host_bytes"]}[0] == 8 * size
-    assert {x["stage"] for x in found if x["verdict"].endswith("too much for the host")} == {0}
-
-
 @pytest.mark.usefixtures("fit_tries_little")
 def test_fit_compiles_for_this_machine(run):
     text = text_of(run("fit users:nnx_pair --hbm-bytes 1e9 --precision bf16"))
@@ -222,16 +152,6 @@ def test_fit_ends_with_1_if_nothing_fits(run):
     result = run("fit users:nnx_pair --topology h200:8 --stage 3 --hbm-bytes 1000 --no-confirm")
     assert result.exit_code == 1
     assert "nothing fits. The least is stage 3" in result.stdout
-
-
-@pytest.mark.usefixtures("fit_tries_little")
-def test_fit_without_the_compiler_says_so(run, monkeypatch):
-    monkeypatch.setattr(topologies, "missing_compiler", lambda kind: f"no {kind} compiler")
-    topologies._devices.cache_clear()
-    found = data_of(run("fit users:nnx_pair --topology h200:8 --json"))
-    assert found["chosen"]["compiled_peak"] is None
-    assert "Nothing was compiled" in found["notes"][0]
-    assert "no gpu compiler" in found["notes"][0]
 
 
 # export, inspect
@@ -324,10 +244,6 @@ def test_without_typer_the_script_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'jzero[cli]'" in capsys.readouterr().err
 
 
-def test_the_script_is_declared():
-    assert 'jzero = "jzero.__main__:main"' in (ROOT / "pyproject.toml").read_text()
-
-
 @pytest.mark.slow
 def test_commands_of_the_guide_run(run, checkpoint, tmp_path):
     """Except that machines which are not there are left out where they compile, and what other files run as it is."""
@@ -371,19 +287,3 @@ def test_a_terminal_shows_what_takes_long_as_long_as_it_does(monkeypatch, capsys
     assert "<erased>A module prints.\n" in text
     assert text.endswith("<erased>")
     assert "Nobody" not in text
-
-
-def test_a_log_gets_a_line_of_what_takes_longer_than_others(monkeypatch, capsys):
-    monkeypatch.setattr(status, "EVERY_S", 0.2)
-    log = logging.getLogger("jzero")
-    with messages(traceback=False):
-        for i in range(50):
-            log.info("Tracing layout %s of 50.", i + 1)
-        log.warning("Something to keep.")
-        deadline = time.monotonic() + 30
-        written = ""
-        while "layout" not in written and time.monotonic() < deadline:
-            time.sleep(0.01)
-            written += capsys.readouterr().err
-    assert written == "jzero: Something to keep.\njzero: Tracing layout 50 of 50.\n"
-    assert not capsys.readouterr().err

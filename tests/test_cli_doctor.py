@@ -136,12 +136,6 @@ def test_doctor_measures_a_disk(run, tmp_path):
     pages.check_output("command_line.md", shown, printed, is_example=True)
 
 
-@pytest.mark.usefixtures("no_checks")
-def test_doctor_measures_no_disk_unless_asked(run):
-    assert data_of(run("doctor --json"))["disk"] is None
-    assert "O_DIRECT" not in text_of(run("doctor"))
-
-
 def test_doctor_says_what_a_file_system_lacks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(22, "Invalid argument")

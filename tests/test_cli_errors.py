@@ -7,7 +7,6 @@ import re
 import pytest
 
 from jzero.cli import terminal
-from jzero.machines import topologies
 from tests.cli_runs import folder, message_of, run  # noqa: F401  # fixtures
 
 # Wrong input.
@@ -63,25 +62,6 @@ def test_an_error_of_a_users_loss_says_where(run, folder):
     found = message_of(run("analyze its_loss_fails:model"))
     assert "jzero: KeyError in its_loss_fails.py, line 4, `return users.factory()[0]," in found
     assert "`: 'none'.\n" in found
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "estimate --nothing",
-        "plan users:factory --stage 4",
-        "plan users:factory --precision f8",
-        "plan users:factory --devices 0",
-    ],
-)
-def test_wrong_options_are_usage_errors(run, line):
-    assert "Usage:" in message_of(run(line))
-
-
-def test_a_missing_extra_is_named(run, monkeypatch):
-    monkeypatch.setattr(topologies, "_is_installed", lambda package: False)
-    topologies._devices.cache_clear()
-    assert "pip install 'jzero[gpu]'" in message_of(run("analyze users:factory --topology h200:7"))
 
 
 def test_traceback_is_there_for_those_who_ask(run):

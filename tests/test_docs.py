@@ -25,7 +25,6 @@ CODE_WIDTH = 88  # columns; `.md-grid` in docs/stylesheets/extra.css makes room 
 RUN_ELSEWHERE = {  # with more to say about what comes out
     IN_TWO_PROCESSES,
     "guides/command_line.md",  # test_cli.py
-    "data.md",  # test_data_loader.py
     "migrating.md",  # test_migrating.py
     "monitoring.md",  # test_monitor.py
 }
@@ -197,14 +196,6 @@ def test_pages_show_each_picture(render):
     assert len(shown) == sum(text.count("<!-- picture") for text in texts)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["bytes", "stages", "matrices", "padding", "loading", "which_stage", "step", "life", "memory", "network"]
-)
-def test_pictures_can_be_read(render, name):
-    check_picture(render.PICTURES[name]())
-
-
 def test_the_picture_of_the_readme_is_the_one_that_is_drawn(render):
     assert (DOCS / "pictures/bytes.svg").read_text() == render.PICTURES["bytes"]()
 
@@ -219,12 +210,6 @@ def test_pictures_of_steps_say_what_the_programs_do(render):
         "compute": ["1", "2", "3", "∇3", "←3", "∇2", "←2", "∇1"],
         "reduce": ["3", "2", "1"],
     }
-
-
-def test_code_in_tables_breaks_between_words_and_parts_of_names(render):
-    page = "<p><code>a b</code></p><table><td>c d <code class='x y'>--top-k jzero.fit 0.5</code></td></table>"
-    marked = '--top-k <wbr>jzero.<wbr class="part">fit <wbr>0.5'
-    assert render.on_post_page(page) == page.replace("--top-k jzero.fit 0.5", marked)
 
 
 def test_notebooks_become_pages(render):

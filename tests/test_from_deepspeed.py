@@ -19,7 +19,7 @@ from hypothesis import given
 
 import jzero
 from jzero.deepspeed.facts import BatchSizes, solve_batch
-from tests.deepspeed_configs import DATA, read, read_refused, verdicts
+from tests.deepspeed_configs import DATA, read, verdicts
 
 CONFIGS = sorted(path.stem for path in (DATA / "ds_configs").glob("*.json") if "." not in path.stem)
 REPORTED = ("train_batch_size", "micro_batch_size", "accumulate_steps", "clip_norm")
@@ -109,19 +109,6 @@ def test_one_warning_names_all_that_is_refused_or_open(imported, verdict, says):
     for key in refused:
         assert f"`{key}`" in str(warning.message)
         assert f"`{key}`" in str(error.value)
-
-
-def test_report_reads_as_a_table():
-    _, report = read_refused(
-        {"zero_optimization": {"stage": 3, "load_from_fp32_weights": False, "overlap_comm": True}}, num_devices=4
-    )
-    lines = str(report).splitlines()
-    assert lines[0] == "DeepSpeed configuration: 1 refused, 3 honoured, 1 left to the compiler, 0 ignored"
-    assert lines[1] == "batch: 8 rows a step = 2 in a micro-batch x 1 micro-batches x 4 devices"
-    assert lines[2] == "clipping: at a norm of 1; optimizer: none in the file; schedule: none in the file"
-    assert lines[4].split() == ["refused", "value", "note"]
-    assert lines[5].split()[:2] == ["zero_optimization.load_from_fp32_weights", "false"]
-    assert lines[7].split()[:2] == ["honoured", "value"]
 
 
 def test_the_dictionary_stays_as_it_is():
@@ -284,26 +271,10 @@ def test_a_trainers_names_decide_what_they_do_there():
     assert {row.key: row.value for row in report.rows}[key] == 7, "the key itself comes first"
 
 
-def test_rows_are_in_the_order_of_the_file():
-    adam = {"type": "Adam", "params": {"eps": 1e-7, "lr": 0.1}}
-    _, report = jzero.from_deepspeed({"optimizer": adam, "gradient_clipping": 1, "train_batch_size": 8})
-    names = ("optimizer.type", "optimizer.params.eps", "optimizer.params.lr", "gradient_clipping", "train_batch_size")
-    assert tuple(row.key for row in report.rows) == names
-
-
 def test_a_trainers_names_that_the_file_does_not_use_change_nothing():
     source = {"train_batch_size": 8, "bfloat16": {"enabled": True}, "gradient_clipping": 0.5}  # as `ARGUMENTS` say
     (config, report), (same, like) = (jzero.from_deepspeed(source, auto=x) for x in ({}, ARGUMENTS))
     assert (config, report.rows) == (same, like.rows)
-
-
-def test_a_few_of_a_trainers_names_leave_what_is_usual():
-    few = {name: ARGUMENTS[name] for name in ("learning_rate", "max_steps", "per_device_train_batch_size", "bf16")}
-    few |= {"warmup_steps": 0, "gradient_accumulation_steps": 1}
-    _, report = jzero.from_deepspeed(STOCK, num_devices=8, auto=few)
-    assert not report.open
-    assert {"gradient_clipping", "optimizer.params.betas"} < {row.key for row in report.undecided}
-    assert report.optimizer is not None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", jzero.Precision(compute_dtype="bfloat16")])

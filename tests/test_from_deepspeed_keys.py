@@ -105,19 +105,6 @@ def test_zeropp_becomes_integers():
     assert "exact within a node" in note(report, "zero_optimization.zero_quantized_gradients")
 
 
-def test_clipping_has_deepspeeds_default():
-    assert read({})[1].clip_norm == 1.0
-    assert verdicts(read({})[1])["gradient_clipping"] == "honoured"
-    assert read({"gradient_clipping": 0})[1].clip_norm is None
-    assert read({"gradient_clipping": 0.25})[1].step_arguments() == {"accumulate_steps": 1, "clip_norm": 0.25}
-
-
-def test_nothing_is_partitioned_at_stage_0_without_the_block():
-    config, report = read({})
-    assert config == jzero.ZeroConfig(stage=0)
-    assert verdicts(report) == {"train_batch_size": "honoured", "gradient_clipping": "honoured"}
-
-
 def test_stage_0_has_nothing_to_offload_or_to_refuse():
     zero = {
         "stage": 0,
@@ -199,14 +186,6 @@ def test_stage_3_keys_mean_nothing_before(stage):
     config, report = read({"zero_optimization": {**zero, "stage3_param_persistence_threshold": 7}})
     assert config == jzero.ZeroConfig(stage=stage)
     assert set(list(verdicts(report).values())[2:-1]) == {"ignored"}
-
-
-def test_old_names_say_the_new_ones():
-    zero = {"stage": 3, "cpu_offload": True, "stage3_gather_fp16_weights_on_model_save": True}
-    _, report = read({"zero_optimization": zero})
-    assert "`offload_optimizer.device`" in note(report, "zero_optimization.cpu_offload")
-    renamed = note(report, "zero_optimization.stage3_gather_fp16_weights_on_model_save")
-    assert renamed.startswith("now `gather_16bit_weights_on_model_save`: ")
 
 
 def test_blocks_are_refused_that_are_on_and_ignored_that_are_off():

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jzero
-from jzero._text import as_html, format_number, wrapped
+from jzero._text import format_number, wrapped
 
 
 @pytest.mark.parametrize(
@@ -45,21 +45,6 @@ class Tables(html.parser.HTMLParser):
             self.outside += data
         else:
             self._cell += data
-
-
-def test_aligned_columns_become_a_table():
-    text = """Title of <two> words
-
-name of a  size
----------------
-std         1 B
-            2 B
-
-prose  that is
-not aligned"""
-    found = Tables(as_html(text))
-    assert found.tables == [[["name of a", "size"], ["std", "1 B"], ["", "2 B"]]]
-    assert found.outside.split() == "Title of <two> words prose that is not aligned".split()
 
 
 def loss_fn(params, batch):
