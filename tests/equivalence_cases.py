@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import jzero
@@ -68,25 +65,3 @@ def plain_run(loss_fn, state, batches, clip_norm=None):
 def assert_reference(report, losses, norms):
     np.testing.assert_allclose([x.reference_loss for x in report.steps], losses, rtol=1e-6)
     np.testing.assert_allclose([x.reference_grad_norm for x in report.steps], norms, rtol=1e-5)
-
-
-class BatchNormState(TrainState):
-    batch_stats: Any
-
-
-class Normed(nn.Module):
-    axis_name: str | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(24, use_bias=False)(x)
-        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name, momentum=0.9)(x)
-        return nn.Dense(11)(nn.relu(x))
-
-
-def normed_loss(model):
-    def loss_fn(params, batch, *, batch_stats):
-        out, new = model.apply({"params": params, "batch_stats": batch_stats}, batch["x"], mutable=["batch_stats"])
-        return jnp.square(out - batch["y"]).mean(), {"rows": jzero.Summed(batch["x"].shape[0]), **new}
-
-    return loss_fn

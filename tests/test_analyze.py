@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import sys
 import warnings
 
@@ -15,7 +14,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.estimate.traced_collectives import traced_collectives
 from tests import light_decoder, models
 from tests.compiled import analyze
 from tests.drawn import initializer
@@ -103,28 +101,6 @@ def test_memory_is_that_of_the_plan():
     assert report.memory.host == 0
 
 
-def test_no_share_is_told_where_no_rates_are_known():
-    report = report_of(3)
-    assert report.exposed_communication is None
-    assert report.timeline is None
-    assert any("bandwidth" in note for note in report.notes)
-
-
-@pytest.mark.slow
-def test_other_steps_and_layouts():
-    plain, config = small_state(), jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    evaluated = analyze(jzero.make_eval_step(lambda p, b: {"loss": small_loss(p, b)}), plain, ROWS, config=config)
-    evaluated.verify()
-    assert evaluated.communication_elements == size(evaluated.plan) + 2  # one gather of everything; the mean
-    mesh = jzero.make_mesh(replica=2, data=4)
-    config = dataclasses.replace(config, replica_axis="replica", precision="bf16")
-    hybrid = analyze(jzero.value_and_grad(small_loss), plain, ROWS, config=config, mesh=mesh)
-    hybrid.verify()
-    assert hybrid.plan.num_shards == 4
-    assert {"data", "replica"} <= {row.axis for row in hybrid.collectives}
-    assert sum(row.elements for row in hybrid.collectives if row.axis == "replica") == 2 * size(hybrid.plan) // 4
-
-
 @pytest.mark.slow
 def test_nnx_state_is_laid_out_anew_and_stays_as_it_is():
     module = nnx.Linear(WIDTH, VOCAB, kernel_init=initializer(0), rngs=nnx.Rngs(0))
@@ -181,14 +157,6 @@ def test_lost_donation_is_found():
     assert found.count("\n") == 0, "and nothing else"
 
 
-def test_a_loss_that_casts_up_gathers_16_bits_all_the_same():
-    wide = lambda params, batch: small_loss(jax.tree.map(lambda x: x.astype(jnp.float32), params), batch)
-    state = small_state(jzero.ZeroConfig(stage=3, persistence_threshold=0, precision="bf16"))
-    travels = [*traced_collectives(jzero.make_train_step(wide).trace(state, ROWS).jaxpr)]
-    assert {x.path for x in travels if x.gathers} == {"layers/kernel", "head/kernel"}
-    assert {str(x.dtype) for x in travels} == {"bfloat16"}
-
-
 def test_wide_gathers_and_weights_kept_for_the_backward_pass_are_found():
     """The plan says bf16 and gathered twice, the program is of fp32 and once. The dtype is read from the trace."""
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
@@ -211,27 +179,6 @@ def test_stack_cut_where_it_is_scanned_is_found():
 
 
 # What becomes of a report.
-
-
-def test_report_as_text_and_json():
-    report = report_of(2)
-    text = str(report)
-    assert "ZeRO stage 2 over 8" in text
-    assert f"2.00 × {size(report.plan):,} parameters" in text
-    data = json.loads(report.to_json())
-    assert data["memory"] == dataclasses.asdict(report.memory)
-    assert data["collectives"] == [dataclasses.asdict(row) for row in report.collectives]
-    assert data["plan"]["parameters"] == size(report.plan)
-    assert data["plan"]["mesh"] == {"data": 8}
-    assert data["exposed_communication"] is None
-    assert data["notes"] == list(report.notes)
-
-
-def test_an_estimate_that_is_near_has_no_sign():
-    report = report_of(2)
-    for share, says in ((1.0, "like"), (0.99999, "like"), (1.1, "+10.0% off"), (0.9, "-10.0% off")):
-        memory = dataclasses.replace(report.memory, peak=round(report.estimated.peak / share))
-        assert f"from the trace, {says} the peak" in str(dataclasses.replace(report, memory=memory))
 
 
 @pytest.mark.parametrize("suffix", ["png", slow("svg")])

@@ -46,15 +46,6 @@ def test_units_whose_state_lies_on_a_device_are_computed_there(kinds, num_device
     assert not [unit for batch in schedule.per_device_batches for unit in batch if unit is not None and unit[0] == 0]
 
 
-def test_rounds_come_first_unless_batches_are_much_faster():
-    even = assign([16], [3.0], 8)
-    assert (even.rounds, even.per_device_batches) == ([2], [])
-    # Nine equal units of two kinds, and one large unit: on top of a full share, it would bound all devices.
-    large = assign([24, 1], [1.0, 6.0], 4)
-    assert max(large.loads) == 8.0
-    assert max(assign([24, 1], [1.0, 6.0], 4, in_rounds=[True, False]).loads) == 12.0
-
-
 def test_text_and_data_tell_the_busiest_device_and_what_is_whole():
     work = MatrixWork(
         (MatrixKind((40, 56), 5, 2.5e6, ("a", "b", "c", "d")), MatrixKind((37, 3), 1, 500.0, ("out",))),

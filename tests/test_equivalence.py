@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 
 import jax
@@ -21,8 +20,6 @@ from tests.drawn import initializer
 from tests.equivalence_cases import (
     BATCHES,
     ROWS,
-    BatchNormState,
-    Normed,
     assert_reference,
     compare,
     line_loss,
@@ -30,7 +27,6 @@ from tests.equivalence_cases import (
     make_config,
     mlp_state,
     norm_of,
-    normed_loss,
     plain_run,
 )
 from tests.tiers import slow, stages
@@ -51,71 +47,11 @@ def test_honest_training_passes(stage):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state.params))
 
 
-NARROW_MASTERS = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16")
-SCALE = jzero.DynamicLossScale(initial=2.0**24, hysteresis=1)  # which halves until a step fits
-SCALED = jzero.Precision(compute_dtype="float16", loss_scale=SCALE)
-
-
-def biased_loss(params, batch):
-    out = batch["x"].astype(params["kernel"].dtype) @ params["kernel"]
-    return jnp.square(jnp.tanh(out + params["bias"][None]) - batch["y"]).mean()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "precision"), [slow(1, "bf16"), slow(3, "bf16"), (3, SCALED), slow(2, NARROW_MASTERS)]
-)
-def test_mixed_precision_against_wide_masters(stage, precision):
-    """Steps that overflow are skipped by both; where none is applied nothing is compared."""
-    config = make_config(stage, precision, rules={"bias": jzero.LeafRule(compute_dtype="float32")})
-    params = {"kernel": line_state().params["w"], "bias": np.linspace(-1, 1, 11, dtype=np.float32)}
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    batches = [models.mlp_batch(ROWS, seed) for seed in range(10 if precision is SCALED else 2)]
-    report = compare(biased_loss, state, config=config, batches=batches)
-    report.check(loss=1e-2, grad_norm=1e-2, params=1e-2, drift=0.5 if precision is NARROW_MASTERS else 0.1)
-    dtype = jnp.float16 if precision is SCALED else jnp.bfloat16
-    loss = jax.jit(biased_loss)({**params, "kernel": params["kernel"].astype(dtype)}, batches[0])
-    np.testing.assert_allclose(report.steps[0].reference_loss, loss, rtol=1e-6)
-    with pytest.raises(AssertionError, match="leaf"):
-        report.check(params=1e-6)  # it is not the same
-    skipped = [i for i, x in enumerate(report.steps) if not x.applied]
-    if precision is not SCALED:
-        assert not skipped
-        return
-    assert 0 < len(skipped) < 10
-    assert skipped == list(range(len(skipped)))
-    assert not math.isfinite(report.steps[0].grad_norm)
-    report = compare(biased_loss, state, config=config, batches=batches[:1])
-    assert (report.loss, report.grad_norm, report.params) == (math.inf, math.inf, 0)
-    with pytest.raises(AssertionError, match="The loss deviates by inf"):
-        report.check()
-
-
 def test_a_small_master_update_that_16_bits_would_lose_is_in_the_reference():
     """lr 1e-5 moves no 16-bit parameter; masters move in both runs, by the same."""
     state = line_state().replace(tx=optax.sgd(1e-5))
     report = compare(line_loss, state, config=make_config(2, "bf16"))
     report.check(loss=1e-3, grad_norm=1e-2, params=1e-6)
-
-
-def local_sum(params, batch):
-    return models.mlp_loss(params, batch) * batch["x"].shape[0]
-
-
-@functools.cache
-def report_of_local_sums():
-    return compare(local_sum)
-
-
-@pytest.mark.slow
-def test_a_sum_over_local_rows_is_found():
-    report = report_of_local_sums()
-    assert report.loss > 0.5
-    assert report.grad_norm == pytest.approx(7 / 8, rel=1e-2)  # the mean over eight devices of sums over two rows
-    message = r"The loss deviates by 0\.\d+, more than 0\.0001\. The gradient norm deviates by 0\.\d+, more than"
-    with pytest.raises(AssertionError, match=message) as error:
-        report.check()
-    assert str(report) in str(error.value)
 
 
 def test_a_weighted_loss_as_a_plain_mean_is_found():
@@ -161,38 +97,6 @@ def test_a_loss_that_is_not_finite_fails():
     assert report.loss == report.grad_norm == report.params == report.drift == math.inf
     with pytest.raises(AssertionError, match="nan"):
         report.check(loss=1e30, grad_norm=1e30, params=1e30, drift=1e30)
-
-
-@pytest.mark.slow
-def test_batch_statistics_and_aux():
-    """Over a mesh of some devices and two axes, too."""
-    variables = draw_normed()
-    state = BatchNormState.create(apply_fn=None, tx=optax.sgd(0.1), **variables)
-    options = {"state": state, "has_aux": True, "mutable": ("batch_stats",), "batches": [models.mlp_batch(12)]}
-    options["mesh"] = jzero.make_mesh(devices=jax.devices()[:6], replica=2, data=3)
-    options["config"] = make_config(3, replica_axis="replica")
-    report = compare(normed_loss(Normed(axis_name=("replica", "data"))), **options)
-    report.check()
-    assert report.num_shards == 3
-    paths = {leaf.path for leaf in report.leaves}
-    assert {"batch_stats/BatchNorm_0/mean", "batch_stats/BatchNorm_0/var", "Dense_0/kernel"} < paths
-    want = normed_by_hand(variables["params"], models.mlp_batch(12))
-    assert report.steps[0].reference_loss == pytest.approx(want, rel=1e-6)
-
-
-def draw_normed():
-    shapes = jax.eval_shape(lambda: Normed().init(jax.random.key(0), BATCHES[0]["x"]))
-    stats = {"BatchNorm_0": {"mean": np.zeros(24, np.float32), "var": np.ones(24, np.float32)}}
-    return {"params": models.draw_like(shapes["params"]), "batch_stats": stats}
-
-
-def normed_by_hand(params, batch):
-    """The loss of `Normed` in NumPy."""
-    params = jax.tree.map(np.float64, params)
-    x = np.float64(batch["x"]) @ params["Dense_0"]["kernel"]
-    x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5) * params["BatchNorm_0"]["scale"] + params["BatchNorm_0"]["bias"]
-    out = np.maximum(x, 0) @ params["Dense_1"]["kernel"] + params["Dense_1"]["bias"]
-    return np.square(out - batch["y"]).mean()
 
 
 class NormedModel(nnx.Module):
@@ -261,22 +165,6 @@ def test_frozen_parameters_and_sharded_states(precision):
             models.mlp_loss, state, batches=BATCHES[:1], stage=1, mesh=jzero.make_mesh()
         )
         assert (elsewhere.stage, elsewhere.num_shards) == (1, 8)
-
-
-def test_the_table():
-    report = report_of_local_sums()
-    lines = str(report).splitlines()
-    assert lines[0] == "jzero (ZeRO stage 2, N=8) against one device with plain optax, 2 steps"
-    assert lines[1].startswith("largest relative deviation: loss 0.")
-    assert lines[3].split() == "step loss reference deviation grad norm reference deviation".split()
-    assert len(lines[4].split()) == len(lines[5].split()) == 7
-    assert lines[7].split() == ["leaf", "absolute", "relative", "drift"]
-    relative = [float(line.split()[2]) for line in lines[8:]]
-    assert relative == sorted(relative, reverse=True)
-    assert len(relative) == 4
-    assert f"({report.worst}); largest drift: " in lines[1]
-    assert lines[8].split()[0] == report.worst
-    assert "... 4 more" in str(dataclasses.replace(report, steps=report.steps * 12))
 
 
 def test_errors():

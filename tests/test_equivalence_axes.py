@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -15,13 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from tests import models
 from tests.equivalence_cases import (
     BATCHES,
     assert_reference,
     compare,
     line_state,
-    make_config,
     plain_run,
 )
 from tests.tiers import slow
@@ -80,74 +77,4 @@ def test_losses_that_name_a_further_axis_of_the_mesh(inside, is_set):
         with pytest.raises(AssertionError, match="gradient norm deviates"):
             wrong.check()
     _, losses, norms = plain_run(functools.partial(with_activation, plain), state, batches)
-    assert_reference(report, losses, norms)
-
-
-def gathered_and_scattered(h, axes):
-    return lax.psum_scatter(lax.all_gather(h, axes, tiled=True), axes, tiled=True) / lax.axis_size(axes)
-
-
-def there_and_back(h, axes):
-    for name in axes:
-        h = lax.all_to_all(lax.all_to_all(h, name, 1, 0, tiled=True), name, 0, 1, tiled=True)
-    return h
-
-
-def called_back(h, axes):
-    return h * jax.pure_callback(
-        lambda i: np.float32(i >= 0), jax.ShapeDtypeStruct((), np.float32), lax.axis_index(axes)
-    )
-
-
-EXCHANGES = {
-    "gather": lambda h, axes: h - lax.all_gather(h, axes, tiled=True).mean(0, keepdims=True),
-    "mean": lambda h, axes: h - lax.pmean(h.mean(0, keepdims=True), axes),
-    "scatter": gathered_and_scattered,
-    "all_to_all": there_and_back,
-    "callback": called_back,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("exchanges", "sizes", "names"),
-    [
-        ("callback", {"data": 8}, False),  # jax has none beside automatic axes
-        ("gather mean scatter all_to_all", {"data": 2, "model": 2, "replica": 2}, True),
-        slow("gather mean", {"data": 2, "model": 2, "replica": 2}, False),
-        slow("gather", {"data": 4, "replica": 2}, False),
-        slow("mean", {"data": 4, "model": 2}, True),
-        slow("scatter", {"data": 4, "model": 2}, True),
-        slow("all_to_all", {"model": 2, "data": 4}, False),
-    ],
-)
-def test_losses_that_exchange_among_the_devices_of_the_batch(exchanges, sizes, names):
-    """For the reference these are one device, as all of the batch is; `names` says whether the loss names its mesh."""
-    mesh = jzero.make_mesh(**sizes)
-    axes = tuple(x for x in ("replica", "data") if x in sizes)
-
-    def loss_of(exchange, params, batch):
-        h = batch["x"] @ params["w"]
-        return jnp.square(jnp.tanh(exchange(h)) - batch["y"]).mean()
-
-    def inside(h):
-        h = constrained(mesh, h) if names else h
-        for name in exchanges.split():
-            h = EXCHANGES[name](jnp.sin(h), axes)
-        return h
-
-    state = jzero.TrainState.create(params={"w": models.mlp_params()["layer_0"]["kernel"][:, :16]}, tx=optax.sgd(0.1))
-    batches = [{**x, "y": np.tile(x["y"], 2)[:, :16]} for x in BATCHES]
-    config = make_config(3, replica_axis="replica" if "replica" in sizes else None)
-    report = compare(functools.partial(loss_of, inside), state, batches=batches, config=config, mesh=mesh)
-    report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-4)
-
-    def plain(h):
-        h = jax.nn.silu(h) if names else h
-        for name in exchanges.split():
-            h = jnp.sin(h)
-            h = h - h.mean(0, keepdims=True) if name in ("gather", "mean") else h
-        return h
-
-    _, losses, norms = plain_run(functools.partial(loss_of, plain), state, batches)
     assert_reference(report, losses, norms)

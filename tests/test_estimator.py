@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import math
@@ -16,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jzero
-from tests import models
 from tests.estimator_models import (
     HEAD,
     ZERO2_LIVE,
@@ -101,12 +99,6 @@ def test_defaults_are_one_device_with_offload():
     assert ZERO2(1_000_000, 8, formulas=OLD) == ZERO2(1_000_000, 8)
 
 
-def test_fractions_of_a_byte_are_cut_off():
-    assert ZERO2(1, 3, cpu_offload=False) == (18, 9)  # 4 + 5.33
-    assert ZERO2(1, 7, cpu_offload=False, formulas=NEW) == (42, 4)  # 2 + 2.57
-    assert ZERO3(7, 1, 5, cpu_offload=False, additional_buffer_factor=0.33) == (6, 29, 4)  # 6.6; 4 + 25.2
-
-
 def close(number, exact):
     """Whether an integer is `exact` with the fraction cut off, but for the rounding of floats."""
     return (
@@ -182,64 +174,6 @@ def test_numbers_of_any_kind(kind):
 
 
 # What is returned and printed.
-
-
-def test_rows_are_the_raw_numbers():
-    setup = (1_234_567, 3, 5, 1.25)
-    for raw, cold, formulas in ((ZERO2, ZERO2_COLD, OLD), (ZERO2, ZERO2_COLD, NEW)):
-        estimate = cold(*setup, formulas=formulas, verbose=False)
-        assert [row.cpu_offload for row in estimate.rows] == [True, False]
-        assert (estimate.total_params, estimate.largest_layer_params, estimate.formulas) == (1_234_567, None, formulas)
-        for row in estimate.rows:
-            needs = raw(*setup[:3], row.cpu_offload, 1.25, formulas=formulas)
-            assert (row.cpu_bytes, row.gpu_bytes) == needs
-            assert row.cpu_offload_params is row.zero_init is None
-    estimate = ZERO3_COLD(1_234_567, 7_654, *setup[1:], verbose=False)
-    assert len({row.options for row in estimate.rows}) == 6
-    for row in estimate.rows:
-        options = (row.cpu_offload, row.cpu_offload_params, row.zero_init)
-        assert (row.cpu_bytes, row.gpu_bytes, 4 * 7_654) == ZERO3(1_234_567, 7_654, 3, 5, *options, 1.25)
-    hardware = (estimate.num_gpus_per_node, estimate.num_nodes, estimate.additional_buffer_factor)
-    assert (estimate.stage, estimate.largest_layer_params, *hardware) == (3, 7_654, 3, 5, 1.25)
-
-
-def test_estimates_are_frozen_values():
-    estimate = ZERO2_COLD(10, verbose=False)
-    assert estimate == ZERO2_COLD(10, verbose=False) != ZERO2_COLD(11, verbose=False)
-    assert hash(estimate) == hash(ZERO2_COLD(10, verbose=False))
-    for thing, field in ((estimate, "stage"), (estimate.rows[0], "cpu_bytes")):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(thing, field, 0)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "nodes", "line"),
-    [
-        (1, 1, "HW: Setup with 1 node, 1 GPU per node."),
-        (2, 1, "HW: Setup with 1 node, 2 GPUs per node."),
-        (1, 3, "HW: Setup with 3 nodes, 1 GPU per node."),
-        (8, 64, "HW: Setup with 64 nodes, 8 GPUs per node."),
-    ],
-)
-def test_node_and_gpu_take_an_s(gpus, nodes, line):
-    assert str(ZERO2_COLD(1e9, gpus, nodes, verbose=False)).splitlines()[1] == line
-
-
-def test_millions_are_cut_off_and_columns_widen():
-    lines = str(ZERO3_COLD(2_999_999, 999_999, 4096, 4096, verbose=False)).splitlines()
-    assert lines[2] == "SW: Model with 2M total params, 0M largest layer params."
-    assert lines[5] == "   68.66GB |   0.00GB | offload_param=cpu , offload_optimizer=cpu , zero_init=0"
-    wide = str(ZERO2_COLD(10**13, 64, verbose=False)).splitlines()
-    assert wide[-1] == " 3576278.69GB | 39581.21GB | offload_optimizer=none"
-
-
-@pytest.mark.parametrize("live", [ZERO2_LIVE, ZERO3_LIVE])
-def test_printing_can_be_switched_off(live, capsys):
-    params = models.mlp_params()
-    silent = live(params, 2, 3, 1.25, formulas=NEW, verbose=False)
-    assert capsys.readouterr().out == ""
-    assert live(params, 2, 3, 1.25, formulas=NEW) == silent
-    assert capsys.readouterr().out == f"{silent}\n"
 
 
 @pytest.mark.smoke

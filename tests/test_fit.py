@@ -17,7 +17,6 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.analysis import compiled_step, fit, search
-from jzero.machines.machine import machine
 from tests.fit_models import BATCH, make_state, reckoned_once, search_quickly
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
 from tests.tiers import slow
@@ -68,16 +67,6 @@ def test_chosen_fits_and_cheaper_ones_do_not(megabytes, monkeypatch):
     assert all(a <= 1.01 * b for a, b in itertools.pairwise(sent)), sent
 
 
-def test_the_less_memory_the_more_is_given_up():
-    choices = [fitted(megabytes, confirm=False, stages=(0, 3)) for megabytes in (40, 6, 2)]
-    costs = [(x.chosen.memory.sent_bytes, x.chosen.memory.flops, x.accumulate_steps) for x in choices]
-    assert choices[0].config.stage == 0
-    assert choices[0].accumulate_steps == 1
-    assert choices[0].remat == "as_written"
-    assert choices[-1].config.stage == 3
-    assert all(a[0] <= 1.01 * b[0] for a, b in itertools.pairwise(costs)), costs
-
-
 def test_no_candidate_is_traced_twice(monkeypatch):
     traced = []
 
@@ -89,16 +78,6 @@ def test_no_candidate_is_traced_twice(monkeypatch):
     monkeypatch.setattr(search, "memory_of_step", note)
     tried = fitted(6, confirm=False).tried
     assert len(traced) == len(set(traced)) == len(tried) + 1, "and what integers on the links would save"
-
-
-def test_near_the_limit_a_reckoned_choice_says_so():
-    options = {"stages": (0,), "remat": ("as_written",), "max_accumulate_steps": 1}
-    peak = fitted(40, confirm=False, **options).chosen.peak
-    near, far = (fitted(share * peak / 1e6, confirm=False, **options) for share in (1.05, 1.2))
-    assert [x.chosen.peak for x in (near, far)] == [peak, peak]
-    assert any("estimated at 95% of the limit" in note for note in near.notes)
-    assert not any("of the limit" in note for note in far.notes)
-    assert not any("of the limit" in note for note in fitted(1.05 * peak / 1e6, **options).notes)
 
 
 def test_nothing_fits():
@@ -113,21 +92,6 @@ def test_nothing_fits():
     with pytest.raises(ValueError, match="nothing fits"):
         _ = choice.config
     assert json.loads(choice.to_json())["chosen"] is None
-
-
-@pytest.mark.slow
-def test_more_micro_batches_where_a_step_takes_more_than_reckoned(monkeypatch):
-    """The figure of one micro-batch is taken down, so that the compiler has to refuse it first."""
-    whole, halves = compiled_peak(2, 1, None), compiled_peak(2, 2, None)
-    limit = (whole + halves) / 2
-    reckon = search.memory_of_step
-    monkeypatch.setattr(
-        search, "memory_of_step", lambda *args, **options: dataclasses.replace(reckon(*args, **options), temporaries=0)
-    )
-    choice = fitted(limit / 1e6, stages=(2,), remat=(None,))
-    assert [x.accumulate_steps for x in choice.tried] == [1, 2]
-    assert choice.accumulate_steps == 2
-    assert choice.chosen.compiled_peak == halves <= limit < choice.tried[0].compiled_peak == whole
 
 
 def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
@@ -255,37 +219,6 @@ def test_the_choice_trains():
     batch = np.random.default_rng(0).normal(size=BATCH.shape).astype(np.float32)
     _, metrics = step(state, batch)
     assert bool(metrics["step_applied"])
-
-
-@pytest.mark.slow
-def test_a_machine_that_is_not_there():
-    """16 bytes of state per parameter in bf16: over 8 devices what arithmetic allows, not less."""
-    size = 2 * LAYERS * WIDTH * HIDDEN
-    config = jzero.ZeroConfig(stage=0, precision="bf16", persistence_threshold=0)
-    batch, options = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32), {"confirm": False, "max_accumulate_steps": 1}
-    find = functools.partial(
-        jzero.fit, make_state, stack_loss, batch, topology="h200:8", config=config, remat=(True,), **options
-    )
-    assert find(hbm_bytes=40 * size, stages=(0, 1)).config.stage in (0, 1)
-    sharded = find(hbm_bytes=9 * size)  # 2 bytes of parameters, 12/8 of masters and moments, 2 + 2 of gradients ...
-    assert sharded.config.stage in (1, 2)
-    whole = find(hbm_bytes=int(3.3 * size))
-    assert whole.config.stage == 3
-    assert "Nothing was compiled" in str(whole)
-    found = find(stages=(1,))
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in str(found)
-    assert found.limit == int(0.9 * machine("h200:8").hbm_bytes)
-
-
-def test_json_and_table():
-    choice = fitted(9, confirm=False)
-    data = json.loads(choice.to_json())
-    assert data["chosen"]["stage"] == choice.config.stage
-    assert len(data["tried"]) == len(choice.tried)
-    assert "chosen" in str(choice)
-    size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(make_state, jax.random.key(0)).params))
-    assert data["workload"].startswith(f"{size:,} parameters; global batch ")
-    assert str(choice).splitlines()[1] == data["workload"]
 
 
 def test_errors():

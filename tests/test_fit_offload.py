@@ -14,7 +14,6 @@ import jzero
 from jzero.machines.machine import machine
 from tests.fit_models import BATCH, make_state, search_quickly
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
-from tests.tiers import slow
 
 
 @pytest.fixture(autouse=True)
@@ -57,17 +56,6 @@ def test_offload_is_tried_last():
 
 
 @pytest.mark.slow
-def test_a_host_of_a_slice_keeps_the_state_of_its_own_chips():
-    """Sixteen chips on hosts of four."""
-    offload = jzero.Offload(optimizer="host", chunk_bytes=2**12)
-    config = dataclasses.replace(MASTERS, stage=3, offload=offload)
-    find = functools.partial(on_h200, config=config, stages=(3,), topology="v5e:4x4")
-    (hosted, *_) = find().tried
-    assert find(host_bytes=4 * hosted.memory.host).chosen is not None
-    assert {x.verdict for x in find(host_bytes=4 * hosted.memory.host - 1).tried} == {"1 B too much for the host"}
-
-
-@pytest.mark.slow
 def test_the_host_is_compared_from_the_start_if_asked():
     """A master and two moments of each parameter, 12 bytes, each way over the device's own link."""
     choice = on_h200(hbm_bytes=1e9, offload=True, stages=(0, 3))
@@ -96,22 +84,6 @@ def test_where_the_link_to_the_host_is_unknown_offload_comes_last():
     kinds = [x.config.offload.optimizer for x in choice.tried]
     assert kinds == sorted(kinds, reverse=True)
     assert {x.host_seconds for x in choice.tried if x.memory.host} == {None}
-
-
-@pytest.mark.slow
-def test_a_step_waits_for_as_long_as_the_state_moves():
-    """A master and two moments of each parameter, 12 bytes, each way; all eight devices share their host's disk."""
-    choice = on_h200(max_accumulate_steps=2, stages=(0, 3), **DISK)
-    size = 2 * LAYERS * WIDTH * HIDDEN
-    for x in choice.tried:
-        on_disk = x.config.offload.optimizer == "disk"
-        copies = 8 if x.config.stage == 0 else 1  # what every device holds whole, each writes
-        pages = 2 * 4096 * 3 * 8 * 8  # records are filled up
-        np.testing.assert_allclose(x.memory.disk * 8, on_disk * copies * 24 * size, atol=pages)
-        assert x.disk_seconds == x.memory.disk * 8 / 2 / 2e9
-        assert x.cost() == x.memory.seconds + x.disk_seconds
-    row = next(x for x in json.loads(choice.to_json())["tried"] if x["optimizer_state"] == "disk")
-    assert row["disk_seconds"] > 0 < row["disk_bytes"]
 
 
 def test_a_delayed_update_waits_for_what_a_step_leaves():
@@ -153,14 +125,3 @@ def test_a_disk_must_be_known():
         on_h200(disk_path="/local/scratch")
     with pytest.raises(ValueError, match="`host_bytes` must be"):
         on_h200(host_bytes=-1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compute", ["device", slow("host")])
-def test_the_compiler_confirms_all_programs_of_a_step_on_a_disk(tmp_path, compute):
-    offload = jzero.Offload(optimizer="disk", path=tmp_path, compute=compute)
-    config = dataclasses.replace(MASTERS, offload=offload)
-    choice = jzero.fit(make_state, stack_loss, BATCH, hbm_bytes=1e9, config=config, stages=(3,), remat=("as_written",))
-    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=choice.config)
-    report = jzero.analyze(jzero.make_train_step(stack_loss, remat="as_written"), state, BATCH)
-    assert choice.chosen.compiled_peak == report.memory.peak
