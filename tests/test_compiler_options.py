@@ -1,7 +1,6 @@
 """XLA options of one step's program, and what the program is without any."""
 
 import dataclasses
-import functools
 import itertools
 import re
 
@@ -17,18 +16,11 @@ from jzero.analysis.collectives import find_collectives
 from jzero.layout.route import route_of
 from jzero.step import compiler_options as _compiler_options
 from tests import models, shared
-from tests.tiers import default_for, slow
+from tests.tiers import default_for
 
 
 def make_params():
     return models.mlp_params(sizes=models.TWO_LAYERS)
-
-
-def state_of(stage=3, mesh=None, tx=None, cls=jzero.TrainState, **options):
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
-    arguments = {"apply_fn": None} if cls is not jzero.TrainState else {}
-    state = cls.create(params=make_params(), tx=tx or shared.sgd(0.1, momentum=0.9), **arguments)
-    return jzero.shard_train_state(state, config=config, mesh=mesh)
 
 
 def test_compiler_options_are_those_of_one_step():
@@ -149,41 +141,3 @@ def test_one_device_sends_nothing(stage, precision):
     state = jzero.shard_train_state(state, config=config, mesh=mesh)
     step = jzero.make_train_step(loss_fn, has_aux=True, accumulate_steps=2, clip_norm=1.0)
     assert find_collectives(step.lower(state, models.mlp_batch(16)).compile().as_text()) == []
-
-
-class DoublesUpdates(TrainState):
-    def apply_gradients(self, *, grads, **kwargs):
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        params = optax.apply_updates(self.params, jax.tree.map(lambda x: 2 * x, updates))
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
-
-
-class DoublesUnderItsName(TrainState):
-    @functools.wraps(TrainState.apply_gradients)
-    def apply_gradients(self, *, grads, **kwargs):
-        return DoublesUpdates.apply_gradients(self, grads=grads, **kwargs)
-
-
-CLASSES = [(TrainState, 1), (DoublesUpdates, 2), (DoublesUnderItsName, 2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
-@pytest.mark.parametrize(("cls", "factor"), default_for(CLASSES[:2], CLASSES))  # `test_train_state.py` has the third
-def test_whole_parameters_are_made_anew_unless_somebody_looks_at_updates(cls, factor, precision):
-    """Stage 2: the sum is taken on shards, and gathered; a class that computes on updates gets whole ones."""
-    batch, plain = models.mlp_batch(16), make_params()
-    state = state_of(2, cls=cls, tx=shared.sgd(0.1), precision=precision)
-    step = jzero.make_train_step(models.mlp_loss)
-    program = step.lower(state, batch).compile().as_text()
-    sums = re.findall(r"= (?:f32|bf16)\[127,11\]\S* add\(", program)
-    assert bool(sums) == (cls is not TrainState)
-    new, _ = step(state, batch)
-    seen = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16) if precision == "bf16" else x, plain)
-    grads = jax.jit(jax.grad(models.mlp_loss))(seen, batch)
-    moved = jax.tree.map(
-        lambda x, g: np.asarray(x) - np.float32(factor * 0.1) * np.asarray(g, np.float32), plain, grads
-    )
-    for found, expected in zip(jax.tree.leaves(jzero.gather_params(new)), jax.tree.leaves(moved), strict=True):
-        atol = 1e-6 if precision == "fp32" else 2**-8  # half a bf16 unit at 1, and what its gradients differ by
-        np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=atol, rtol=0)

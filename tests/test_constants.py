@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 import jzero
 from tests import shared
-from tests.tiers import slow, stages
+from tests.tiers import slow
 
 D, DEVICES, STEPS, ROWS = 5, 3, 2, 2
 PARTS = DEVICES * STEPS
@@ -39,7 +37,6 @@ CONSTANTS = {
 }
 VALUES = {name: value for name, (value, _) in CONSTANTS.items()}
 FLOATS = {name: x for name, x in VALUES.items() if jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)}
-REALS = {name: x for name, x in VALUES.items() if jnp.shape(x) == () and jnp.asarray(x).dtype.kind in "if"}
 
 
 def blank():
@@ -89,35 +86,3 @@ def test_constants_of_a_training_step(stage, steps):
     for name, value in FLOATS.items():
         mean = metrics["aux"]["means"][name]
         assert (mean.dtype, float(mean)) == (jnp.asarray(value).dtype, 1.5), name
-
-
-@stages(3, of=[1, 3])
-def test_constants_of_an_evaluation(stage):
-    def metrics(params, x):
-        ratios = {name: jzero.Weighted(2 * value, value) for name, value in REALS.items()}
-        return {**returned(x), "means": FLOATS, "ratios": ratios}
-
-    found = jzero.make_eval_step(metrics)(sharded(stage), X)
-    check_returned(found, DEVICES)
-    assert {float(x) for x in found["ratios"].values()} == {2.0}
-    assert {float(x) for x in found["means"].values()} == {1.5}
-
-
-@stages(3, of=[1, 3])
-def test_constants_that_a_model_holds(stage):
-    class Model(nnx.Module):
-        def __init__(self):
-            self.layer = nnx.Linear(D, 7, rngs=nnx.Rngs(0))
-            self.fields = nnx.Dict({name: nnx.Variable(x) for name, x in blank().items()})
-
-    def loss(model, x):
-        for name, value in VALUES.items():
-            model.fields[name].set_value(value)
-        return jnp.square(model.layer(x)).mean()
-
-    model = Model()
-    pair = (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
-    pair = jzero.shard_train_state(pair, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:DEVICES]))
-    (model, _), _ = jzero.make_train_step(loss, accumulate_steps=STEPS)(pair, X)
-    check_written({name: x[...] for name, x in model.fields.items()})

@@ -15,7 +15,7 @@ from jax import lax
 
 from jzero.jaxpr import row_rules
 from jzero.jaxpr.row_facts import RowKind
-from tests.test_rows import ROWS, TIME, WIDTH, facts
+from tests.test_rows import TIME, WIDTH, facts
 
 RIGHT, WRONG = [], []
 
@@ -292,32 +292,6 @@ def test_the_line_that_couples_rows_is_found(fn, how):
     marked = [i for i, line in enumerate(lines) if "# here" in line] or [len(lines) - 1]
     assert found.coupled.how == how
     assert f"{__file__}:{first + marked[0]} (" in found.coupled.source
-
-
-def unseen(p, x, t, key):
-    a, b = jnp.split(x, 2)
-    return jnp.square(a - b).mean() + jnp.square(x - x[::-1]).mean()
-
-
-def test_which_rows_a_slice_holds_is_not_followed():
-    assert loss_facts(unseen).coupled is None
-
-
-@pytest.mark.slow  # about the losses above, not about jzero
-def test_the_mean_over_parts_of_a_batch_is_that_of_the_batch_for_those_that_are_right():
-    draw = lambda i, shape: jax.random.normal(jax.random.key(i), shape)
-    p = {"w": draw(0, (WIDTH, 3)), "queue": draw(1, (20, WIDTH)), "at": jnp.zeros((), jnp.int32)}
-    x, t = draw(2, (4 * ROWS, WIDTH)), draw(3, (4 * ROWS, TIME, WIDTH))
-    losses = [*RIGHT, *(param.values[0] for param in WRONG), unseen]
-
-    def mean_over(parts):
-        cut = [v.reshape(parts, -1, *v.shape[1:]) for v in (x, t)]
-        some = lambda x, t: jnp.stack([fn(p, x, t, jax.random.key(4)) for fn in losses])
-        return jax.vmap(some, axis_name="data")(*cut).mean(0)
-
-    whole, parts = jax.jit(lambda: (mean_over(1), mean_over(4)))()
-    for fn, deviation in zip(losses, abs(parts - whole) / abs(whole), strict=True):
-        assert deviation < 1e-5 if fn in RIGHT else deviation > 1e-4, fn
 
 
 @pytest.mark.usefixtures("checks_may_fail")

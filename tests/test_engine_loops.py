@@ -7,13 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
-from jax import lax
-from jax.sharding import NamedSharding
 
 import jzero
 from jzero.step.inputs import place_inputs
-from tests import engine_losses, models, shared
+from tests import engine_losses, shared
 from tests.engine_losses import D, scan_and_plain
 from tests.tiers import stages
 
@@ -35,45 +32,6 @@ def test_accumulated_micro_batches_equal_the_whole_batch(stage):
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=2e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), jzero.gather_params(new), want)
-
-
-@jax.jit
-def plain_step(state, batch):
-    return state.apply_gradients(grads=jax.grad(models.mlp_loss)(state.params, batch))
-
-
-@pytest.mark.slow
-@stages(1, 3)
-def test_plain_jit_step_with_apply_gradients(stage):
-    """The user's own loop: `jax.grad` on natural parameters and Flax's method under plain `jax.jit`.
-
-    One update and two in a scan.
-    """
-    params = models.mlp_params(sizes=models.TWO_LAYERS)
-    state = TrainState.create(apply_fn=None, params=params, tx=shared.sgd(1e-1, momentum=0.9))
-    reference = state
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
-
-    @jax.jit
-    def steps(state, batch):
-        def once(state, _):
-            grads = jax.grad(models.mlp_loss)(jzero.natural_params(state), batch)
-            return state.apply_gradients(grads=grads), None
-
-        return jax.lax.scan(once, once(state, None)[0], length=2)[0]
-
-    for seed in range(2):
-        batch = models.mlp_batch(8, seed)
-        state = steps(state, batch)
-        for _ in range(3):
-            reference = plain_step(reference, batch)
-    assert steps._cache_size() == 1  # nothing recompiled: the state left `jit` with the types it came with
-    plan = jzero.plan_of(state)
-    want = jax.tree.map(lambda spec, plan=plan: NamedSharding(plan.mesh, spec), (plan.params, plan.opt_state))
-    for x, sharding in zip(jax.tree.leaves((state.params, state.opt_state)), jax.tree.leaves(want), strict=True):
-        assert x.sharding.is_equivalent_to(sharding, x.ndim)
-    got = jzero.gather_params(state)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, reference.params)
 
 
 @stages(1, of=(1, 2))

@@ -16,7 +16,6 @@ from jax import lax
 import jzero
 from tests import engine_losses, models
 from tests.engine_losses import D
-from tests.shared import whole
 from tests.tiers import stages
 
 
@@ -34,40 +33,6 @@ def test_devices_may_take_different_branches():
     batch = {**engine_losses.batch(), "flag": np.repeat(np.arange(8) % 2, 3).astype(np.float32)}
     want = jax.jit(jax.value_and_grad(reference))(engine_losses.params(), batch)
     engine_losses.assert_equal(engine_losses.sharded(3, 8), loss_fn, batch, want=want, check_rows=False)
-
-
-@pytest.mark.slow
-@stages(3, of=(1, 3))
-def test_integer_boolean_and_complex_leaves(stage):
-    rng = np.random.default_rng(0)
-    params = {
-        "w": jnp.asarray(rng.normal(size=(D, D)), jnp.float32),
-        "table": jnp.asarray(rng.integers(0, D, (16, 8)), jnp.int32),
-        "mask": jnp.asarray(rng.integers(0, 2, (D, 16)), bool),
-        "z": jnp.asarray(rng.normal(size=(D, 16)) + 1j * rng.normal(size=(D, 16)), jnp.complex64),
-    }
-
-    def loss_fn(p, batch):
-        h = batch["x"] @ p["w"][:, p["table"][3]]
-        z = (batch["x"] @ p["z"]) * p["mask"].astype(jnp.float32).mean(0)[None]
-        return jnp.square(h).mean() + jnp.square(jnp.abs(z)).mean()
-
-    trained = lambda p: jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), p)
-    frozen = lambda p: jax.tree.map(lambda x: not jnp.issubdtype(x.dtype, jnp.inexact), p)
-    tx = optax.chain(optax.masked(optax.sgd(1.0), trained), optax.masked(optax.set_to_zero(), frozen))
-    state = jzero.TrainState.create(params=params, tx=tx)
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
-    batch = engine_losses.batch()
-    new, metrics = jzero.make_train_step(loss_fn)(state, batch)
-    inexact = {k: params[k] for k in ("w", "z")}
-    want_loss, want = jax.jit(jax.value_and_grad(lambda q: loss_fn({**params, **q}, batch)))(inexact)
-    np.testing.assert_allclose(metrics["loss"], want_loss, rtol=2e-6)
-    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(want), rtol=2e-6)
-    got = whole(new.params)
-    for name in ("w", "z"):
-        np.testing.assert_allclose(got[name], params[name] - want[name], rtol=1e-4, atol=3e-6)
-    for name in ("table", "mask"):
-        assert (np.asarray(got[name]) == np.asarray(params[name])).all()
 
 
 class Dropout(nn.Module):
@@ -96,32 +61,6 @@ def test_dropout_key_is_folded_with_the_device(stage):
     apply = jax.jit(lambda x, key: model.apply(variables, x, rngs={"dropout": key}))
     want = [apply(x[i : i + 1], key)[0] for i, key in enumerate(keys)]
     np.testing.assert_allclose(out, np.stack(want), rtol=1e-5)
-
-
-def test_weighted_loss_is_the_mean_over_tokens_not_over_devices():
-    batch = {**engine_losses.batch(), "mask": (np.arange(24) % 7 < np.arange(24) // 4).astype(np.float32)}
-
-    def weighted(p, batch):
-        losses = jnp.square(jnp.tanh(batch["x"] @ p["w"]) @ p["v"] - batch["y"]).mean(1)
-        return jzero.Weighted((losses * batch["mask"]).sum(), (batch["mask"] > 0).sum())  # an integer count will do
-
-    def reference(p, batch):
-        result = weighted(p, batch)
-        return result.sum / result.weight
-
-    want_loss, want = jax.jit(jax.value_and_grad(reference))(engine_losses.params(), batch)
-    step = jzero.make_train_step(weighted)
-    new, metrics = step(jzero.shard_train_state(engine_losses.sharded(3, 8), stage=3), batch)
-    np.testing.assert_allclose(metrics["loss"], want_loss, rtol=2e-6)
-    moved = jax.tree.map(np.subtract, engine_losses.params(), whole(new.params))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), moved, want)
-    # Without any weight the step is skipped, and the state keeps its values to the bit.
-    nothing = {**batch, "mask": np.zeros(24, np.float32)}
-    state = jzero.shard_train_state(engine_losses.sharded(3, 8), stage=3)
-    before = whole(state)
-    state, metrics = step(state, nothing)
-    assert not metrics["step_applied"]
-    jax.tree.map(np.testing.assert_array_equal, whole(state), before)
 
 
 def test_auxiliary_values_are_reduced_as_they_say():

@@ -1,8 +1,7 @@
-"""Explicit mesh axes that the model itself uses, beside ZeRO's: as with sharding constraints over Auto axes."""
+"""Explicit mesh axes that the model itself uses, beside ZeRO's."""
 
 from __future__ import annotations
 
-import collections
 import re
 
 import jax
@@ -47,16 +46,6 @@ class Plain:
     take = staticmethod(lambda table, index: table[index])
 
 
-class Constrained(Plain):
-    """The same with constraints over an Auto axis."""
-
-    lay_out = staticmethod(
-        lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(jzero.make_mesh(data=4, model=2), spec))
-    )
-    einsum = staticmethod(lambda formula, x, y, spec: Constrained.lay_out(jnp.einsum(formula, x, y), spec))
-    take = staticmethod(lambda table, index: Constrained.lay_out(table[index], P(None, None, None)))
-
-
 class Explicit(Plain):
     """The same over an Explicit axis."""
 
@@ -91,10 +80,10 @@ def loss_of(ops, how):
     return loss_fn
 
 
-def make_state(mesh=MESH, stage=3):
-    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+def make_state(stage=3):
+    place = lambda x, spec: jax.device_put(x, NamedSharding(MESH, spec))
     state = jzero.TrainState.create(params=jax.tree.map(place, PARAMS, SPECS), tx=TX)
-    return jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=mesh)
+    return jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=MESH)
 
 
 def trained_on_one_device(how):
@@ -110,7 +99,6 @@ def assert_near(got, want):
     ("how", "stage", "options"),
     [
         ("scan cond", 3, {}),
-        slow("constrained scan remat", 3, {}),
         slow("unrolled jit", 2, {"accumulate_steps": 2}),
         slow("unrolled", 3, {}),
         slow("unrolled remat", 3, {"remat": "as_written"}),
@@ -121,33 +109,14 @@ def assert_near(got, want):
 )
 def test_models_train_as_on_one_device(how, stage, options):
     loss, new = trained_on_one_device(how)
-    mesh = jzero.make_mesh(data=4, model=2) if "constrained" in how else MESH
-    loss_fn = loss_of(Constrained if "constrained" in how else Explicit, how)
-    step, state = jzero.make_train_step(loss_fn, **options), make_state(mesh, stage)
-    with jax.set_mesh(mesh):  # where new arrays have its types
-        state, metrics = step(state, jax.device_put(TOKENS, NamedSharding(mesh, P("data"))))
+    step, state = jzero.make_train_step(loss_of(Explicit, how), **options), make_state(stage)
+    with jax.set_mesh(MESH):  # where new arrays have its types
+        state, metrics = step(state, jax.device_put(TOKENS, NamedSharding(MESH, P("data"))))
         assert_near(metrics["loss"] + 0, loss)
         assert_near(jzero.gather_params(state), new)
     assert state.params["layers"]["q"].sharding.spec == P(
         *[None, "data", "model"] if stage == 3 else [None, None, "model"]
     )
-
-
-def collectives(ops, mesh):
-    report = jzero.analyze(jzero.make_train_step(loss_of(ops, "scan cond")), make_state(mesh), TOKENS)
-    report.verify()
-    rows = collections.defaultdict(collections.Counter)
-    for row in report.collectives:
-        rows[row.axis][row.kind, row.elements, row.count] += 1
-    return rows
-
-
-@pytest.mark.slow
-def test_zero_communicates_as_beside_constraints():
-    """Along the model's axis the derivatives of Explicit lines are laid out as their operands, others as XLA likes."""
-    found, want = collectives(Explicit, MESH), collectives(Constrained, jzero.make_mesh(data=4, model=2))
-    assert found["data"] == want["data"]
-    assert found.keys() == want.keys() == {"data", "model"}
 
 
 def test_what_the_model_says_is_a_constraint():

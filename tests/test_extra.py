@@ -89,9 +89,3 @@ def test_it_is_saved_and_restored_elsewhere(tmp_path):
     whole, want = jzero.unshard_train_state(restored), jzero.unshard_train_state(state)
     numbers = lambda extra: {**extra, "key": jax.random.key_data(extra["key"])}
     jax.tree.map(np.testing.assert_array_equal, numbers(whole.extra), numbers(want.extra))
-
-
-def test_states_without_it_have_no_more_leaves():
-    state = jzero.TrainState.create(params=make_params(), tx=SGD)
-    assert len(jax.tree.leaves(state)) == 3
-    assert [leaf.path for leaf in jzero.plan_train_state(state, stage=3).other_leaves] == ["step"]

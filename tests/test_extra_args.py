@@ -124,17 +124,6 @@ def test_a_part_of_an_optimizer_gets_the_arguments_that_it_takes(case):
     np.testing.assert_array_equal(updates["w"], [3, 6, 9])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("create", [jzero.TrainState.create, create_counted])
-def test_the_loss_of_a_step_that_is_not_applied_does_not_reach_the_optimizer(create):
-    weighted = lambda params, batch: jzero.Weighted(loss(params, batch["x"]) * batch["w"].sum(), batch["w"].sum())
-    state, step = sharded(sees(), create), jzero.make_train_step(weighted, check_rows=False)
-    for weight in (1.0, 0.0):
-        state, metrics = step(state, {"x": X, "w": np.full(16, weight, np.float32)})
-        assert bool(metrics["step_applied"]) == bool(weight)
-    np.testing.assert_allclose(state.opt_state[0]["losses"], loss({"w": W}, X), rtol=1e-5)
-
-
 def test_check_equivalence_hands_over_the_loss_too():
     jzero.check_equivalence(loss, sharded(PLATEAU), [X, X]).check()
 

@@ -335,7 +335,6 @@ def main() -> None:
 
     def run(case: Case) -> None:
         counts["draws"] += 1
-        counts.update(features(case))
         try:
             counts["refused"] += not check(case)
         except Exception as error:
@@ -353,24 +352,6 @@ def main() -> None:
     for name, count in sorted(counts.items()):
         print(f"{count:6d}  {name}")
     sys.exit(counts["failed"] > 0)
-
-
-def features(case: Case) -> list[str]:
-    """What a case has, for counting."""
-    config = dict(case.config)
-    policy = case.precision
-    return [
-        *{f"layer {layer.kind}" for layer in case.layers},
-        *{f"dtype {layer.dtype}" for layer in case.layers},
-        *(f"extra {x}" for x in case.extras),
-        *(f"written {x}" for x in case.written),
-        *(f"step {name}={value}" for name, value in case.step),
-        *(f"config {name}={value}" for name, value in config.items() if name not in ("precision", "rules")),
-        *(f"rule {rule}" for rule in config.get("rules", {})),
-        f"precision {policy.compute_dtype}, {policy.reduce_dtype}, skips={policy.skips}",
-        *(f"{x} {getattr(case, x)}" for x in ("framework", "loss", "l2", "aux", "optimizer", "entry", "replicas")),
-        f"devices {case.num_devices}",
-    ]
 
 
 if __name__ == "__main__":

@@ -146,37 +146,6 @@ def test_gradient_is_that_of_one_device(stage, precision):
         assert_near(found, want[layer][kind], 1e-5 if precision == "fp32" else 2e-2)
 
 
-@pytest.mark.slow
-def test_flattened_leaf():
-    params = {"w": jnp.arange(15.0).reshape(3, 5)}
-    tx = optax.sgd(0.5, momentum=0.9)
-    state = jzero.TrainState.create(params=params, tx=tx)
-    loss = lambda params, batch: jnp.square(batch @ params["w"]).mean()
-    batch = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
-    grad = 2 / 40 * batch.T @ (batch @ np.asarray(params["w"]))
-    step = jzero.make_train_step(loss)
-    for stage in (1, 3):
-        ours = jzero.shard_train_state(state, config=make_config(stage))
-        assert jzero.plan_of(ours).leaves[0].grad.cut.flat
-        np.testing.assert_allclose(
-            jzero.get_full_grad(ours, "w", grads=jzero.value_and_grad(loss)(ours, batch)[1]), grad, rtol=1e-5
-        )
-        ours, _ = step(ours, batch)
-        np.testing.assert_allclose(jzero.get_full_opt_state(ours, "w", name="trace"), grad, rtol=1e-5)
-        np.testing.assert_allclose(jzero.get_full_param(ours, "w"), params["w"] - 0.5 * grad, rtol=1e-5)
-        value = -np.arange(15.0).reshape(3, 5)
-        ours = jzero.set_full_opt_state(jzero.set_full_param(ours, "w", value=value), "w", name="trace", value=value)
-        np.testing.assert_array_equal(jzero.get_full_param(ours, "w"), value)
-        np.testing.assert_array_equal(jzero.get_full_opt_state(ours, "w", name="trace"), value)
-        for stored in jax.tree.leaves((ours.opt_state[0].trace, ours.params if stage == 3 else [])):
-            assert stored.shape == (1, 16)
-            assert np.asarray(stored)[0, 15] == 0
-        ours, _ = step(ours, batch)
-        grad_there = 2 / 40 * batch.T @ (batch @ np.float32(value))
-        moved = value - 0.5 * (0.9 * value + grad_there)
-        np.testing.assert_allclose(jzero.get_full_param(ours, "w"), moved, rtol=1e-5, err_msg="both were used")
-
-
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [slow(0, "fp32"), slow(1, MASTERS), (2, "bf16"), slow(3, "fp32"), slow(3, "bf16"), slow(3, MASTERS)],
@@ -214,35 +183,6 @@ class Model(nnx.Module):
 
 def nnx_loss(model, batch):
     return jnp.square(model(batch["x"]) - batch["y"]).mean()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "precision", "together"), [slow(1, "bf16", False), (3, "fp32", True)])
-def test_nnx(stage, precision, together):
-    model = Model()
-    tx = optax.adam(1e-3, eps=1e-6)
-    plain = (
-        nnx.ModelAndOptimizer(model, tx, wrt=nnx.Param)
-        if together
-        else (model, nnx.Optimizer(model, tx, wrt=nnx.Param))
-    )
-    state = jzero.shard_train_state(plain, config=make_config(stage, precision))
-    batch = models.mlp_batch(ROWS)
-    seen = jax.tree.map(lambda x: x.astype(jnp.float32 if precision == "fp32" else BF16), nnx.state(model))
-    gradient = jax.jit(jax.grad(lambda params: nnx_loss(nnx.merge(nnx.graphdef(model), params), batch)))
-    want = gradient(seen)["a"]["kernel"][...]
-    tolerance = 1e-5 if precision == "fp32" else 2e-2
-    _, grads = jzero.value_and_grad(nnx_loss)(state, batch)
-    assert_near(jzero.get_full_grad(state, "a/kernel", grads=grads), want, tolerance)
-    np.testing.assert_array_equal(jzero.get_full_param(state, "a/kernel"), model.a.kernel[...])
-    edited = jzero.set_full_param(state, "b/kernel", value=np.zeros((61, 11)))
-    assert type(edited) is type(plain)
-    assert not np.any(jzero.get_full_param(edited, "b/kernel"))
-    assert np.any(jzero.get_full_param(state, "b/kernel"))
-    state, _ = jzero.make_train_step(nnx_loss)(state, batch)
-    assert_near(jzero.get_full_opt_state(state, "a/kernel", name="mu"), 0.1 * want, tolerance)
-    state = jzero.set_full_opt_state(state, "a/kernel", name="nu", value=np.ones((37, 61)))
-    np.testing.assert_array_equal(jzero.get_full_opt_state(state, "a/kernel", name="exp_avg_sq"), np.ones((37, 61)))
 
 
 def test_a_parameter_that_is_not_trained():
