@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_DEVICES = 4
@@ -52,40 +51,27 @@ def train(directory: str) -> None:
                 wrong = np.asarray(x) != np.float32(-found * RATE)
                 assert not wrong.any(), f"{name} at step {found}"
         state = manager.restore(like) if manager.all_steps() else jzero.shard_train_state(make(), config=config)
-        save_for_ever(manager, step, state, batch)
-
-
-def save_for_ever(manager: Any, step: Any, state: Any, batch: Any) -> None:
-    """Saves after each step, and prints which steps are begun and complete."""
-    start = int(state.step)
-    while True:
-        state, _ = step(state, batch)
-        count = int(state.step)
-        manager.save(state)
-        _say("start" if count == start + 1 else "complete", count - 1)  # `save` waits for the one before
-        if count % 3 == 0:
-            manager.wait()
-            _say("complete", count)
+        start = int(state.step)
+        while True:
+            state, _ = step(state, batch)
+            count = int(state.step)
+            manager.save(state)
+            _say("start" if count == start + 1 else "complete", count - 1)  # `save` waits for the one before
+            if count % 3 == 0:
+                manager.wait()
+                _say("complete", count)
 
 
 def _say(what: str, step: int) -> None:
     print(what, step, flush=True)  # noqa: T201  # for the parent, which reads it
 
 
-def run(command: list[str], kills: int, seed: int, longest: float = 0.6, messages: int = 0) -> list[dict[str, int]]:
-    """Starts and kills a program; returns what it went on from, and what it had reported, each time.
-
-    Args:
-      command: The module that trains, and its arguments.
-      kills: How often.
-      seed: Of the moments.
-      longest: How many seconds after one of its messages it is killed at most.
-      messages: The last of these messages, counted from the first.
-    """
+def run(directory: str, kills: int, seed: int) -> list[dict[str, int]]:
+    """Starts and kills a program so often; returns what it went on from, and what it had reported, each time."""
     moments = random.Random(seed)
     complete = 0
     rows = []
-    command = [sys.executable, "-W", "error", "-m", *command]
+    command = [sys.executable, "-W", "error", "-m", "tests.fault_run", "--train", directory]
     for number in range(kills + 1):
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -93,22 +79,14 @@ def run(command: list[str], kills: int, seed: int, longest: float = 0.6, message
             first = process.stdout.readline().split()
             if first[:1] != ["start"]:
                 raise AssertionError(f"After kill {number} the program does not start: {process.stderr.read()}")
-            lines = [process.stdout.readline() for _ in range(moments.randint(0, messages))]
             if number < kills:
-                time.sleep(moments.uniform(0, longest))
+                time.sleep(moments.uniform(0, 0.6))
             os.kill(process.pid, signal.SIGKILL)
-            lines += process.stdout.read().splitlines(keepends=True)
+            lines = process.stdout.read().splitlines(keepends=True)
             words = [line.split() for line in lines if line.endswith("\n")]
         rows.append({"kill": number, "went_on_from": int(first[1]), "was_complete": complete})
         complete = max([complete, int(first[1]), *(int(step) for what, step in words)])
     return rows
-
-
-def num_lost(rows: list[dict[str, int]]) -> int:
-    """Prints what happened at each kill; returns how many checkpoints were lost."""
-    for row in rows:
-        print(row)  # noqa: T201
-    return sum(row["went_on_from"] < row["was_complete"] for row in rows)
 
 
 def main() -> int:
@@ -121,9 +99,11 @@ def main() -> int:
     if options.train:
         train(options.train)
     with tempfile.TemporaryDirectory() as directory:
-        rows = run(["tests.fault_run", "--train", directory], options.kills, options.seed)
+        rows = run(directory, options.kills, options.seed)
         left = sorted(os.listdir(directory))
-    lost = num_lost(rows)
+    for row in rows:
+        print(row)  # noqa: T201
+    lost = sum(row["went_on_from"] < row["was_complete"] for row in rows)
     print(f"{options.kills} kills, {lost} lost checkpoints; left in the directory: {left}")  # noqa: T201
     return 1 if lost else 0
 

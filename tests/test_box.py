@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jzero.layout.box import Box, padded, runs, tile
+from jzero.layout.box import Box, runs, tile
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
@@ -52,14 +52,3 @@ def test_chunks_and_runs_make_the_whole_again(data):
 )
 def test_boxes_that_do_not_make_an_array(boxes):
     assert not tile(boxes, (4,))
-
-
-@given(st.data())
-def test_padding_is_zero(data):
-    stored = data.draw(SHAPES)
-    box = data.draw(boxes(stored))
-    natural = tuple(data.draw(st.integers(0, n)) for n in stored)
-    x = 1 + numbers(natural)
-    expected = np.zeros(stored, x.dtype)
-    expected[Box.whole(natural).slices] = x
-    np.testing.assert_array_equal(padded(lambda y: y.take(x), box, natural, x.dtype), box.take(expected))

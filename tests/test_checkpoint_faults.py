@@ -83,7 +83,7 @@ DAMAGE = {"truncated": truncate, "flipped": flip_bits, "gone": pathlib.Path.unli
 @pytest.mark.slow  # by default, `tests/test_multiprocess.py` kills a process while it saves
 def test_kills_at_random_moments_lose_nothing(tmp_path):
     """The short form of `python -m tests.fault_run --kills 50`."""
-    rows = fault_run.run(["tests.fault_run", "--train", str(tmp_path)], kills=2, seed=7)
+    rows = fault_run.run(str(tmp_path), kills=2, seed=7)
     assert len(rows) == 3
     assert all(row["went_on_from"] >= row["was_complete"] for row in rows)
     assert rows[-1]["went_on_from"] > 0

@@ -21,7 +21,6 @@ from jzero.layout.box import Box
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.records import record_boxes
-from tests import disk_checkpoint_run
 from tests.checkpoint_states import assert_same_bits, mesh
 from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
     expected,
@@ -203,30 +202,11 @@ def test_parameters_are_exported_leaf_by_leaf_and_loaded(on_disk, expected, plai
     train(step, loaded, 1)
 
 
-# Processes.
-
-
-def run_script(*arguments, **environment):
-    command = [sys.executable, "-W", "error", "-m", "tests.disk_checkpoint_run", *map(str, arguments)]
-    environment = os.environ | environment
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_lose_nothing(tmp_path):
-    kills = 50
-    (tmp_path / "scratch").mkdir()
-    rows = disk_checkpoint_run.run(str(tmp_path), str(tmp_path / "scratch"), kills, seed=11)
-    assert len(rows) == kills + 1
-    assert all(row["went_on_from"] >= row["was_complete"] for row in rows)
-    assert rows[-1]["went_on_from"] > 0
-    assert os.listdir(tmp_path / "scratch") == []
-
-
 @pytest.mark.slow
 def test_saving_and_restoring_take_the_memory_of_a_few_records(tmp_path):
-    # What is freed goes back to the system at once, so that it does not count.
-    ended = run_script("--memory", tmp_path, MALLOC_MMAP_THRESHOLD_="131072")
+    command = [sys.executable, "-W", "error", "-m", "tests.disk_checkpoint_run", str(tmp_path)]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed goes back to the system at once
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["on_disk"] >= 2 * found["allowed"]

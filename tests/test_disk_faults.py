@@ -53,25 +53,6 @@ def failing(monkeypatch, call, store, *, slot, after, number=errno.EIO):
 # Failures. Afterwards the state is as before, and the step can be repeated.
 
 
-@pytest.mark.parametrize("wrap", [lambda visit: visit, later], ids=["visited", "finished"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize(("call", "slot", "says"), [("preadv", 1, "Reading"), ("pwritev", 0, "Writing")])
-def test_after_a_failing_call_the_step_is_repeated(folder, monkeypatch, call, slot, says, number, wrap):
-    pipeline = Pipeline(DiskStore(folder, SIZES))
-    train(pipeline, 0)
-    for after in (0, 4, len(SIZES) - 1):
-        with monkeypatch.context() as patch:
-            failing(patch, call, pipeline.store, slot=slot, after=after, number=number)
-            message = rf"{says} [\d,]+ bytes at [\d,]+ .*{os.strerror(number)} \(errno {number}\)\. .*repeat the step"
-            with pytest.raises(DiskError, match=message) as caught:
-                train(pipeline, 1, wrap=wrap)
-        assert folder in str(caught.value)
-        assert pipeline.store.generation == 1
-        assert contents(pipeline.store) == expected(SIZES, [0])
-    train(pipeline, 1)
-    assert contents(pipeline.store) == expected(SIZES, range(2))
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_after_an_error_of_the_visitor_the_step_is_repeated(folder, late):
     pipeline = Pipeline(DiskStore(folder, SIZES))

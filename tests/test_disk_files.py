@@ -18,12 +18,9 @@ from tests.disk_pipelines import (  # noqa: F401  # fixtures
     FEW,
     SIZES,
     WAIT,
-    adam_like,
     contents,
     expected,
     folder,
-    later,
-    much_space,
     nothing_is_left,
     train,
     wait_until,
@@ -67,16 +64,6 @@ def refuse_unnamed(monkeypatch):
 # The same bytes as in memory.
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("sizes", [SIZES, (PAGE,), (PAGE * 513,), (PAGE, PAGE), (PAGE,) * 40, ()], ids=len)
-def test_disk_equals_memory(folder, sizes, threads):
-    pipeline = Pipeline(DiskStore(folder, sizes), threads)
-    train(pipeline, 0, 1, 2, wrap=later if threads == 2 else lambda visit: visit)
-    assert contents(pipeline.store) == expected(sizes, range(3))
-    assert pipeline.store.generation == 3
-    assert os.listdir(folder) == []
-
-
 def test_every_way_to_open_files_gives_the_same_bytes(folder, way):
     store = DiskStore(folder, SIZES)
     assert (len(store.fallbacks), store._files[0].is_direct) == {
@@ -100,18 +87,6 @@ def test_short_reads_and_writes_are_continued(folder, monkeypatch):
 
 
 # Passes.
-
-
-@pytest.mark.parametrize("make", [DiskStore, lambda _, sizes: RamStore(sizes)], ids=["disk", "ram"])
-def test_a_pass_that_writes_nothing(folder, make):
-    pipeline = Pipeline(make(folder, SIZES))
-    train(pipeline, 0)
-    before, seen = contents(pipeline.store), {}
-    stats = pipeline.run(lambda record, buffer: seen.update({record: buffer.tobytes()}), writes=False)
-    assert list(seen) == list(range(len(SIZES)))
-    assert list(seen.values()) == before == contents(pipeline.store)
-    assert (stats.read_bytes, stats.written_bytes) == (sum(SIZES), 0)
-    assert 0 < stats.waited_seconds <= stats.seconds
 
 
 def test_a_pass_that_reads_nothing(folder):
@@ -144,18 +119,6 @@ def test_buffers_are_a_records_own_until_it_is_finished(folder):
         pipeline.run(visit, writes=writes)
         assert not in_use
     assert not overlaps
-
-
-def test_reading_begins_before_the_pass(folder):
-    pipeline = Pipeline(DiskStore(folder, (PAGE,) * 9))
-    train(pipeline, 0)
-    before = pipeline.store.stats.read_bytes
-    pipeline.start_reading()
-    pipeline.start_reading()
-    wait_until(lambda: pipeline.store.stats.read_bytes == before + 5 * PAGE)  # as much as there are buffers
-    train(pipeline, 1)
-    assert pipeline.store.stats.read_bytes == before + 9 * PAGE
-    assert contents(pipeline.store) == expected((PAGE,) * 9, range(2))
 
 
 def test_what_was_read_ahead_of_another_pass_is_not_used(folder):
