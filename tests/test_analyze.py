@@ -192,20 +192,3 @@ def test_figure_names_the_extra_that_it_needs(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"jzero\[examples\]"):
         report_of(2).save_figure(str(tmp_path / "report.png"))
-
-
-def test_what_a_checkpoint_gathers_again_is_noted():
-    """A `jax.checkpoint` around others replays the forward pass, so each layer is gathered twice there."""
-
-    def loss(params, x):
-        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
-        return jax.checkpoint(lambda x, w: jnp.square(jax.lax.scan(layer, x, w)[0]).mean())(x, params["w"])
-
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, reshard_after_forward=False)
-    plain = jzero.TrainState.create(params={"w": jnp.ones((3, 16, 16))}, tx=optax.sgd(0.1))
-    state = jzero.shard_train_state(plain, config=config)
-    report = analyze(jzero.make_train_step(loss), state, np.ones((16, 16), np.float32))
-    gathers = report.communication_elements / plain.params["w"].size - 1
-    is_noted = any("times what `plan.gathered_bytes` counts" in note for note in report.notes)
-    assert is_noted == (gathers > 1.1)
-    assert report.estimated.gathered_bytes == pytest.approx(gathers * plain.params["w"].nbytes, rel=0.01)

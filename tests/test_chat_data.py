@@ -141,23 +141,6 @@ def test_the_loss_of_packed_rows_is_that_of_each_example_alone(family, tmp_path)
     assert float(packed.sum) / float(packed.weight) == pytest.approx(mean, rel=1e-6)
 
 
-@pytest.mark.slow  # to import transformers takes two seconds
-def test_a_tokenizer_that_ends_texts_itself_ends_each_once(tmp_path):
-    """Not between prompt and completion, nor in a chat, nor behind an end that the text brings along."""
-    unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    tokenizer = tokenizer_of_transformers(unmarked)
-    plain = [{"messages": CHAT}, {"prompt": "ab", "completion": "c"}, {"text": "ab"}]
-    brought = [{"prompt": "ab", "completion": "c</s>"}, {"text": "ab</s>"}]
-    before, _ = read(tmp_path, *plain, *brought, tokenizer=tokenizer)
-    assert [tokenizer.decode(x.tokens) for x in before[1:]] == ["abc</s>", "ab</s>"] * 2
-    ending = tokenizer_of_transformers(unmarked, ends=True)
-    assert ending("ab")["input_ids"][-1] == ending.eos_token_id
-    after, _ = read(tmp_path, *plain, *brought, tokenizer=ending)
-    assert [x.tokens.tolist() for x in after] == [x.tokens.tolist() for x in before]
-    assert [x.learned.tolist() for x in after] == [x.learned.tolist() for x in before]
-    assert chat_data.without_end("ab</s>", ending) == chat_data.without_end("ab</s>", tokenizer), "what it brings stays"
-
-
 ANSWER = "{% generation %}{{ m.content }}</s>{% endgeneration %}"
 ONE = "<|{{ m.role }}|>{% if m.role == 'assistant' %}" + ANSWER + "{% else %}{{ m.content }}{% endif %}"
 TEMPLATE = f"{{% for m in messages %}}{ONE}{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}"

@@ -48,24 +48,6 @@ def test_estimate_takes_deepspeeds_machine_from_the_topology(run):
 # plan
 
 
-def test_plan_as_json(run):
-    found = data_of(run("plan users:factory --devices 32 --json"))
-    assert found["mesh"] == {"data": 32}
-    assert (found["stage"], found["num_shards"]) == (3, 32)
-    share = 4 * PSI // 32
-    expected = {"params": share, "grads": share, "opt_state": 2 * share + 4, "total": 4 * share + 4}
-    assert found["bytes_per_device"] == expected
-    assert found["bytes_replicated"]["total"] == 16 * PSI + 4
-    assert found["gathered_bytes"] == 2 * 4 * PSI
-    (down, up) = found["parameters"]
-    assert (up["path"], up["shape"], up["dtype"], up["padding"]) == ("up", [LAYERS, WIDTH, 4 * WIDTH], "float32", 0)
-    assert up["spec"] in ([None, "data"], [None, None, "data"]), "never the scanned dimension"
-    assert down["stored_shape"] == down["shape"] == [LAYERS, 4 * WIDTH, WIDTH]
-    whole = {(leaf["term"], leaf["path"]): leaf for leaf in found["replicated"]}
-    assert set(whole) == {("opt_state", "0/count"), ("other", "step")}
-    assert all(leaf["reason"] == "scalar" and leaf["num_bytes"] == 4 for leaf in whole.values())
-
-
 def test_devices_have_one_name_and_keep_their_former_ones(run, folder):
     (folder / "ds_config.json").write_text('{"train_batch_size": 32}')
     for line, names in (

@@ -23,12 +23,9 @@ NONE = {
 }
 
 
-def candidate(seconds, peak, *, steps=1, stage=3, rates=True, **fields):
-    time = StepTime(0.0, 0.0, 0.0, 0.0, seconds) if rates else None
-    memory = StepMemory(temporaries=peak, time=time, **OF, **NONE)
-    if not rates:
-        memory = dataclasses.replace(memory, sent_bytes=int(seconds))
-    return Candidate(jzero.ZeroConfig(stage=stage), {"data": 8}, steps, "cheap", memory, **fields)
+def candidate(seconds, peak, *, steps=1, **fields):
+    memory = StepMemory(temporaries=peak, time=StepTime(0.0, 0.0, 0.0, 0.0, seconds), **OF, **NONE)
+    return Candidate(jzero.ZeroConfig(stage=3), {"data": 8}, steps, "cheap", memory, **fields)
 
 
 @dataclasses.dataclass
@@ -90,14 +87,6 @@ def test_what_does_not_fit_is_never_chosen(monkeypatch, misfit):
     assert not any(x.verdict.startswith("fits") for x in judge(found, chosen, LIMIT))
 
 
-def test_what_the_estimate_may_wrongly_leave_out_is_compiled(monkeypatch):
-    tried = [candidate(0.8, 1200), candidate(0.9, 1100), candidate(1.0, 900)]
-    chosen, _, asked = confirmed(monkeypatch, tried, {1100: (999, 0.95)})
-    assert asked == [1100, 900]
-    assert chosen.memory.peak == 1100
-    assert choose(tried, LIMIT, confirmed=False).memory.peak == 900
-
-
 def test_more_is_tried_if_nothing_fits(monkeypatch):
     last = candidate(5.0, 100, host_seconds=4.0)
     chosen, found, asked = confirmed(monkeypatch, [candidate(1.0, 950)], {950: (1050, 1.0)}, more=[last])
@@ -107,21 +96,6 @@ def test_more_is_tried_if_nothing_fits(monkeypatch):
     assert len(found) == 2
     asked = confirmed(monkeypatch, [candidate(1.0, 2000)], {}, more=[])[2]
     assert asked == [2000], "is the least really too much?"
-
-
-def test_the_same_program_is_compiled_once(monkeypatch):
-    tried = [candidate(1.0, 500, stage=1), candidate(1.0, 500, stage=2), candidate(1.1, 501), candidate(1.2, 502)]
-    chosen, found, asked = confirmed(monkeypatch, tried, {})
-    assert asked == [500, 501, 502]
-    assert chosen.config.stage == 1
-    assert [x.compiled_peak for x in found] == [500, 500, 501, 502]
-
-
-def test_without_rates_the_first_that_fits_is_the_choice(monkeypatch):
-    tried = [candidate(100, 1500, rates=False), candidate(200, 900, rates=False), candidate(300, 800, rates=False)]
-    chosen, _, asked = confirmed(monkeypatch, tried, {})
-    assert asked == [900]
-    assert chosen.cost() == 200
 
 
 def test_options_without_a_name_say_themselves_what_they_are():

@@ -118,13 +118,6 @@ def chunks(p, x, t, key):
 
 
 @right
-def rows_one_by_one(p, x, t, key):
-    mapped = lax.map(lambda row: each(p, row[None])[0], x)
-    listed = jnp.stack([jnp.square(row @ p["w"]).sum() for row in x])
-    return mapped.mean() + listed.mean() + sum(row[0] ** 2 for row in x) / len(x)
-
-
-@right
 def vmapped(p, x, t, key):
     loop = lambda row: lax.while_loop(lambda c: c.sum() > 1, lambda c: c / 2, row)
     slope = jax.vmap(jax.grad(lambda row: jnp.tanh(row @ p["w"]).sum()))(x)
@@ -166,13 +159,6 @@ def chunks_of_tokens(p, x, t, key):
 
 
 @right
-def two_views_at_once(p, x, t, key):
-    y = jnp.tanh(jnp.concatenate([x, 2 * x]) @ p["w"])
-    a, b = jnp.split(y, 2)
-    return jnp.square(a - b).mean() + (y[: len(x)] * y[len(x) :]).mean()
-
-
-@right
 def shifted_by_the_largest(p, x, t, key):
     y = x @ p["w"]
     top = lax.stop_gradient(y.max())
@@ -201,12 +187,6 @@ def masked_mean(p, x, t, key):
     mask = x[:, 0] > -1
     losses = each(p, x) * mask
     return losses.sum() / mask.sum()  # here
-
-
-@wrong("ratio")
-def tokens_that_count(p, x, t, key):
-    mask = jnp.maximum(t[..., 0], 0)
-    return jnp.where(mask.sum() > 0, (mask * t[..., 1]).sum() / mask.sum(), 0.0)  # here
 
 
 @wrong("rows")
@@ -252,22 +232,10 @@ def normalized_over_a_vmapped_axis(p, x, t, key):
     return jnp.square(jax.vmap(normalize, axis_name="rows")(x) - 1).mean()
 
 
-@wrong("rows")
-def running_totals(p, x, t, key):
-    y = jnp.cumsum(x, 0)  # here
-    return jnp.square(y).mean()
-
-
 @wrong("sum")
 def balance_of_the_batch(p, x, t, key):
     gates = jax.nn.softmax(x @ p["w"])
     return (jax.nn.one_hot(gates.argmax(-1), 3).mean(0) * gates.mean(0)).sum()  # here
-
-
-@wrong("sum")
-def from_row_to_row(p, x, t, key):
-    step = lambda c, row: (jnp.tanh(c) + row.sum(), None)  # here
-    return lax.scan(step, 0.0, x)[0] / len(x)
 
 
 def loss_facts(fn):

@@ -43,13 +43,6 @@ def scaled_forward(factor):
     return scaled
 
 
-@jax.custom_vjp
-def scaled_by_argument(h, factor):
-    return h
-
-
-scaled_by_argument.defvjp(lambda h, factor: (h, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor)))
-
 WAYS = {
     "plain": lambda fn, h: fn(h),
     "scan": lambda fn, h: jax.lax.scan(lambda h, _: (jnp.sin(fn(h)), None), h, None, length=2)[0],
@@ -92,14 +85,3 @@ def test_values_from_around_the_step_may_be_closed_over(make):
     np.testing.assert_allclose(found["w"][:6], expected["w"], rtol=1e-5, atol=1e-7)
     with pytest.raises(ValueError, match="as an argument"):
         grads(sharded(3), jnp.float32(3), "jit")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_values_that_are_arguments_train(stage):
-    def loss(params, x):
-        h = x @ params["w"]
-        return jnp.square(jnp.tanh(scaled_by_argument(h, (x.sum(-1, keepdims=True) > 0) * 2.0))).mean()
-
-    _, metrics = jzero.make_train_step(loss)(sharded.__wrapped__(stage), X)
-    expected = np.linalg.norm(jax.jit(jax.grad(loss))(PARAMS, X)["w"])
-    np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-5)

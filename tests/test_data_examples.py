@@ -65,21 +65,6 @@ def test_files_read_from_their_start_are_read_in_order(tmp_path):
         jzero.data.make_loader(source, batch_size=8, num_workers=2)
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_an_error_is_raised_by_the_batch_that_needed_the_example(prefetch):
-    source = Source(40)
-    batches = iter(jzero.data.make_loader(source, batch_size=8, prefetch=prefetch))
-    source.broken = {19: KeyError("no such record")}
-    assert [ids(next(batches)) for _ in range(2)] == [list(range(8)), list(range(8, 16))]
-    for _ in range(2):
-        with pytest.raises(KeyError, match="no such record") as caught:
-            next(batches)
-        assert "example 19 of epoch 0" in "".join(caught.value.__notes__)
-        assert batches.get_state()["example"] == 16
-    source.broken = {}
-    assert [i for batch in batches for i in ids(batch)] == list(range(16, 40)), "mended"
-
-
 def test_an_example_that_raises_stop_iteration_does_not_end_the_data():
     source = Source(16)
     batches = iter(jzero.data.make_loader(source, batch_size=8))

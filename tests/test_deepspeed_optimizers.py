@@ -101,24 +101,6 @@ def test_which_rate_counts():
     assert (verdict(alone, "scheduler.type"), alone.schedule) == ("refused", None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "key"),
-    [
-        ("WarmupDecayLR", "total_num_steps"),
-        ("WarmupCosineLR", "total_num_steps"),
-        ("WarmupLR", "warmup_num_steps"),
-        ("LRRangeTest", "lr_range_test_step_size"),
-    ],
-)
-def test_steps_beyond_32_bits_are_refused(kind, key):
-    adam = {"type": "Adam", "params": {}}
-    longest = report_of(adam, {"type": kind, "params": {key: 2**31 - 1}})
-    assert np.isfinite(float(longest.schedule(2**31 - 1)))
-    report = refused(adam, {"type": kind, "params": {key: 2**31}})
-    assert verdict(report, f"scheduler.params.{key}") == "refused"
-    assert (report.schedule, report.optimizer) == (None, None)
-
-
 # Optimizers
 
 
@@ -193,13 +175,6 @@ def test_lion_is_the_kernels():
         w = w * (1 - lr * decay) + np.where(c > 0, -lr, lr)
         m = b2 * m + (1 - b2) * grad
         np.testing.assert_allclose(ours, w, rtol=1e-12)
-
-
-def test_adagrad_takes_small_gradients_at_their_size():
-    """optax has eps inside of the root, DeepSpeed outside: near eps alone, 1e-10, that shows (here by 1 in 100)."""
-    report = report_of({"type": "Adagrad", "params": {"lr": 1.0}})
-    (after,) = weights_after(report.optimizer, [[1e-8]], np.zeros(1))
-    np.testing.assert_allclose(after, -1e-8 / (1e-8 + 1e-10), rtol=0.011)
 
 
 @pytest.mark.parametrize(("name", "default"), [("AdamW", 0.01), ("Adam", 0.01)])

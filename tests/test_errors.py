@@ -139,12 +139,6 @@ def test_mesh_must_have_the_axis():
         jzero.plan_train_state(plain_state(), config=config)
 
 
-def test_mesh_of_one_device_warns_where_there_are_more():
-    mesh = jzero.make_mesh(devices=jax.devices()[:1])
-    with pytest.warns(UserWarning, match="one device, but 8 are there"):
-        jzero.shard_train_state(plain_state(), stage=3, mesh=mesh)
-
-
 # Editing parameters.
 
 

@@ -7,8 +7,6 @@ import json
 import operator
 import sys
 
-import jax.numpy as jnp
-import optax
 import pytest
 
 import jzero
@@ -58,21 +56,6 @@ def test_fields(config, field, value):
     assert (found, type(found)) == (value, type(value))
 
 
-def test_mics_names_the_mesh_that_it_needs():
-    config, report = read(zero(mics_shard_size=2), num_devices=8)
-    advice = note(report, "zero_optimization.mics_shard_size")
-    assert "jzero.make_mesh(replica=4, data=2)" in advice
-    plan = jzero.plan_train_state(
-        jzero.TrainState.create(params={"w": jnp.ones((512, 512))}, tx=optax.adam(1e-3)),
-        config=config,
-        mesh=jzero.make_mesh(replica=4, data=2),
-    )
-    assert plan.num_shards == 2
-    assert read(zero(mics_shard_size=8), num_devices=8)[0].replica_axis is None
-    with pytest.raises(ValueError, match=r"mics_shard_size` \(3\) must"):
-        read(zero(mics_shard_size=3), num_devices=8)
-
-
 def test_hpz_names_the_mesh_that_it_needs():
     sized = lambda size: zero(zero_hpz_partition_size=size)
     config, report = read(sized(4), num_devices=8)
@@ -92,17 +75,6 @@ def test_hierarchical_gathers_of_mics_name_the_mesh():
     config, report = read(zero(**keys | {"mics_shard_size": -1}), num_devices=8)
     assert config.node_axis is None
     assert verdicts(report)["zero_optimization.mics_hierarchical_params_gather"] == "ignored"
-
-
-def test_zeropp_becomes_integers():
-    keys = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
-    zero = {"stage": 3, **dict.fromkeys(keys, True), "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
-    config, report = read({"zero_optimization": zero})
-    assert config.quantization == jzero.Quantization(gather="int8", reduce="int4", frozen="int8")
-    found = verdicts(report)
-    assert {found[f"zero_optimization.{key}"] for key in keys} == {"honoured"}
-    assert found["zero_optimization.zeropp_loco_param"] == "ignored"
-    assert "exact within a node" in note(report, "zero_optimization.zero_quantized_gradients")
 
 
 def test_stage_0_has_nothing_to_offload_or_to_refuse():

@@ -7,17 +7,10 @@ import pathlib
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
-import jzero
-from benchmarks.engines import Engine
 from benchmarks.gpu import __main__ as pack
-from benchmarks.gpu import steps
-from benchmarks.gpu.job import Job, add_line, figures_of
-from benchmarks.offload import least_traffic
+from benchmarks.gpu.job import add_line, figures_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = "steps/gpt_small/8/3"
@@ -123,59 +116,3 @@ def test_no_report_of_a_cpu_by_accident(tmp_path, monkeypatch):
     machine = {**MACHINE, "facts": {"platform": "cpu", "kind": "cpu", "count": 8}}
     with pytest.raises(SystemExit, match=r"No GPU here, .*--out FILE"):
         run_with({"machine": machine}, tmp_path, monkeypatch, default_out=True)
-
-
-def test_offload_moves_at_least_the_arrays_on_the_host():
-    params = {"w": jnp.ones((512, 512)), "v": jnp.ones((512,))}
-    plain = jzero.TrainState.create(params=params, tx=optax.adamw(1e-3))
-    offload = jzero.Offload(optimizer="host", params="host")
-    config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0, offload=offload)
-    state = jzero.shard_train_state(plain, config=config)
-
-    def on_host(tree):
-        arrays = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == "pinned_host"]
-        return sum(x.addressable_shards[0].data.nbytes for x in arrays)
-
-    weights, rest = on_host(state.params), on_host(state.opt_state)
-    assert weights == 512 * 512 * 2 / 8
-    assert least_traffic(jzero.plan_of(state)) == (rest + 2 * weights, rest + weights)
-
-
-def program(name, stage, memory, step=None):
-    """A program that counts, with 10 bytes of arguments."""
-    step = step or jax.jit(lambda state, batch: (state + batch, {"loss": state}))
-    return steps.Program(name, stage, Engine(step, lambda key: jnp.zeros(()), None), 10, memory)
-
-
-def fails(state, batch):
-    raise ValueError("out of memory")
-
-
-def job_in(tmp_path):
-    return Job("steps/counter/1/3", tmp_path / "lines.jsonl", 60, small=True)
-
-
-def figures_in(tmp_path):
-    return figures_of(tmp_path / "lines.jsonl")["steps/counter/1/3"]
-
-
-@pytest.mark.parametrize(("limit", "alone"), [(None, False), (60, False), (50, True)])
-def test_programs_take_turns_if_they_fit_side_by_side(limit, alone, tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "memory_limit", lambda: limit)
-    three = [program("strong", 3, 30), program("jzero", 3, 20), program("plain", 0, 30)]  # 30 held, and 20 to compute
-    steps.timed(job_in(tmp_path), three, 1.0, steps=5)
-    found = figures_in(tmp_path)
-    assert list(found) == ["strong 3", "jzero 3", "plain 0"]
-    assert [x.get("alone", False) for x in found.values()] == [alone] * 3
-    assert [x["loss"] for x in found.values()] == [9.0] * 3  # two turns of five steps
-    assert {"of_plain", "of_strong"} <= set(found["jzero 3"])
-    assert "of_strong" not in found["plain 0"]
-
-
-def test_a_program_that_fails_leaves_the_others(tmp_path):
-    programs = [program("strong", 3, 30, fails), program("jzero", 3, 20), program("plain", 0, 30)]
-    steps.timed(job_in(tmp_path), programs, 1.0, steps=1)
-    found = figures_in(tmp_path)
-    assert found["strong 3"] == {"failed": "ValueError: out of memory"}
-    assert found["jzero 3"]["alone"]
-    assert found["jzero 3"]["of_plain"] > 0
