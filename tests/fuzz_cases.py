@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from hypothesis import strategies as st
-from jax import lax
 
 import jzero
 from tests.fuzz_layers import CLASSES, KINDS, LEARNING_RATE, apply
@@ -192,25 +191,8 @@ class Writer(NamedTuple):
     expected: Callable[[dict[str, Any], Any], Any]
 
 
-def _gathered(x: Any) -> Any:
-    return lax.all_gather(x, "data", tiled=True)
-
-
 WRITERS = {
-    "calls": Writer(lambda n, d: np.int32(0), lambda b, v: v + 1, None, lambda b, v: v + 1),
     "rows": Writer(lambda n, d: np.int32(3), lambda b, v: v + len(b["x"]), "summed", lambda b, v: v + len(b["x"])),
-    "histogram": Writer(
-        lambda n, d: np.zeros(5, np.int32),
-        lambda b, v: v + jnp.bincount(b["ids"] % 5, length=5),
-        "summed",
-        lambda b, v: v + np.bincount(b["ids"] % 5, minlength=5),
-    ),
-    "weights": Writer(
-        lambda n, d: np.float32(0.5),
-        lambda b, v: v + b["weight"].sum(),
-        "summed",
-        lambda b, v: v + b["weight"].sum(),
-    ),
     "statistics": Writer(
         lambda n, d: np.ones(d, np.float32),
         lambda b, v: jnp.square(v) / 2 + b["x"].mean(0) / 4,  # not linear: only the average of all devices will do
@@ -218,18 +200,6 @@ WRITERS = {
         lambda b, v: np.square(v) / 2 + b["x"].mean(0) / 4,
     ),
     "last": Writer(lambda n, d: np.zeros((n, d), np.float32), lambda b, v: b["x"], "per_example", lambda b, v: b["x"]),
-    "largest": Writer(
-        lambda n, d: np.int32(0),
-        lambda b, v: jnp.maximum(v - 1, lax.pmax(b["ids"].max(), "data")),
-        None,
-        lambda b, v: np.maximum(v - 1, b["ids"].max()),
-    ),
-    "queue": Writer(
-        lambda n, d: np.zeros((2 * n + 1, d), np.float32),
-        lambda b, v: jnp.concatenate([_gathered(b["x"]), v])[: len(v)],
-        None,
-        lambda b, v: np.concatenate([b["x"], v])[: 2 * len(b["x"]) + 1],
-    ),
 }
 
 
@@ -339,11 +309,10 @@ def _optimizers(layers: tuple[Layer, ...], extras: tuple[str, ...], policy: jzer
     return sorted(able)
 
 
-def _written(random: Random, entry: str, framework: str, replicas: int) -> tuple[str, ...]:
+def _written(random: Random, entry: str, framework: str) -> tuple[str, ...]:
     if entry == "own_loop" or framework == "plain" or random.random() < 0.5:
         return ()
-    names = sorted({*WRITERS} - {"largest", "queue"} if replicas > 1 else WRITERS)  # those two name one axis
-    return tuple(sorted(random.sample(names, random.randint(1, 3))))
+    return tuple(sorted(random.sample(sorted(WRITERS), random.randint(1, 3))))
 
 
 LOSSES = ("mean", "cross_entropy", "weighted", "cross_entropy", "weighted", "weighted_by_params")
@@ -376,7 +345,7 @@ def cases(draw: Any) -> Case:
         aux=entry != "own_loop" and random.random() < 0.3,
         poisoned=random.choice((None, 1)) if policy.skips and entry == "train_step" else None,
         frozen_by=random.choice(("trainable", "optax", "both")),
-        written=_written(random, entry, framework, replicas),
+        written=_written(random, entry, framework),
         optimizer=random.choice(_optimizers(layers, extras, policy)),
         entry=entry,
         num_devices=num_devices,

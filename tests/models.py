@@ -106,30 +106,6 @@ def gpt_state(model, tx, seed: int = 0) -> TrainState:
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
-class Stack(nn.Module):
-    """An embedding, scanned layers and a norm: few leaves, with kernels, a bias and a scale."""
-
-    width: int
-    vocab: int = VOCAB
-    layers: int = 4
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(self.vocab, self.width)(tokens)
-        scanned = nn.scan(Wide, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
-        x, _ = scanned(self.width, name="layers")(x, None)
-        return nn.LayerNorm()(x)
-
-
-class Wide(nn.Module):
-    width: int
-
-    @nn.compact
-    def __call__(self, x, _):
-        y = nn.tanh(nn.Dense(4 * self.width, name="up")(x))
-        return x + nn.Dense(self.width, name="down", use_bias=False)(y), None
-
-
 MLP_SIZES = (37, 127, 61, 11)
 TWO_LAYERS = (37, 127, 11)
 ONE_LAYER = (37, 11)

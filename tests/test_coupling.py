@@ -52,7 +52,6 @@ ONE_LINE = {
         lambda p, x, t, key: lax.cond(p["at"] > 0, lambda: each(p, x).mean(), lambda: 2 * each(p, 3 * x).mean()),
         None,
     ),
-    "custom_rules": (lambda p, x, t, key: _tripled(jax.nn.relu(x)).mean() + jnp.square(_tripled(x)).mean(), None),
     "weights_that_are_divided_first": (lambda p, x, t, key: (each(p, x) * (jnp.square(x[:, 0]) / len(x))).sum(), None),
     "linear_in_rows": (
         lambda p, x, t, key: (x.mean(0) @ p["w"]).sum() + (each(p, x) - each(p, x).mean() + p["w"][0, 0]).mean(),
@@ -88,18 +87,6 @@ def tokens_flattened(p, x, t, key):
 
 
 @right
-def attention_in_rows(p, x, t, key):
-    y = jax.nn.dot_product_attention(t[:, :, None], t[:, :, None], t[:, :, None], is_causal=True)
-    return jnp.tanh(y[:, :, 0] @ p["w"]).mean()
-
-
-@right
-def layers(p, x, t, key):
-    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
-    return lax.scan(layer, x, jnp.stack([p["queue"][:WIDTH]] * 3))[0].mean()
-
-
-@right
 def time(p, x, t, key):
     def step(h, now):
         h = jnp.tanh(now @ p["queue"][:WIDTH] + h)
@@ -115,22 +102,6 @@ def chunks(p, x, t, key):
     total, _ = lax.scan(lambda c, x: (c + each(p, x).sum(), None), 0.0, x.reshape(-1, 2, WIDTH))
     parts, _ = lax.scan(lambda c, x: (c + each(p, x).mean(), None), 0.0, x.reshape(2, -1, WIDTH))
     return total / len(x) + parts / 2
-
-
-@right
-def vmapped(p, x, t, key):
-    loop = lambda row: lax.while_loop(lambda c: c.sum() > 1, lambda c: c / 2, row)
-    slope = jax.vmap(jax.grad(lambda row: jnp.tanh(row @ p["w"]).sum()))(x)
-    chosen = jax.vmap(lambda row, i: lax.dynamic_slice(row, (i,), (2,)))(x, x[:, 0].astype(int))
-    return jax.vmap(loop)(x).mean() + jnp.linalg.norm(slope, axis=-1).mean() + jnp.square(chosen).mean()
-
-
-@jax.custom_vjp
-def _tripled(x):
-    return 3 * x
-
-
-_tripled.defvjp(lambda x: (3 * x, None), lambda _, g: (3 * g,))
 
 
 @right
@@ -171,17 +142,6 @@ def negatives_of_all(p, x, t, key):
     return jax.nn.logsumexp(x @ y.T, axis=-1).mean() + jnp.log(lax.pmean(jnp.square(x).mean(), "data"))
 
 
-@right
-def batch_norm_over_the_axis(p, x, t, key):
-    norm = nn.BatchNorm(use_running_average=False, axis_name="data", momentum=0.9)
-    variables = {
-        "params": {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)},
-        "batch_stats": {"mean": jnp.zeros(WIDTH), "var": jnp.ones(WIDTH)},
-    }
-    y, _ = norm.apply(variables, x, mutable=["batch_stats"])
-    return jnp.tanh(y @ p["w"]).mean()
-
-
 @wrong("ratio")
 def masked_mean(p, x, t, key):
     mask = x[:, 0] > -1
@@ -202,12 +162,6 @@ def pairwise(p, x, t, key):
 
 
 @wrong("rows")
-def centered(p, x, t, key):
-    y = x - x.mean(0, keepdims=True)  # here
-    return jnp.square(y).mean()
-
-
-@wrong("rows")
 def whitened_in_a_function(p, x, t, key):
     @jax.jit
     def normalize(x):
@@ -221,15 +175,6 @@ def whitened_in_a_function(p, x, t, key):
 def standardized(p, x, t, key):
     y = jax.nn.standardize(x, axis=0)  # here
     return jnp.square(jnp.tanh(y)).mean()
-
-
-@wrong("rows")
-def normalized_over_a_vmapped_axis(p, x, t, key):
-    def normalize(row):
-        centered = row - lax.pmean(row, "rows")  # here
-        return centered / jnp.sqrt(lax.pmean(centered**2, "rows") + 1)
-
-    return jnp.square(jax.vmap(normalize, axis_name="rows")(x) - 1).mean()
 
 
 @wrong("sum")

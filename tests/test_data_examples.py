@@ -1,4 +1,4 @@
-"""Examples that batches are made of: transforms, order of files, what is alike, and errors that name them."""
+"""Examples that batches are made of, and files of them: transforms, order, what is alike, and errors that name them."""
 
 import collections
 import pathlib
@@ -123,3 +123,66 @@ def test_numbers_that_do_not_fit_are_named():
     assert next(batches)["x"].dtype == jnp.int32
     with pytest.raises(ValueError, match="'x' of example 13 holds a int64"):
         next(batches)
+
+
+# Many files as one source.
+
+COUNTS = (3, 0, 5, 1, 2)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Files of unequal counts; the examples are numbered through."""
+    first = 0
+    for i, count in enumerate(COUNTS):
+        (tmp_path / f"{i}.txt").write_text("".join(f"{first + j}\n" for j in range(count)))
+        first += count
+    return sorted(tmp_path.glob("*.txt"))
+
+
+def lines(path):
+    return [int(line) for line in pathlib.Path(path).read_text().split()]
+
+
+def one_by_one(path):
+    yield from lines(path)
+
+
+def test_a_file_that_changed_is_named(paths):
+    for how in ({"open_file": lines}, {"read": one_by_one}):
+        source = jzero.data.FileSource(paths, **how)
+        paths[2].write_text("3\n4\n")
+        with pytest.raises(ValueError, match=r"2.txt' had 5 examples.*example 3"):
+            source[6]
+        paths[2].write_text("3\n4\n5\n6\n7\n")
+        if source.sequential:
+            assert source[7] == 7, "mended, and read from the start again"
+
+
+def test_an_error_in_a_file_names_the_file(paths):
+    source = jzero.data.FileSource(paths, open_file=lines)
+    paths[0].write_text("what\n0\n1\n")
+    with pytest.raises(ValueError, match="what") as caught:
+        source[1]
+    assert "example 1 of" in caught.value.__notes__[0]
+    assert "0.txt" in caught.value.__notes__[0]
+
+
+def test_impossible_arguments(paths, tmp_path):
+    source = jzero.data.FileSource
+    with pytest.raises(ValueError, match="either `open_file`"):
+        source(paths)
+    with pytest.raises(ValueError, match="either `open_file`"):
+        source(paths, open_file=lines, read=lines)
+    with pytest.raises(ValueError, match=r"`interleave` .*: got 0"):
+        source(paths, open_file=lines, interleave=0)
+    with pytest.raises(ValueError, match="`max_open_files` must be"):
+        source(paths, open_file=lines, max_open_files=True)
+    with pytest.raises(ValueError, match="`paths` is empty"):
+        source([], open_file=lines)
+    with pytest.raises(ValueError, match=r"names '.*/0.txt' twice"):
+        source([*paths, paths[0]], open_file=lines)
+    with pytest.raises(ValueError, match="The 1 files hold no examples"):
+        source([paths[1]], open_file=lines)
+    with pytest.raises(ValueError, match=r"missing' .*: FileNotFoundError"):
+        source([tmp_path / "missing"], open_file=lines)

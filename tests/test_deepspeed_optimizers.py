@@ -78,17 +78,6 @@ def test_momentum_cycles_as_deepspeeds(row):
     assert {betas[1] for betas in row["betas"]} == {0.99}
 
 
-def test_momentum_cycles_only_where_there_is_one():
-    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}
-    sgd = report_of({"type": "SGD", "params": {"momentum": 0.9}}, cycle)
-    assert sgd.optimizer is not None
-    alone = refused(schedule=cycle)
-    assert verdict(alone, "scheduler.params.cycle_momentum") == "refused"
-    assert float(alone.schedule(2000)) == pytest.approx(1.0)
-    cycle["params"]["cycle_momentum"] = False
-    assert verdict(report_of(schedule=cycle), "scheduler.params.cycle_momentum") == "ignored"
-
-
 def test_which_rate_counts():
     adam = {"type": "Adam", "params": {"lr": 0.5}}
     own = report_of(adam, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25}})

@@ -184,23 +184,6 @@ def pinned(pin, sizes):
     return found
 
 
-def test_several_pins_and_forgotten_ones():
-    pipeline = Pipeline(RamStore(FEW))
-    with pipeline.store.pin() as first, pipeline.store.pin():
-        train(pipeline, 0)
-        assert pinned(first, FEW) == [bytes(size) for size in FEW]
-        third = pipeline.store.pin()  # of the generation after: step 1 must wait for the first two only
-    train(pipeline, 1)
-    second = threading.Thread(target=train, args=(pipeline, 2), daemon=True)
-    second.start()
-    time.sleep(0.05)
-    assert second.is_alive()
-    del third
-    gc.collect()
-    second.join(WAIT)
-    assert not second.is_alive()
-
-
 def test_a_read_only_pass_waits_for_no_pin():
     pipeline = Pipeline(RamStore(FEW))
     train(pipeline, 0)

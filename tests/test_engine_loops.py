@@ -50,18 +50,6 @@ def test_two_updates_of_parameters_held_whole_keep_their_layout(stage):
     assert two_steps(state, engine_losses.batch()["x"]).params["w"].sharding.is_fully_replicated
 
 
-def test_optimizer_that_mixes_elements_takes_empty_leaves():
-    rng = np.random.default_rng(0)
-    params = {"w": rng.normal(size=(24, 64)).astype(np.float32), "empty": np.zeros((0, 3), np.float32)}
-    tx = optax.stateless(lambda updates, _: jax.tree.map(lambda x: -jnp.roll(x, 1), updates))
-    state = jzero.TrainState.create(params=params, tx=tx)
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    x = rng.normal(size=(8, 24)).astype(np.float32)
-    got, _ = jzero.make_train_step(lambda p, x: jnp.square(x @ p["w"]).mean())(state, x)
-    grad = 2 * x.T @ (x @ params["w"]) / (8 * 64)
-    np.testing.assert_allclose(jzero.gather_params(got)["w"], params["w"] - np.roll(grad, 1), atol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["train", "gradients", "evaluate"])
 def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):

@@ -198,12 +198,6 @@ def test_batch_leaves_must_agree_and_be_arrays():
 # Losses.
 
 
-@pytest.mark.parametrize("make", [jzero.make_train_step, jzero.value_and_grad, jzero.make_eval_step])
-def test_loss_must_be_callable(make):
-    with raises(TypeError, "must be callable", "float"):
-        make(3.0)
-
-
 @pytest.mark.parametrize(
     ("loss", "parts"),
     [

@@ -80,12 +80,6 @@ def test_example_learns_and_shows_what_zero_saves(framework, layers, steps, tmp_
 
 
 @pytest.mark.slow
-def test_example_on_nodes_with_slow_links(tmp_path):
-    trained, untrained = validation_losses(run_train_gpt(*TINY, "--nodes=2", "--integers", out=tmp_path))
-    assert trained < untrained - 0.3
-
-
-@pytest.mark.slow
 def test_example_with_the_optimizer_state_on_the_host(tmp_path):
     seen = (f"--tensorboard={tmp_path / 'run'}", f"--profile={tmp_path / 'run'}")
     output = run_train_gpt(*TINY, "--precision=bf16", "--offload", *seen, out=tmp_path)

@@ -142,15 +142,6 @@ def test_without_nvme_its_keys_are_ignored(device):
     assert found["zero_optimization.offload_optimizer.nvme_path"] == found["aio.intra_op_parallelism"] == "ignored"
 
 
-def test_parameters_on_nvme_go_with_optimizer_state_there():
-    config, report = read({"zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}})
-    assert config.offload == jzero.Offload(optimizer="disk", params="disk", path="/local/scratch")
-    assert not report.refused
-    config, report = read_refused({"zero_optimization": {"stage": 3, "offload_param": NVME}})
-    assert config.offload == jzero.Offload()
-    assert [row.key for row in report.refused] == ["zero_optimization.offload_param.device"]
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stage_3_keys_mean_nothing_before(stage):
     quantized = {"zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}

@@ -106,12 +106,6 @@ def test_the_other_parts_go_on(tmp_path, monkeypatch):
     )
 
 
-def test_only_runs_what_was_asked_for(tmp_path, monkeypatch):
-    offload = {"optimizer": {"step": 0.25, "none": 0.125}}
-    text = run_with({"machine": MACHINE, "offload": offload}, tmp_path, monkeypatch, only=["off"])
-    assert '| `optimizer="host"` | 250 | 125 |' in text
-
-
 def test_no_report_of_a_cpu_by_accident(tmp_path, monkeypatch):
     machine = {**MACHINE, "facts": {"platform": "cpu", "kind": "cpu", "count": 8}}
     with pytest.raises(SystemExit, match=r"No GPU here, .*--out FILE"):
