@@ -1,4 +1,4 @@
-"""Boxes: intersections, splits, runs and reshapes against NumPy's indices."""
+"""Boxes: intersections, splits and runs against NumPy's indices."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Chats as rows of tokens: what is learned, what packing keeps, bad lines by number, the same rows after a restart."""
+"""Chats as rows of tokens: what is learned, what packing keeps, bad lines by number."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Arrays in chunks: every element once, none too large, and on TPUs only what they can slice."""
+"""Arrays in chunks: all of each array, none too large, and on TPUs only what they can slice."""
 
 import math
 

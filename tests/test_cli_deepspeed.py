@@ -4,9 +4,6 @@ import json
 
 from tests.cli_runs import data_of, folder, message_of, run, text_of  # noqa: F401  # fixtures
 
-# deepspeed
-
-
 DS_CONFIG = {"train_batch_size": 32, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
 
 

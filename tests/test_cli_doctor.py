@@ -15,8 +15,6 @@ from jzero.machines import topologies
 from tests import pages
 from tests.cli_runs import data_of, folder, run, text_of  # noqa: F401  # fixtures
 
-# doctor
-
 
 @pytest.mark.slow
 def test_doctor(run):

@@ -9,8 +9,6 @@ import pytest
 from jzero.cli import terminal
 from tests.cli_runs import folder, message_of, run  # noqa: F401  # fixtures
 
-# Wrong input.
-
 
 @pytest.mark.parametrize(
     ("line", "says"),

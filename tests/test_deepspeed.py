@@ -2,8 +2,8 @@
 
 `tests/data/deepspeed_runs.json` holds the global mean loss and the gradient norm before clipping of 30 steps of each
 run. The order of summation alone makes any two of them differ: tolerances are a little more than plain optax on one
-device, with the batch summed in four slices, is away. The default suite follows the first steps of two runs in
-`test_deepspeed_optimizers.py`. In 16 bits with sums in fp32 `test_precision.py` follows one device.
+device, with the batch summed in four slices, is away. `test_deepspeed_optimizers.py` follows the first steps
+of two. In 16 bits with sums in fp32 `test_precision.py` follows one device.
 """
 
 from __future__ import annotations

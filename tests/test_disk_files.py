@@ -1,4 +1,4 @@
-"""Records on disk: the bytes of a store in memory, whatever fails meanwhile, in the memory of a few buffers."""
+"""Records on disk: the bytes of a store in memory, however files are opened and whoever reads or writes meanwhile."""
 
 import errno
 import fcntl
@@ -148,9 +148,6 @@ def test_a_forgotten_pipeline_gives_threads_and_space_back(folder):
     store = weakref.ref(pipeline.store)
     del pipeline
     wait_until(lambda: gc.collect() is not None and store() is None)
-
-
-# Memory.
 
 
 # Pins.

@@ -1,4 +1,4 @@
-"""Beside gradients: keys, batch statistics, weights, auxiliary values and leaves of every kind."""
+"""Beside gradients: branches, keys and auxiliary values."""
 
 from __future__ import annotations
 
