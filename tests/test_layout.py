@@ -5,9 +5,7 @@ import math
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 
 from jzero import LeafRule
@@ -168,49 +166,6 @@ def test_every_cut_of_a_leaf_without_constraints(leaf):
 
 
 @pytest.mark.parametrize(
-    ("shape", "scan_dim", "dim"),
-    [
-        ((24, 2048, 6144), 0, 1),  # a stack of layers: the first dimension of a layer, though the second is larger
-        ((24, 8192, 2048), 0, 1),
-        ((2048, 24, 6144), 1, 0),
-        ((24, 12, 6144), 0, 2),  # unless N does not divide it
-        ((2048, 6144), None, 1),  # no stack: the largest
-        ((24, 768), None, 1),  # perhaps a stack of vectors that was not recognized
-    ],
-)
-def test_stacks_are_cut_on_their_first_dimension(shape, scan_dim, dim):
-    cut, _ = choose(shape, 8, scan_dim, frozenset())
-    assert cut is not None
-    assert cut.dim == dim
-
-
-@pytest.mark.parametrize(
-    ("shape", "num_shards", "dtype"),
-    [
-        ((7,), 4, "float32"),
-        ((5, 3), 16, "bfloat16"),
-        ((4, 6, 3), 2, "int32"),
-        ((2, 3, 1, 5), 3, "bool"),
-        ((3, 0), 2, "int8"),
-    ],
-)
-def test_stored_leaf_is_the_natural_one_and_zeros(shape, num_shards, dtype):
-    cuts = [Cut(d, shape, num_shards, flat=flat) for d in range(len(shape)) for flat in (False, True)]
-    x = np.arange(1, math.prod(shape) + 1).reshape(shape).astype(dtype)  # no zeros, so that padding shows
-    stored = jax.jit(lambda x: [cut.to_stored(x) for cut in cuts])(x)
-    natural = jax.jit(lambda xs: [cut.to_natural(x) for cut, x in zip(cuts, xs, strict=True)])(stored)
-    for cut, kept, back in zip(cuts, stored, natural, strict=True):
-        assert kept.shape == cut.stored_shape
-        assert kept.dtype == x.dtype
-        assert np.count_nonzero(np.asarray(kept)) == x.size, "nothing is lost, and padding is zero"
-        beyond = [slice(None)] * kept.ndim
-        beyond[cut.stored_dim] = slice(cut.natural_size, None)
-        assert not np.asarray(kept)[tuple(beyond)].any(), "padding is at the end"
-        assert back.dtype == x.dtype
-        np.testing.assert_array_equal(np.asarray(back), x)
-
-
-@pytest.mark.parametrize(
     ("shape", "num_shards", "scan_dim", "taken_dims", "stored_shape"),
     [
         ((512, 128), 8, None, {}, (512, 128)),
@@ -228,15 +183,6 @@ def test_known_leaves(shape, num_shards, scan_dim, taken_dims, stored_shape):
     assert cut is not None
     assert cut.stored_shape == stored_shape
     assert len(stored_shape) == len(shape), "functions of `x.ndim` see that of the parameter"
-
-
-def test_slice_of_a_stack_is_cut_like_the_stack():
-    cut, _ = choose((12, 31, 127), 8, scan_dim=0)
-    assert cut is not None
-    one = cut.drop_leading()
-    assert one.shape == (31, 127)
-    assert (12, *one.stored_shape) == cut.stored_shape
-    assert (12, *one.shard_shape) == cut.shard_shape
 
 
 # Scanned stacks.
@@ -261,28 +207,6 @@ def linen_params(*, scanned):
     return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
 
 
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(64, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(4, 64, decode=False, rngs=rngs)
-        self.mlp = nnx.Linear(64, 256, rngs=rngs)
-
-
-class NnxModel(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, num_layers: int = 6):
-        @nnx.split_rngs(splits=num_layers)
-        @nnx.vmap
-        def make(rngs: nnx.Rngs):
-            return NnxBlock(rngs)
-
-        self.embed = nnx.Embed(1000, 64, rngs=rngs)
-        self.blocks = make(rngs)
-
-
-def nnx_params():
-    return nnx.as_pure(nnx.state(nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0))), nnx.Param))
-
-
 def stack_of_lora():
     layer = {"w": (12, 64, 64), "lora_a": (12, 64, 8), "lora_b": (12, 8, 64), "scale": (12, 64)}
     return shapes({"embed": (1000, 64), "layers": layer, "head": {"w": (64, 1000), "b": (1000,)}})
@@ -290,7 +214,6 @@ def stack_of_lora():
 
 STACKS = {
     "linen": (lambda: linen_params(scanned=True), "layers/", 6),
-    "nnx": (nnx_params, "blocks/", 6),
     "plain": (stack_of_lora, "layers/", 12),
 }
 
@@ -326,12 +249,6 @@ NEGATIVES = {
 }
 
 
-@pytest.mark.parametrize("shape", [(6, 64, 256), (6, 6, 64), (12, 12, 12)])
-def test_single_leaf_of_many_dimensions_may_be_a_stack(shape):
-    params = shapes({"w": shape, "b": (64,)})
-    assert scan_dims(params) == {"w": 0, "b": None}
-
-
 @pytest.mark.parametrize("names", [("layers_0", "layers_1"), ("0", "1", "2"), ("block1", "block2")])
 def test_layers_of_a_loop_are_no_stacks(names):
     """Nor are their projections by heads and convolutions. A scanned stack beside them is one."""
@@ -356,17 +273,19 @@ def test_dense_leaf_taken_for_a_stack_costs_nothing(name, num_shards):
 
 
 @pytest.mark.parametrize(
-    ("params", "path"),
+    ("tree", "path", "scan_dim"),
     [
-        (shapes({"q": {"kernel": (256, 8, 32), "bias": (8, 32)}}), "q/kernel"),
-        (shapes({"q": (256, 8, 32), "k": (256, 2, 32)}), "q"),
-        (shapes({"w": (64, 64), "lora_a": (64, 8), "lora_b": (8, 64)}), "lora_b"),
-        (shapes({"norm": {"scale": (12, 64)}, "gate": {"scale": (12, 64)}}), "norm/scale"),
-        (shapes({"kernel": (512, 3, 3)}), "kernel"),
+        ({"w": (6, 64, 256), "b": (64,)}, "w", 0),
+        ({"w": (12, 12, 12), "b": (64,)}, "w", 0),
+        ({"q": {"kernel": (256, 8, 32), "bias": (8, 32)}}, "q/kernel", None),
+        ({"q": (256, 8, 32), "k": (256, 2, 32)}, "q", None),
+        ({"w": (64, 64), "lora_a": (64, 8), "lora_b": (8, 64)}, "lora_b", None),
+        ({"norm": {"scale": (12, 64)}, "gate": {"scale": (12, 64)}}, "norm/scale", None),
+        ({"kernel": (512, 3, 3)}, "kernel", None),
     ],
 )
-def test_leaf_without_the_signs_of_a_stack_may_be_cut_anywhere(params, path):
-    assert scan_dims(params)[path] is None
+def test_single_leaf_of_many_dimensions_may_be_a_stack_and_others_without_its_signs_are_none(tree, path, scan_dim):
+    assert scan_dims(shapes(tree))[path] == scan_dim
 
 
 def test_rule_overrules_what_the_tree_suggests():

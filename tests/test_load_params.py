@@ -75,18 +75,6 @@ def test_tied_leaves_are_tied_again(tmp_path):
         jzero.load_params(pair, tmp_path / "y.safetensors")
 
 
-def test_frozen_parameters_of_nnx(tmp_path):
-    def make(seed):
-        model = nnx.Linear(17, 13, rngs=nnx.Rngs(seed))
-        return model, nnx.Optimizer(model, shared.sgd(0.1, momentum=0.9), wrt=nnx.PathContains("bias"))
-
-    pair = sharded(make(0), 3, precision="bf16")
-    jzero.export_params(pair, tmp_path / "x.safetensors")
-    assert sorted(load_file(tmp_path / "x.safetensors")) == ["bias", "kernel"]
-    model, _ = jzero.load_params(sharded(make(1), 3, precision="bf16"), tmp_path / "x.safetensors")
-    np.testing.assert_array_equal(natural(np.asarray(model.kernel[...]), (17, 13)), make(0)[0].kernel[...])
-
-
 def test_other_names_and_missing_tensors(tmp_path):
     plain, _ = odd_state()
     tensors = {f"model.{name}": np.asarray(x) for name, x in plain.params.items()}

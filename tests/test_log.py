@@ -1,7 +1,6 @@
 """The log names what takes long, at its start."""
 
 import logging
-import re
 
 import jax
 import jax.numpy as jnp
@@ -46,18 +45,3 @@ def test_from_a_state_to_files(said, tmp_path):
     jzero.load_params(state, tmp_path / "x.safetensors")
     files = f"4.00 KiB to {tmp_path / 'x.safetensors'}", f"4.00 KiB of weights from {tmp_path / 'x.safetensors'}"
     assert said() == [f"Writing {files[0]}.", f"Reading {files[1]}."]
-
-
-def test_fit_counts_what_it_traces(said):
-    state, batch = jax.eval_shape(make_state, jax.random.key(0)), jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    jzero.fit(state, loss_fn, batch, topology="h200:16", confirm=False, stages=(1, 2), remat=("as_written",))
-    layouts = [re.fullmatch(r"Tracing layout (\d+) of (\d+)\.", x) for x in said()]
-    numbers = [(int(x[1]), int(x[2])) for x in layouts if x]
-    assert len(numbers) > 4
-    assert numbers == [(i, len(numbers)) for i in range(1, len(numbers) + 1)]
-
-
-def test_analyze_names_tracing_compiling_and_reading(said):
-    state = jzero.shard_train_state(make_state(jax.random.key(0)), stage=2)
-    jzero.analyze(jzero.make_train_step(loss_fn), state, jnp.ones((8, 64)))
-    assert said()[:3] == ["Tracing the step.", "Compiling for this machine.", "Reading the program of the step."]

@@ -107,17 +107,6 @@ def test_pair_trains_like_plain_nnx(stage):
     np.testing.assert_allclose(value["loss"], losses[2], rtol=1e-4)
 
 
-@stages(3, of=(1, 3))
-def test_born_sharded_pair(stage):
-    state = jzero.init_train_state(lambda key: _pair(), jax.random.key(0), config=_config(stage))
-    later = jzero.shard_train_state(_pair(), config=_config(stage))
-    assert jzero.plan_of(state).leaves == jzero.plan_of(later).leaves
-    _assert_close(jzero.gather_params(state), jzero.gather_params(later), atol=1e-6)
-    assert jax.tree.structure(state) == jax.tree.structure(later)
-    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(later), strict=True):
-        assert (x.aval, x.sharding) == (y.aval, y.sharding)
-
-
 class Raw(nnx.Module):
     """A module that holds arrays rather than variables, one of them not trained."""
 
@@ -150,37 +139,6 @@ def test_raw_arrays_chosen_by_path_and_size_train_like_plain_nnx():
     for x, y in ((found.w, model.w), (found.deep[0], model.deep[0]), (found.deep[1][...], model.deep[1][...])):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(found.shift, 1)
-
-
-def test_tied_variables_are_stored_and_trained_once():
-    plan = jzero.plan_train_state(_pair(), stage=3)
-    assert sorted(leaf.path for leaf in plan.leaves) == ["a/bias", "a/kernel", "b/bias", "b/kernel"]
-
-
-def test_dropout_streams_differ_by_device_and_advance():
-    state = jzero.shard_train_state(_pair(rate=0.5), config=_config(3))
-
-    def with_rows(model, batch):
-        h = model.drop(jnp.ones((batch.shape[0], 64)))
-        return model.drop(model.a(batch)).mean(), jzero.PerExample(h)
-
-    step = jzero.make_train_step(with_rows, has_aux=True)
-    x = np.ones((8, D), np.float32)
-    key = np.asarray(jax.random.key_data(state[0].drop.rngs.key[...]))
-    state, first = step(state, x)
-    state, second = step(state, x)
-    rows = [np.asarray(m["aux"]) for m in (first, second)]
-    assert len({row.tobytes() for row in np.concatenate(rows)}) == 16
-    assert int(state[0].drop.rngs.count[...]) == 4
-    np.testing.assert_array_equal(jax.random.key_data(state[0].drop.rngs.key[...]), key)
-
-
-@pytest.mark.slow
-def test_a_key_that_the_loss_writes_is_that_of_the_first_device():
-    state = _sharded(Writing(lambda m, x: m.key.set_value(jax.random.split(m.key[...])[0])))
-    state, _ = jzero.make_train_step(loss_fn)(state, _batch())
-    first = jax.random.split(jax.random.fold_in(jax.random.key(0), 0))[0]
-    np.testing.assert_array_equal(jax.random.key_data(state[0].key[...]), jax.random.key_data(first))
 
 
 def test_a_swapped_pair_and_a_model_alone_are_refused_by_name():

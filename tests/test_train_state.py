@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from typing import Any
 
 import jax
@@ -12,12 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.state.adapter import adapt
 from jzero.state.init import lower_init
 from tests import models, shared
 from tests.tiers import singles, slow, stages
@@ -129,25 +125,6 @@ def test_a_program_may_reuse_the_memory_of_what_was_placed(make, stage):
     assert pointers(jax.jit(lambda x: x + 1, donate_argnums=0)(placed)) == before
 
 
-def test_an_array_goes_from_each_layout_of_a_leaf_to_each_other():
-    natural = np.random.default_rng(0).normal(size=(37, 61)).astype(np.float32)
-    state = jzero.TrainState.create(params={"w": natural}, tx=shared.sgd(0.1))
-    leaf_of = lambda stage, **rules: jzero.plan_train_state(
-        state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0, rules=rules)
-    ).leaves[0]
-    layouts = [leaf_of(0).param, *(leaf_of(3, w=jzero.LeafRule(dim=dim)).param for dim in (0, 1))]
-    assert [x.stored_shape for x in layouts] == [(37, 61), (40, 61), (37, 64)]
-    stored = jax.jit(lambda x: [layout.store(x) for layout in layouts])(natural)
-    pairs = itertools.product(zip(layouts, stored, strict=True), layouts)
-    moves = [(old, new, x) for (old, x), new in pairs]
-    found = jax.jit(lambda xs: [old.relayout(x, new) for (old, new, _), x in zip(moves, xs, strict=True)])(
-        [x for *_, x in moves]
-    )
-    for x, want in zip(found, stored * len(layouts), strict=True):
-        assert x.sharding == want.sharding
-        np.testing.assert_array_equal(x, want)
-
-
 def test_donation_frees_every_input_leaf():
     state = _rich_state()
     state = state.replace(ema=state.params)  # the same arrays twice: freed after the second use
@@ -219,22 +196,6 @@ def test_gathered_and_edited_parameters(stage):
     _assert_same_values(jax.tree.leaves(edited.opt_state), jax.tree.leaves(state.opt_state))
 
 
-def test_moving_average_field_trains_with_the_parameters():
-    """The user's own update of a field that is laid out like the parameters, in a plain jitted step."""
-    state = _rich_state()
-    sharded = jzero.shard_train_state(state, config=_config(3))
-
-    def step(state, grads_of):
-        state = state.apply_gradients(grads=grads_of(state))
-        return state.replace(ema=optax.incremental_update(state.params, state.ema, 0.1))
-
-    batch = models.mlp_batch(8)
-    plain = jax.jit(lambda s: step(s, lambda s: jax.grad(models.mlp_loss)(s.params, batch)))(state)
-    ours = jax.jit(lambda s: step(s, lambda s: jzero.value_and_grad(models.mlp_loss)(s, batch)[1]))(sharded)
-    whole = jzero.unshard_train_state(ours)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), whole.ema, plain.ema)
-
-
 def test_wrapping_one_optimizer_twice_gives_equal_states():
     state = _rich_state()
     a, b = (jzero.shard_train_state(state, config=_config(3)) for _ in range(2))
@@ -257,30 +218,6 @@ def test_float64_of_numpy_is_trained_as_jax_would_have_it():
     np.testing.assert_allclose(jzero.gather_params(state)["w"], want, rtol=1e-6, atol=1e-6)
 
 
-def test_which_states_a_step_updates_itself():
-    """Those that inherit an `apply_gradients` which only counts, updates and adds; `functools.wraps` hides no other."""
-
-    class Wrapped(TrainState):
-        @functools.wraps(TrainState.apply_gradients)
-        def apply_gradients(self, **kwargs):
-            return super().apply_gradients(**kwargs)
-
-    class Replaced(TrainState):
-        def replace(self, **changes):
-            return super().replace(**changes)
-
-    def found(cls):
-        params = {"params": {"w": jnp.ones(2)}}
-        return not adapt(cls.create(apply_fn=None, params=params, tx=shared.sgd(0.1))).has_own_update
-
-    assert found(TrainState)
-    assert found(jzero.TrainState)
-    assert found(Replaced)
-    assert not found(Wrapped)
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    assert not adapt(nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt=nnx.Param)).has_own_update
-
-
 def test_fp8_scales_that_flax_overwrites_with_their_gradients_are_refused():
     """Their mean over devices would be silently too small: a history of the largest values needs the maximum."""
 
@@ -294,15 +231,3 @@ def test_fp8_scales_that_flax_overwrites_with_their_gradients_are_refused():
     state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=shared.sgd(0.1)), params)
     with pytest.raises(ValueError, match="_overwrite_with_gradient"):
         jzero.plan_train_state(state, stage=1)
-
-
-@stages(3, of=(0, 3))
-def test_plain_pytree_state_with_tied_and_empty_leaves(stage):
-    twice = jnp.ones((16, 16))
-    params = [twice, {"tied": twice, "empty": jnp.zeros((0, 4)), "scalar": jnp.float32(2)}]
-    loss = lambda p, x: jnp.square(x @ p[0] @ p[1]["tied"]).mean() * p[1]["scalar"] + p[1]["empty"].sum()
-    grads = jax.jit(jax.grad(loss))(params, np.ones((8, 16), np.float32))
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), config=_config(stage))
-    got, _ = jzero.make_train_step(loss)(state, np.ones((8, 16), np.float32))
-    want = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), params, grads)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), jzero.gather_params(got), want)

@@ -127,23 +127,6 @@ def test_frozen_leaves_cost_their_shard_alone(way):
     assert plan.bytes_per_device.opt_state == pytest.approx(12 * adapters / 8, abs=16)
 
 
-@pytest.mark.parametrize(("way", "stage", "precision"), [("trainable", 1, "bf16"), ("multi_transform", 3, "fp16")])
-def test_frozen_leaves_keep_their_bits(way, stage, precision):
-    """The loss sees them in 16 bits, as it does the others."""
-    seen = set()
-
-    def loss(params, batch):
-        seen.update(str(x.dtype) for x in jax.tree.leaves(params))
-        return lora_loss(params, batch)
-
-    state, _ = jzero.make_train_step(loss)(make_state(way, stage, precision), batch())
-    assert seen == {{"bf16": "bfloat16", "fp16": "float16"}[precision]}
-    have, want = jzero.unshard_train_state(state).params, lora_params()
-    for name, layer in want.items():
-        assert have[name]["kernel"].dtype == jnp.float32
-        np.testing.assert_array_equal(have[name]["kernel"], layer["kernel"])
-
-
 def test_no_gradient_is_computed_or_communicated():
     """Nothing of a frozen kernel's size is reduced, nor made in the backward pass."""
     text = in_line(jzero.make_train_step(lora_loss).lower(make_state("trainable", 3), batch()).as_text())
@@ -152,19 +135,6 @@ def test_no_gradient_is_computed_or_communicated():
     gathered = re.findall(r'"stablehlo\.all_gather".*?-> tensor<([^>]*)>', text, flags=re.DOTALL)
     # Forward all; backward all but the first, whose input needs no gradient.
     assert gathered.count(f"{D}x{D}xf32") == 2 * LAYERS - 1
-
-
-@pytest.mark.slow
-def test_gradients_of_frozen_leaves_are_scalar_zeros():
-    state = make_state("trainable", 3)
-    _, grads = jzero.value_and_grad(lora_loss)(state, batch())
-    assert grads["layer_0"]["kernel"].shape == ()
-    assert grads["layer_0"]["lora_a"].shape == (D, R)
-    want = jax.jit(jax.grad(lora_loss))(lora_params(), batch())
-    np.testing.assert_allclose(grads["layer_1"]["lora_b"], want["layer_1"]["lora_b"], rtol=1e-5, atol=1e-7)
-    norm = optax.tree.norm({k: {n: g for n, g in v.items() if "lora" in n} for k, v in want.items()})
-    _, metrics = shared.make_train_step(lora_loss)(state, batch())
-    assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-6)
 
 
 def test_plain_jit_loop():
@@ -235,18 +205,6 @@ def test_negative_zeros_of_frozen_leaves_stay_negative(stage):
     assert np.signbit(jzero.gather_params(state)["frozen"]).all()
 
 
-@pytest.mark.parametrize("trainable", [None, "(?!left_out).*"])
-def test_what_optax_freezes_is_found_beside_what_is_left_out(trainable):
-    """By `trainable=`, and random keys in any case."""
-    params = {name: jnp.ones((16, 8)) for name in ("w", "frozen", "left_out")} | {"keys": jax.random.key(7)}
-    kinds = {"w": "train", "frozen": "freeze", "left_out": "train", "keys": "freeze"}
-    tx = optax.multi_transform({"train": optax.sgd(0.1), "freeze": ZERO}, kinds)
-    state = jzero.TrainState.create(params=params, tx=tx)
-    state = jzero.shard_train_state(state, stage=1, trainable=trainable)
-    trained = {leaf.path for leaf in jzero.plan_of(state).leaves if leaf.trained}
-    assert trained == ({"w", "left_out"} if trainable is None else {"w"})
-
-
 def test_trees_of_booleans_and_prefixes_select():
     plain = plain_state()
     by_tree = jzero.plan_train_state(plain, stage=3, trainable=is_label("train")(plain.params))
@@ -285,15 +243,6 @@ def test_laid_out_anew_and_whole_again():
     whole = by_hand(whole, batch(2))  # plain optax goes on
     _, params = plain_run(3)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), whole.params, params)
-
-
-def test_born_sharded():
-    make = lambda key: plain_state()
-    config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0)
-    born = jzero.init_train_state(make, jax.random.key(0), config=config, trainable=LORA)
-    later = jzero.shard_train_state(make(None), config=config, trainable=LORA)
-    kinds = [[(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(state)] for state in (born, later)]
-    assert kinds[0] == kinds[1]
 
 
 class LoraNet(nnx.Module):

@@ -163,18 +163,6 @@ def test_only_the_parts_of_devices_cross_nodes(stage):
         assert within.num_elements == 4 * between.num_elements
 
 
-@pytest.mark.parametrize("loss", [few_loss, unrolled_few_loss], ids=lambda x: x.__name__)
-@pytest.mark.parametrize("fields", [{"precision": "bf16"}, KEPT, AHEAD])
-@pytest.mark.filterwarnings("ignore:`prefetch_bytes=")
-@pytest.mark.slow
-def test_secondary_parameters_are_two_hops_to_the_bit(loss, fields):
-    """The same shards meet in the same order, only once."""
-    configs = [config_of(node_axis="node", **secondary, **fields) for secondary in ({}, SECONDARY)]
-    (losses, params), (same_losses, same) = (train(loss, config, SIZES[1], **TWICE) for config in configs)
-    assert losses == same_losses
-    jax.tree.map(np.testing.assert_array_equal, params, same)
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_bytes_between_nodes_do_not_grow_with_micro_batches(steps):
     """Of the parameters P, between nodes: once P/D gathered, and once reduced, in bf16."""
@@ -198,18 +186,6 @@ def test_bytes_between_nodes_do_not_grow_with_micro_batches(steps):
         jzero.analyze(step, state, batch).verify()
     plan = jzero.plan_of(state)
     assert plan.traffic.bytes_gathered_in(micro_batches=steps) == once + steps * 2 * 2 * size
-
-
-def test_a_checkpoint_goes_from_two_hops_to_one_and_to_fewer_devices(tmp_path):
-    params = make_params(np.float32)
-    del params["tied"], params["stack"]["b"]  # laid out as others are; checksums of each are a program
-    jzero.save_checkpoint(tmp_path / "it", sharded(params, config_of(node_axis="node"), node=2, data=4))
-    for config, sizes in (
-        (config_of(2), {"data": 3}),
-        (config_of(node_axis="node"), {"node": 3, "data": 2}),
-    ):
-        back = jzero.restore_checkpoint(tmp_path / "it", abstract(params, config, **sizes))
-        jax.tree.map(np.testing.assert_array_equal, jzero.gather_params(back), params)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.layout.platform import PLATFORMS
@@ -92,23 +91,6 @@ def stack_params():
 def stacked_state(params, stage, *, precision="bf16", mesh=None):
     plain = jzero.TrainState.create(params=params, tx=TX)
     return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, precision=precision), mesh=mesh)
-
-
-@pytest.mark.slow
-def test_steps_beside_tensor_parallelism_equal_plain_optax():
-    """Each device gathers its own part of a layer: nothing travels along the other axis but activations."""
-    mesh, params = jzero.make_mesh(data=4, model=2), stack_params()
-    batch = np.random.default_rng(1).normal(size=(8, WIDTH)).astype(np.float32)
-    specs = {"stack": {"in": (None, None, "model"), "out": (None, "model")}, "head": (None, "model")}
-    place = lambda spec, x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-    placed = jax.tree.map(place, specs, params, is_leaf=lambda x: isinstance(x, tuple))
-    state, step = stacked_state(placed, 2, precision="fp32", mesh=mesh), jzero.make_train_step(stack_loss)
-    report = jzero.analyze(step, state, batch)
-    gathered = {row.axis: row.elements for row in report.collectives if row.kind == "all-gather"}
-    assert gathered == {"data": sum(x.size for x in jax.tree.leaves(params)) // 2}
-    for _ in range(2):
-        state, _ = step(state, batch)
-    assert_equal(state, by_hand(stack_loss, TX, params, [batch] * 2))
 
 
 def gathered_shapes(step, *args):

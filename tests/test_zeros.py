@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import jzero
 from jzero.state.init import lower_init
@@ -24,13 +21,6 @@ def make_state(key):
     names = ("embed", "w", "lora_a")
     params = {name: jax.random.normal(k, (61, 36)) for name, k in zip(names, jax.random.split(key, 3), strict=True)}
     return jzero.TrainState.create(params=params, tx=TX, extra={"copy": params["w"], "key": key})
-
-
-class Small(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(61, 24, embedding_init=nn.initializers.normal())(tokens)
-        return nn.LayerNorm()(nn.Dense(36, kernel_init=nn.initializers.normal(), use_bias=False)(x))
 
 
 def num_draws(make, **options):
@@ -64,21 +54,6 @@ def test_integers_of_zeros_are_made_by_the_program():
     options = {"trainable": "lora_a", "zeros": "embed|w"}
     programs, *_ = lower_init(make_state, jax.random.key(0), config, jzero.make_mesh(), **options)
     assert any("round-nearest-even" in program.compile().as_text() for program in programs)
-
-
-@pytest.mark.slow
-def test_layers_under_one_jit_are_not_drawn():
-    """A Linen model whose parameters are one equation's results; masters are zeros, too."""
-    model = Small()
-    init = jax.jit(lambda key: model.init(key, jnp.zeros((1,), jnp.int32))["params"])
-    make = lambda key: TrainState.create(apply_fn=model.apply, params=init(key), tx=TX)
-    assert num_draws(make, zeros=".*") == 0 < num_draws(make)
-    config = jzero.ZeroConfig(stage=1, precision="bf16")
-    state = jzero.init_train_state(make, jax.random.key(0), config=config, zeros=".*kernel")
-    flat = jax.tree_util.tree_leaves_with_path(jzero.gather_params(state, masters=True))
-    is_kernel = lambda path: path[-1].key == "kernel"
-    assert [bool(np.any(x)) for path, x in flat if is_kernel(path)] == [False]
-    assert {path[-1].key for path, x in flat if np.any(x)} == {"embedding", "scale"}
 
 
 def test_frozen_variables_of_nnx_and_shared_arrays():
