@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import operator
 import re
 
 import jax
@@ -144,77 +143,6 @@ def test_what_is_computed_inside(names, check_vma, stage):
     loss, grads = loss_and_grads(state_of(params, mesh, stage=stage), batch)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     assert_close(grads, want_grads)
-
-
-def mlp(x, up, down):
-    return jax.nn.relu(x @ up) @ down
-
-
-CONFIGS = [
-    {"stage": 1},
-    {"stage": 3},
-    {"stage": 3, "prefetch_bytes": 1 << 13},
-    {"stage": 2},
-    {"stage": 0},
-]
-
-
-RECOMPUTED = [(True, "as_written"), (True, "auto"), (False, "auto")]
-
-
-@pytest.mark.parametrize(
-    ("config", "scan", "recompute", "remat"),
-    default_for(
-        [
-            (CONFIGS[0], False, True, "as_written"),
-            (CONFIGS[2], True, True, "auto"),
-        ],
-        [(*case, *more) for case in itertools.product(CONFIGS, [True, False]) for more in RECOMPUTED],
-    ),
-)
-def test_layers_that_cut_their_hidden_units_themselves(config, scan, recompute, remat):
-    """As on one device, without `shard_map`; each device exchanges its own part of a kernel, and keeps none."""
-    mesh = jzero.make_mesh(data=4, model=2)
-    layers = 32 if scan else 3  # loops of few gather nothing ahead
-    params, batch = parameters(layers=(layers,))
-
-    def loss_of(mlp, p, batch):
-        def layer(x, kernels):
-            return x + jnp.tanh(mlp(x, kernels["up"], kernels["down"])) / layers, None
-
-        layer = jax.checkpoint(layer, prevent_cse=not scan) if recompute else layer
-        if scan:
-            return jnp.square(lax.scan(layer, batch, p)[0]).mean()
-        rows = [jax.tree.map(operator.itemgetter(i), p) for i in range(layers)]
-        return jnp.square(functools.reduce(lambda x, kernels: layer(x, kernels)[0], rows, batch)).mean()
-
-    want, grads = jax.jit(jax.value_and_grad(lambda p: loss_of(mlp, p, batch)))(params)
-    state = state_of(params, mesh, **config)
-    loss_fn = functools.partial(loss_of, split(mlp, mesh, check_vma=True))
-    step = jzero.make_train_step(loss_fn, remat=None if remat == "auto" else remat)
-    report = jzero.analyze(step, state, batch)
-    new, metrics = step(state, batch)
-    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
-    assert_close(jzero.gather_params(new), jax.tree.map(lambda p, g: p - g, params, grads))
-    report.verify()
-    moved = collections.Counter()
-    for row in report.collectives:
-        moved[row.kind, row.axis] += row.elements
-    held = layers * WIDTH * HIDDEN  # half of the two kernels of each layer
-    if config["stage"] == 0:
-        assert 0 <= moved.pop(("all-reduce", "data")) - 2 * held < 10
-    else:
-        assert moved.pop(("reduce-scatter", "data")) == held
-        assert moved.pop(("all-reduce", "data")) < 10
-        times = moved.pop(("all-gather", "data")) / held
-        if config["stage"] < 3:
-            assert times == 1
-        elif scan:
-            # What the last turns of both loops gather ahead is in vain.
-            assert times == (2 + 2 / layers if "prefetch_bytes" in config else 2)
-        else:  # compilers for CPUs merge gathers of the forward and the backward pass
-            assert 1 <= times <= 2
-    assert list(moved) == [("all-reduce", "model")], "sums of partial products"
 
 
 EXPERTS = 4

@@ -110,23 +110,3 @@ def assert_each_part_travels_alone(report):
         assert 0 < moved.pop(("all-gather", "data")) <= (2 * held if plan.config.stage == 3 else held)
     assert list(moved) == [("all-reduce", "model")], "sums of partial products"
     assert not report.violations
-
-
-def test_exchanging_a_parameter_whole_is_a_violation(monkeypatch):
-    """So compilers do it where a collective over the data axis is left to them: they gather the operand first."""
-    monkeypatch.setattr("jzero.layout.route.apply_to_parts", lambda collective, x, before, after: collective(x))
-    mesh = jzero.make_mesh(data=4, model=2)
-    params = {"w": jnp.ones((64, 128)), "v": jnp.ones((128, 256))}
-    params["w"] = jax.device_put(params["w"], NamedSharding(mesh, P(None, "model")))
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(persistence_threshold=0), mesh=mesh)
-    step = jzero.make_train_step(lambda p, batch: jnp.tanh(jnp.tanh(batch @ p["w"]) @ p["v"]).mean())
-    with pytest.raises(jzero.PlanViolation) as error:
-        jzero.analyze(step, state, jnp.ones((8, 64))).verify()
-    moved = [
-        re.search(r"moves ([\d,]+) elements by (\S+), the traced one ([\d,]+): ", x) for x in error.value.violations
-    ]
-    found = {x[2]: [int(x[i].replace(",", "")) for i in (1, 3)] for x in moved if x}
-    assert sorted(found) == ["all-gather", "reduce-scatter"]
-    part = 64 * 128 // 2  # of w, which each device should exchange alone
-    assert all(compiled - traced == part for compiled, traced in found.values())

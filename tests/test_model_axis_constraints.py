@@ -89,14 +89,6 @@ def test_functions_of_what_is_constrained(names, stage):
     assert_as_on_one_device(names.split(), stage, jzero.make_mesh(data=4, model=2), remat=True)
 
 
-@pytest.mark.parametrize("names", ["custom_vmap jvp_in_scan", slow("sort solve reduce jvp_of_remat_in_cond")])
-def test_functions_of_what_is_computed_under_a_mesh(names):
-    """All types carry the mesh where one is set."""
-    mesh = jzero.make_mesh(data=4, model=2)
-    with jax.set_mesh(mesh):
-        assert_as_on_one_device(names.split(), 3, mesh, remat="as_written")
-
-
 def weighted(x, w):
     return x @ w * (1 + lax.axis_index("data"))
 

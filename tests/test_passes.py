@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,17 +11,15 @@ from jax.extend.core import jaxpr_as_fun
 
 import jzero
 from jzero import _compat
-from jzero.engine.differentiate import differentiate
 from jzero.engine.gradient_exits import Reduction
 from jzero.engine.kernel_gradients import without_transposes
-from jzero.engine.recompute import recompute
 from jzero.engine.reduce_early import reduce_early
 from jzero.engine.roles import Role
 from jzero.engine.trace import LossInputs, trace_loss
 from jzero.layout.cut import Cut
 from jzero.layout.route import Hop, Route
 from jzero.layout.sums import Sums
-from tests.passes_losses import BATCH, WIDTH, matrix, names, sharded, unrolled
+from tests.passes_losses import BATCH, WIDTH, matrix, names, sharded
 
 
 def loss_fn(params, batch):
@@ -40,35 +36,6 @@ def test_a_traced_loss_has_whole_parameters_and_the_rows_of_one_device():
     assert [x.shape for x in traced.jaxpr.in_avals] == [(WIDTH, WIDTH), (1, WIDTH)]
     assert traced.num_inputs == (1, 0, 1, 0)
     assert not any(name in ("zero_gather", "zero_reduce", "all_gather", "psum") for name in names(traced.jaxpr))
-
-
-@pytest.mark.parametrize("remat", ["cheap", "as_written"])
-def test_repeated_layers_become_calls_of_one_function(remat):
-    jaxpr = jax.make_jaxpr(unrolled)([jnp.ones((4, 4))] * 3, jnp.ones((2, 4)))
-    new = recompute(jaxpr, remat, [])
-    calls = [eqn for eqn in _compat.open_jaxpr(new)[0].eqns if eqn.primitive.name in ("jit", "pjit")]
-    assert len(calls) == 3
-    assert len({id(eqn.params["jaxpr"]) for eqn in calls}) == 1
-    assert any(name in ("remat2", "checkpoint") for name in names(new)) == (remat == "cheap")
-    ws = [matrix(4, 4, seed=i) for i in range(3)]
-    got = jax.jit(jaxpr_as_fun(new))(*ws, np.ones((2, 4), np.float32))[0]
-    np.testing.assert_allclose(got, jax.jit(unrolled)(ws, np.ones((2, 4), np.float32)), rtol=1e-6)
-
-
-def test_the_joint_program_returns_the_gradients_of_jax():
-    state = sharded({"b": matrix(WIDTH), "w": matrix()})
-    loss = lambda p, x: jnp.square(jnp.tanh(x @ p["w"] + p["b"][None])).mean()
-    inputs = LossInputs(state.params, {}, BATCH, None)
-    traced = trace_loss(lambda p, x: (loss(p, x), {}), jzero.plan_of(state), inputs, remat="as_written")
-    joint = differentiate(traced, [1], sums=Sums(("data",)), steps=1, loss_scale=[], axis_env=[("data", 8)])
-    params, rows = {"b": matrix(WIDTH), "w": matrix()}, BATCH[:2]
-    values = jax.jit(jaxpr_as_fun(joint.jaxpr))(params["b"], params["w"], rows, jnp.zeros(()))
-    (((total, weight), _, _), grads) = joint.out.unflatten(values)
-    want, of_params = jax.jit(jax.value_and_grad(loss))(params, rows)
-    assert weight == 1
-    assert list(grads) == [1], "that of the second parameter alone was asked for"
-    np.testing.assert_allclose(total, want, rtol=1e-6)
-    np.testing.assert_allclose(grads[1], of_params["w"], rtol=1e-5, atol=1e-7)
 
 
 def how(shape, dim, *, by_use=True):
@@ -135,37 +102,11 @@ def num_transposes(jaxpr):
     return own + sum(num_transposes(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))
 
 
-def test_layers_that_share_a_function_share_the_new_one():
-    layer = jax.jit(lambda x, w: x + swapped(x, w).T)
-    traced = without_transposes(jax.make_jaxpr(lambda x, w: layer(layer(x, w), w))(np.ones((4, 4)), np.ones((4, 4))))
-    first, second = (eqn.params["jaxpr"] for eqn in traced.jaxpr.eqns)
-    assert first is second
-    assert num_transposes(first.jaxpr) == 0
-
-
 def test_a_gradient_is_reduced_before_it_is_widened():
     jaxpr = gradient(lambda w, x: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).sum(), (16, 8), (2, 16))
     makers, (made,) = reduced_at(jaxpr, [how((16, 8), 0)])
     assert makers in (["transpose"], ["dot_general"])
     assert made.dtype == jnp.bfloat16
-
-
-def test_a_slice_is_reduced_alone():
-    jaxpr = gradient(lambda w, x: sum((x @ w[i]).sum() for i in range(3)), (3, 16, 8), (2, 16))
-    makers, made = reduced_at(jaxpr, [how((3, 16, 8), 1)])
-    assert makers in (["transpose"] * 3, ["dot_general"] * 3)
-    assert [x.shape for x in made] == [(16, 8)] * 3
-
-
-def test_a_gradient_that_something_else_reads_is_reduced_at_the_end():
-    """Here it is that of another parameter as well, which is not cut."""
-    of_both = jax.grad(lambda w, v, x: (x @ (w + v).T).sum(), argnums=(0, 1))
-    jaxpr = jax.make_jaxpr(of_both)(jnp.ones((16, 8)), jnp.ones((16, 8)), jnp.ones((2, 8))).jaxpr
-    assert jaxpr.outvars[0] is jaxpr.outvars[1]
-    new = reduce_early(jaxpr, [how((16, 8), 0), None])
-    assert [v.aval.shape for v in new.outvars] == [(2, 8), (16, 8)]
-    assert new.eqns[:-1] == jaxpr.eqns
-    assert new.eqns[-1].primitive.name == "zero_reduce"
 
 
 def test_what_something_else_reads_is_no_shard():
@@ -197,15 +138,6 @@ def test_a_tied_gradient_is_summed_first_but_not_across_a_loop(loss, by_use, is_
     assert (reduced_at(jaxpr, exits)[0] == ["add_any"]) == is_summed
     marked = [eqn for eqn in reduce_early(jaxpr, exits).eqns if eqn.primitive.name == "zero_unreduced"]
     assert len(marked) == 2 * is_summed, "noted, since passes wait for them"
-
-
-@pytest.mark.parametrize(("prim", "kept"), [("zero_gather", "w"), ("zero_reduce", "w")])
-def test_a_step_says_who_travels(prim, kept):
-    """`print(step.trace(...).jaxpr)` names each parameter with its cut, its dtype and how it travels."""
-    step = jzero.make_train_step(loss_fn)
-    text = re.sub(r"\s+", " ", str(step.trace(sharded({"w": matrix(WIDTH, 13)}), BATCH).jaxpr))
-    (params,) = re.findall(prim + r"\[ ?([^\]]*)\]", text)
-    assert set(params.split()) >= {f"path={kept}", "cut=0/8", "dtype=float32", "route=data"}
 
 
 WHOLE, REDUCED_AT_END, REDUCED_EARLY = Role(False, False, False), Role(False, True, False), Role(False, True, True)
@@ -245,17 +177,6 @@ def scans(jaxpr):
             yield eqn
         for inner in _compat.contained_jaxprs(eqn):
             yield from scans(inner)
-
-
-@pytest.mark.parametrize(("regathers", "gathers"), [(True, 5), (False, 3)])
-def test_the_walk_gathers_where_parameters_are_used(regathers, gathers):
-    """Of three layers two again in the backward pass; the first has no use there, without a gradient of rows."""
-    loss = lambda p, x: jnp.square(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]).mean()
-    state = sharded({name: matrix(seed=i) for i, name in enumerate("abc")}, reshard_after_forward=regathers)
-    fn = jzero.value_and_grad(loss, remat="as_written")
-    found = [x for x in names(jax.make_jaxpr(fn)(state, BATCH)) if x in ("zero_gather", "zero_reduce")]
-    assert found.count("zero_gather") == gathers
-    assert found.count("zero_reduce") == 3
 
 
 def test_a_weight_that_is_computed_from_itself_is_gathered_once_in_each_pass():

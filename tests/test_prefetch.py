@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from tests import engine_losses, shared
+from tests import engine_losses
 from tests.engine_losses import LOSSES, D, branches
 from tests.prefetch_models import (
     AMPLE,
@@ -21,7 +18,7 @@ from tests.prefetch_models import (
     stack_state,
     two_products,
 )
-from tests.tiers import default_for, slow
+from tests.tiers import default_for
 
 
 def scan_in_a_scan(p, batch):
@@ -137,31 +134,6 @@ def test_where_nothing_is_gathered_nothing_changes():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
-def test_no_gather_more_than_of_the_last_turn_and_no_weights_kept():
-    """What one layer ahead may cost: that layer. Kept for the backward pass, the whole stack would show."""
-    step = jzero.make_train_step(two_products)
-    plain, ahead = (
-        jzero.analyze(step, stack_state(limit, layers=24, width=64, inner=256), jnp.ones((8, 64)))
-        for limit in (None, AMPLE)
-    )
-    ahead.verify()
-    layer = 2 * 64 * 256
-    assert plain.communication_elements <= ahead.communication_elements <= plain.communication_elements + 2 * layer
-    assert ahead.memory.peak <= plain.memory.peak + 3 * 4 * layer
-
-
-@pytest.mark.slow
-def test_what_a_loop_recomputes_is_gathered_ahead_once_more():
-    state = engine_losses.sharded(3, 8, prefetch_bytes=AMPLE)
-    report = jzero.analyze(jzero.make_train_step(engine_losses.scan_of_remat), state, engine_losses.batch())
-    report.verify()
-    leaves = report.plan.leaves
-    turn = sum(math.prod(x.param.shape[1:]) for x in leaves if x.scan_dim == 0)
-    sent = report.plan.gathered_bytes / 4 + sum(x.param.size for x in leaves)
-    assert report.communication_elements <= sent + 2 * turn + 64
-
-
 def test_a_gather_ahead_travels_in_the_dtype_that_the_layer_casts_to():
     lowered = jzero.make_train_step(scan_casting_its_rows).lower(
         engine_losses.sharded(3, 8, prefetch_bytes=AMPLE), engine_losses.batch()
@@ -176,36 +148,3 @@ def test_a_gather_ahead_travels_in_the_dtype_that_the_layer_casts_to():
 def test_evaluation_gathers_ahead_too():
     (shapes,) = carried_shapes(jzero.make_eval_step(two_products), stack_state(AMPLE), jnp.ones((16, 32)))
     assert (32, 64) in shapes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
-def test_training_with_micro_batches_and_16_bits_is_the_same(precision):
-    """Not a compiler's rounding apart: the same operations on the same values, in another order of gathers."""
-    batch = jnp.asarray(np.random.default_rng(1).normal(size=(32, 32)), jnp.float32)
-    runs = []
-    for limit in (None, AMPLE):
-        state = stack_state(limit, precision=precision)
-        step = jzero.make_train_step(two_products, accumulate_steps=2, clip_norm=0.5)
-        for _ in range(2):
-            state, metrics = step(state, batch)
-            runs.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    np.testing.assert_allclose(runs[2:], runs[:2], rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, slow({"replica": 2, "data": 4})], ids="-".join)
-def test_beside_other_axes(axes):
-    mesh, batch = jzero.make_mesh(**axes), jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32)
-    params = jzero.gather_params(stack_state(None))
-    grads = jax.jit(jax.grad(two_products))(params, batch)
-    expected = jax.tree.map(lambda p, g: np.asarray(p) - 0.1 * np.asarray(g), params, grads)
-    specs = {"up": PartitionSpec(None, None, "model"), "down": PartitionSpec(None, "model", None)}
-    if "model" in axes:
-        params = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
-    replica = "replica" if "replica" in axes else None
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=AMPLE, replica_axis=replica)
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
-    state, _ = jzero.make_train_step(two_products)(jzero.shard_train_state(plain, config=config, mesh=mesh), batch)
-    for name, x in jzero.gather_params(state).items():
-        np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-6)

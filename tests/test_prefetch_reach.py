@@ -104,35 +104,6 @@ def test_a_scan_inside_of_a_policy_gathers_ahead(limit, monkeypatch):
     assert len(loops) >= 2
 
 
-def scan_in_a_recomputed_loop(p, batch):
-    def group(h, stack):
-        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h @ p["outside"], stack)[0] @ p["back"], None
-
-    return jnp.square(lax.scan(group, batch, p["groups"])[0]).mean()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [AMPLE, 0, None])
-def test_a_scan_inside_of_a_recomputed_loop_gathers_ahead(limit, monkeypatch):
-    on("gpu", monkeypatch)
-    rng = np.random.default_rng(0)
-    params = {"outside": rng.normal(size=(16, 24)) / 4, "back": rng.normal(size=(24, 16)) / 4}
-    params["groups"] = rng.normal(size=(2, 32, 24, 24)) / 4
-    params = jax.tree.map(np.float32, params)
-    rules = {"groups": jzero.LeafRule(dim=2, scan_dim=0)}
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, rules=rules, prefetch_bytes=limit)
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
-    batch = rng.normal(size=(16, 16)).astype(np.float32)
-    fn = jzero.value_and_grad(scan_in_a_recomputed_loop, remat="as_written")
-    assert any((24, 24) in shapes for shapes in carried_shapes(fn, state, batch)) == (limit != 0)
-    if limit is not None:
-        return
-    loss, grads = fn(state, batch)
-    want_loss, want = jax.jit(jax.value_and_grad(scan_in_a_recomputed_loop))(params, batch)
-    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
-
-
 def three_products(p, batch):
     def layer(h, w):
         return jnp.tanh(jnp.tanh(jnp.tanh(h @ w["first"]) @ w["up"]) @ w["down"]), None

@@ -16,7 +16,7 @@ import jzero
 from jzero import _compat
 from jzero.analysis.collectives import find_collectives
 from tests.shared import whole
-from tests.tiers import singles, slow
+from tests.tiers import slow
 
 X = jnp.ones((3, 16))
 
@@ -144,19 +144,6 @@ def test_each_gradient_is_reduced_once(cases, stage):
         # Sums of 8 equal gradients, in another order; in bf16 these differ by a rounding.
         tolerance = 2e-2 if loss == "cast_for_each_use" else 1e-5
         np.testing.assert_allclose(got[name], params[name] - want[name], rtol=tolerance, atol=tolerance)
-
-
-@singles(stage=[1, 2], accumulate_dtype=["float32", "bfloat16"])
-def test_tied_gradients_travel_as_the_loss_makes_them(stage, accumulate_dtype):
-    """Whatever dtype they are summed in over micro-batches, of which there is one."""
-    precision = jzero.Precision(compute_dtype="bfloat16", accumulate_dtype=accumulate_dtype)
-    plain = jzero.TrainState.create(params={"w": jnp.ones((32, 32))}, tx=optax.sgd(1.0))
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, precision=precision))
-    loss_fn = lambda params, batch: ((jnp.tanh(batch @ params["w"]) @ params["w"].T) ** 2).mean()
-    fn = jzero.value_and_grad(loss_fn)
-    found = reduced(_compat.open_jaxpr(jax.make_jaxpr(fn)(state, jnp.ones((8, 32), jnp.bfloat16)))[0])
-    assert [x.dtype for x in found] == [jnp.bfloat16]
-    assert fn(state, jnp.ones((8, 32), jnp.bfloat16))[1]["w"].dtype == accumulate_dtype
 
 
 def test_shards_of_uses_are_summed_in_the_accumulate_dtype():

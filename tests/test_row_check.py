@@ -133,15 +133,6 @@ def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
     assert "sum and weight as `jzero.Summed`" in lines[1]
 
 
-def test_collectives_count_over_all_axes_of_the_batch():
-    """With a replica axis both have to be named; the axis of one device need not be."""
-    loss = lambda axes: lambda params, x: jnp.log(jax.lax.pmean(each(params, x).mean(), axes))
-    for devices in (4, 2):  # replica=2, data=2 or 1
-        fn = jzero.value_and_grad(loss(("replica", "data")))
-        jax.make_jaxpr(fn)(sharded(devices, replica_axis="replica"), BATCH)
-    jax.make_jaxpr(jzero.value_and_grad(loss("replica")))(sharded(2, replica_axis="replica"), BATCH)
-
-
 @pytest.mark.usefixtures("checks_may_fail")
 @pytest.mark.parametrize(
     "check",

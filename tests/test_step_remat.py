@@ -59,25 +59,6 @@ def test_what_scanned_layers_keep_with_and_without_remat(stage):
         assert {row.times for row in memory.activations} == {1, LAYERS}
 
 
-def test_remat_changes_no_number_but_memory():
-    """Equal to plain optax on one device, however it is recomputed; what XLA allocates follows."""
-    tx, losses = optax.sgd(0.1), {"as_written": stack_loss, True: stack_loss, False: rematted_loss}
-    steps = {remat: jzero.make_train_step(loss, remat=remat) for remat, loss in losses.items()}
-    state, many = stack_state(config_of(3), tx), np.tile(BATCH, (64, 1))  # the same mean
-    assert str(steps[False].trace(state, many).jaxpr) == str(steps["as_written"].trace(state, many).jaxpr)
-    plain = stack_state(config_of(0), tx).params
-    gradient = jax.jit(jax.grad(stack_loss))(plain, BATCH)
-    temporaries = []
-    for remat in ("as_written", True):
-        compiled = steps[remat].lower(state, many).compile()
-        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
-        got = whole(compiled(stack_state(config_of(3), tx), many)[0].params)
-        for name, g in gradient.items():  # sums over 8 parts in another order
-            np.testing.assert_allclose(got[name], plain[name] - np.float32(0.1) * g, rtol=2e-5, atol=2e-6)
-    saved = temporaries[0] - temporaries[1]
-    assert saved >= (LAYERS - 2) * 64 * LOCAL * 2 * HIDDEN * 4, temporaries  # one layer is recomputed at a time
-
-
 def chunked_loss(checkpointed):
     """A loop that closes over a parameter, as for the cross-entropy of long sequences, chunk by chunk."""
 
@@ -173,33 +154,3 @@ def test_remat_looks_into_branches_and_checkpoints():
         step = jzero.make_train_step(loss, remat=remat, check_rows=False)  # a branch on one row
         kept[remat] = jzero.estimate_step_memory(step, stack_state(config_of(1)), BATCH).activation_bytes
     assert kept[True] < kept[None] - LAYERS * LOCAL * 2 * HIDDEN * 4 // 2, kept
-
-
-@pytest.mark.slow
-def test_what_the_loss_recomputes_around_its_scan_is_said_to_be_gathered_again():
-    state = stack_state(config_of(3))
-    plan, losses = jzero.plan_of(state), [stack_loss, rematted_loss, jax.checkpoint(rematted_loss)]
-    assert "without what the loss's own jax.checkpoint adds" in str(plan)
-    scanned, rematted = (reckoned(loss, state, accumulate_steps=2) for loss in losses[:2])
-    assert scanned.gathered_bytes == rematted.gathered_bytes == rematted.planned_bytes == 2 * plan.gathered_bytes
-    twice = reckoned(losses[-1], state)
-    assert twice.planned_bytes == plan.gathered_bytes
-    assert twice.gathered_bytes == 1.5 * plan.gathered_bytes
-    assert twice.to_dict()["gathered_bytes"] == twice.gathered_bytes
-    assert "1.50 times what `plan.gathered_bytes` counts" in str(twice)
-    assert "times what" not in str(rematted)
-    undone = reckoned(losses[-1], state, remat=False)
-    assert undone.gathered_bytes == plan.gathered_bytes, "as the text says"
-    choice = jzero.fit(
-        state,
-        losses[-1],
-        BATCH,
-        topology="h200:8",
-        stages=[3],
-        config=config_of(3),
-        hbm_bytes=1.01 * twice.peak,  # no room for whole parameters
-        remat=["as_written"],
-        max_accumulate_steps=1,
-        confirm=False,
-    )
-    assert any("1.50 times" in note for note in choice.notes), choice

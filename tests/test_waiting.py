@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ from jax import lax
 import jzero
 from jzero import _compat
 from tests.prefetch_models import on
-from tests.tiers import singles
 
 
 def head_after_a_loop(p, batch):
@@ -74,44 +71,6 @@ def test_the_backward_loop_waits_for_the_product_of_a_tied_head(monkeypatch):
         assert of_a_use in waited_for_by_loops(fn, state, batch, kinds=kinds), stage
 
 
-def long_layer(h, w):
-    return functools.reduce(lambda x, _: jnp.sin(x), range(20), h @ w["up"]) @ w["down"]
-
-
-def head_in_a_call(p, batch):
-    hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, p["stack"])[0]
-    return jnp.square(jax.jit(lambda h, w: h @ w["up"])(hidden, p["layers"][0])).mean()
-
-
-def layers_after_a_loop(p, batch):
-    hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, p["stack"])[0]
-    return jnp.square(functools.reduce(long_layer, p["layers"], hidden)).mean()
-
-
-@pytest.mark.slow
-@singles(
-    lambda x: getattr(x, "__name__", None),
-    options=[{"stage": 1}, {"stage": 2}, {"stage": 3, "persistence_threshold": 0}],
-    loss_fn=[head_in_a_call, layers_after_a_loop],
-)
-def test_the_backward_loop_waits_for_what_calls_reduce(loss_fn, options, monkeypatch):
-    on("gpu", monkeypatch)
-    rng = np.random.default_rng(0)
-    layer = lambda: {"up": rng.normal(size=(16, 64)) / 4, "down": rng.normal(size=(64, 16)) / 8}
-    params = {"stack": rng.normal(size=(5, 16, 16)) / 4, "layers": [layer() for _ in range(3)]}
-    params = jax.tree.map(np.float32, params)
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(**options))
-    fn = jzero.value_and_grad(loss_fn, remat="as_written")
-    batch = rng.normal(size=(16, 16)).astype(np.float32)
-    assert (16, 64 // 8) in reductions_before(fn, state, batch)[16 // 8, 16]
-    if loss_fn is head_in_a_call:
-        return
-    want = jax.jit(jax.grad(loss_fn))(params, batch)
-    grads = jax.tree.map(np.asarray, fn(state, batch)[1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
-
-
 def carries_what_depends_on_the_batch(p, batch):
     def layer(carry, w):
         return (jnp.tanh(carry[0] @ w), carry[1] * 0.5 + 1), None
@@ -152,63 +111,6 @@ def test_what_waits_is_not_differentiated_for_it(loss_fn, stages, monkeypatch):
         assert "while" in str(jax.make_jaxpr(fn)(state, batch))
     grads = jax.tree.map(np.asarray, fn(state, batch)[1])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), grads, want)
-
-
-def recomputed_layers(p, batch):
-    layer = jax.checkpoint(lambda h, w: h + jnp.tanh(h @ w["up"]) @ w["down"])
-    return jnp.square(functools.reduce(layer, p, batch)).mean()
-
-
-@singles(cell=[("gpu", True), ("tpu", False), ("cpu", False)], stage=[1, 2])
-def test_recomputed_layers_wait_for_the_gradients_of_the_layer_after_the_next(cell, stage, monkeypatch):
-    """Compilers for GPUs put off the products that make them, and keep what they are made of for all layers."""
-    platform, waits = cell
-    on(platform, monkeypatch)
-    rng = np.random.default_rng(0)
-    widths = [64, 80, 96, 112, 128]  # so that gradients tell whose they are
-    params = [{"up": rng.normal(size=(32, w)) / 8, "down": rng.normal(size=(w, 32)) / 8} for w in widths]
-    params = jax.tree.map(np.float32, params)
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage))
-    batch = rng.normal(size=(16, 32)).astype(np.float32)
-    fn = jzero.value_and_grad(recomputed_layers)
-    found = reductions_before(fn, state, batch)
-    layers = [(32, w // 8) for w in widths]
-    assert set(layers) <= set(found)
-    for i, layer in enumerate(layers):
-        earlier = [j for j, other in enumerate(layers) if other in found[layer]]
-        assert earlier == (list(range(i + 2, len(layers))) if waits else []), i
-    if not waits:
-        return
-    want = jax.jit(jax.grad(recomputed_layers))(params, batch)
-    grads = jax.tree.map(np.asarray, fn(state, batch)[1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
-
-
-def reductions_before(fn, *args):
-    """For the shape of each reduced gradient, the shapes of those that have to be reduced before."""
-    found = {}
-
-    def flow(jaxpr, of_inputs):
-        needs = dict(zip(jaxpr.invars, of_inputs, strict=True))
-        read = lambda v: frozenset() if _compat.is_literal(v) else needs.get(v, frozenset())
-        for eqn in jaxpr.eqns:
-            of_inputs = [read(v) for v in eqn.invars]
-            inner = list(_compat.contained_jaxprs(eqn))
-            if inner and len(inner[0].invars) == len(of_inputs):
-                needs.update(zip(eqn.outvars, flow(inner[0], of_inputs), strict=True))
-                continue
-            needed = frozenset().union(*of_inputs)
-            if eqn.primitive.name == "zero_reduce":
-                (shape,) = (v.aval.shape for v in eqn.outvars)
-                found[shape] = needed
-                needed |= {shape}
-            needs.update(dict.fromkeys(eqn.outvars, needed))
-        return [read(v) for v in jaxpr.outvars]
-
-    jaxpr = _compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0]
-    flow(jaxpr, [frozenset()] * len(jaxpr.invars))
-    return found
 
 
 def waited_for_by_loops(fn, *args, kinds=("zero_reduce",)):

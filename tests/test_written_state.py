@@ -169,26 +169,6 @@ def test_a_loss_that_holds_for_one_number_of_rows_says_that_its_counts_were_not_
         make_step(write, "equal").eval_shape(make_state(0), BATCH)
 
 
-def test_a_count_beside_rows_is_refused_too():
-    """The loss is looked at over more rows than the state has."""
-    write = lambda batch, value: {"seen": value["seen"] + len(batch["x"]), "last": batch["x"]}
-    step = make_step(write, {"value/last": "per_example"})
-    state = make_state({"seen": np.int32(0), "last": np.zeros((B, D), np.float32)})
-    with pytest.raises(ValueError, match=r"value/seen: .* the number of rows"):
-        step.eval_shape(state, BATCH)
-
-
-def test_the_loss_is_traced_again_only_for_constants_that_may_be_numbers_of_rows():
-    sizes = []
-
-    def write(batch, value):
-        sizes.append(len(batch["x"]))
-        return {"calls": value["calls"] + 1, "slow": 0.9 * value["slow"] + 0.1}
-
-    make_step(write).eval_shape(make_state({"calls": np.int32(0), "slow": np.float32(0)}), BATCH)
-    assert set(sizes) == {ROWS}
-
-
 def batches_of(seed):
     x = np.random.default_rng(seed).normal(size=(24, D)).astype(np.float32)
     return {"x": x, "label": (7 * x[:, 0]).astype(np.int32)}
