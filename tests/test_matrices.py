@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero import _compat
-from jzero.analysis.collectives import find_collectives
 from jzero.plan import matrices
 from tests import matrix_models as models
 from tests.drawn import to_jax
@@ -147,34 +146,6 @@ def test_one_product_of_several_parameters_runs_on_all_devices():
     assert ("layers/0/a", "layers/0/b") in {x.paths for x in work.whole}
 
 
-def outside(jaxpr):
-    """Yields the equations of a program that are in no `shard_map`."""
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-        yield eqn
-        if eqn.primitive.name != "shard_map":
-            for inner in _compat.contained_jaxprs(eqn):
-                yield from outside(inner)
-
-
-def sent(found, kind):
-    return sum(c.elements for c in found if c.kind == kind)
-
-
-@pytest.mark.parametrize(("kind", "stage"), [("stack8", 3), slow("unrolled", 3)])
-def test_devices_exchange_a_share_of_each_matrix_and_gather_nothing(kind, stage):
-    state, text = models.update(models.few_params(kind), models.muon(), 1, stage=stage)
-    plan, found = jzero.plan_of(state), find_collectives(text)
-    grads = models.grads(state.params, 0)
-    program = jax.make_jaxpr(state.tx.update)(grads, state.opt_state, state.params)
-    assert "dot_general" not in {eqn.primitive.name for eqn in outside(program)}
-    assert not {c.kind for c in found} - {"all-to-all", "all-reduce"}
-    kernels = [leaf.param for leaf in plan.leaves if leaf.path.endswith(("a", "odd"))]
-    # In a batch, each device has room for the largest matrix of any device, in and out.
-    largest = max(math.prod(leaf.shape[-2:]) for leaf in kernels)
-    matrices = sum(leaf.size for leaf in kernels)
-    assert 0 < sent(found, "all-to-all") <= 1.1 * 2 * matrices / plan.num_shards + 2 * len(kernels) * largest
-
-
 def exchanged(jaxpr):
     """Returns the elements that a device has in all exchanges of a program."""
     total = 0
@@ -209,17 +180,6 @@ def test_bases_of_a_stack_stay_where_its_slices_are_computed(num):
     assert exchanged(program) == 5 * elements / plan.num_shards
 
 
-@pytest.mark.filterwarnings("ignore:The optimizer multiplies")
-def test_state_of_one_parameter_that_has_another_shape_is_cut():
-    plan = jzero.plan_of(sharded(models.params("unrolled"), models.soap()))
-    paths = [leaf.path for leaf in plan.leaves]
-    assert any(leaf.shape[-1] % plan.num_shards for leaf in squares(plan))
-    assert len(squares(plan)) >= 12
-    for leaf in squares(plan):  # of odd sizes, too
-        assert leaf.cut is not None, leaf.path
-        assert f"/{paths[leaf.owner]}/" in leaf.path
-
-
 def test_state_that_several_parameters_move_belongs_to_none():
     """Such as a history of the norms of all gradients."""
 
@@ -233,18 +193,6 @@ def test_state_that_several_parameters_move_belongs_to_none():
     params = {"a": jnp.ones((16, 24)), "b": jnp.ones((32, 24))}
     plan = jzero.plan_of(sharded(params, optax.GradientTransformation(init, update)))
     assert {leaf.path: leaf.owner for leaf in plan.inner_leaves} == {"history": None, "mixed": None, "own": 0}
-
-
-def test_the_plan_tells_who_computes_what():
-    plan = jzero.plan_of(sharded(models.params("stack11"), models.muon()))
-    lines = str(plan).splitlines()
-    (start,) = (i for i, line in enumerate(lines) if line.startswith("matrix work over data (N=8): busiest device"))
-    assert [line.split("  ")[-1] for line in lines[start + 1 : start + 6]] == ["in", "odd", "out", "stack/a", "stack/b"]
-    assert lines[start + 4].lstrip().startswith("11 x (40, 56)")
-    data = json.loads(plan.to_json())["matrices"]
-    assert [(kind["num"], kind["paths"]) for kind in data["kinds"][3:]] == [(11, ["stack/a"]), (11, ["stack/b"])]
-    assert data["busiest_flops"] < data["total_flops"] / 7
-    assert (data["whole"], data["unknown"]) == ([], "")
 
 
 def test_the_plan_tells_that_matrices_are_known_in_the_step():
@@ -272,10 +220,6 @@ def test_what_only_the_trace_knows_to_be_whole_causes_a_warning(monkeypatch, lar
         warnings.simplefilter("always")
         state.tx.update(grads, state.opt_state, state.params, value=jnp.float32(2))
     assert any("a, b (16, 16): one product takes several parameters" in str(x.message) for x in told) == (large == 64)
-
-
-def test_plans_without_matrix_work_do_not_mention_any():
-    assert "matrix work" not in str(jzero.plan_of(sharded(models.params("unrolled"), optax.adamw(1e-3))))
 
 
 def test_an_update_without_matrix_work_is_traced_for_one_parameter_of_each_kind():

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx, serialization
-from flax.training.train_state import TrainState
+from flax import serialization
 
 import jzero
 from jzero.layout.padded import is_padded
 from tests import light_decoder, models
-from tests.drawn import to_jax
 from tests.precision_states import (
     ADAMW,
     BF16,
@@ -141,22 +139,6 @@ def test_the_gather_after_the_update_moves_16_bits(stage):
     assert all(x.endswith("xbf16") for x in large), whole
 
 
-@pytest.mark.slow
-def test_integers_and_wide_floats():
-    table, flag = np.arange(64, dtype=np.int32), np.ones(9, bool)
-    params = {**mlp_params(), "table": to_jax(table), "flag": to_jax(flag)}
-    tx = optax.multi_transform(
-        {"train": optax.adam(1e-2), "none": optax.set_to_zero()},
-        lambda p: jax.tree.map(lambda x: "train" if jnp.issubdtype(x.dtype, jnp.floating) else "none", p),
-    )
-    loss = lambda p, b: models.mlp_loss({"layer_0": p["layer_0"]}, b) + 0.0 * p["table"].sum()
-    for stage in (2, 3):
-        state, losses = train(mlp_state(make_config(stage), tx=tx, params=params), 3, loss)
-        assert losses[-1] < losses[0]
-        found = jzero.gather_params(state)
-        assert_same({"table": table, "flag": flag}, {k: found[k] for k in ("table", "flag")})
-
-
 def test_parameters_that_come_in_16_bits_get_masters_and_fp32_moments():
     params = mlp_params(BF16)
     state = mlp_state(make_config(2), params=params)
@@ -170,51 +152,6 @@ def test_fp32_leaves_every_dtype_alone():
     params = mlp_params(BF16)
     state = mlp_state(make_config(3, "fp32"), params=params)
     assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {jnp.dtype(BF16)}
-
-
-@pytest.mark.slow
-@stages(2, of=(1, 2, 3))
-def test_own_loops_follow_the_train_step(stage):
-    """`value_and_grad` and plain `jax.jit` with `natural_params`: the same masters as the train step's."""
-    tx = optax.sgd(0.1)
-    sharded = lambda: mlp_state(make_config(stage), tx=tx)
-    want, _ = train(sharded(), 3)
-    own = sharded()
-    loss_and_grads = jzero.value_and_grad(models.mlp_loss)
-    plain = sharded()
-
-    @jax.jit
-    def step(state, batch):
-        natural = jzero.natural_params(state)
-        assert {x.dtype for x in jax.tree.leaves(natural)} == {jnp.dtype(BF16)}
-        return state.apply_gradients(grads=jax.grad(models.mlp_loss)(natural, batch))
-
-    for _ in range(3):
-        _, grads = loss_and_grads(own, models.mlp_batch(ROWS))
-        own = own.apply_gradients(grads=grads)
-        plain = step(plain, models.mlp_batch(ROWS))
-    # One mean over the whole batch in bf16 (plain) against a sum of 8 means: bf16 rounding of gradients of order 1.
-    assert gap(jzero.gather_params(own, masters=True), jzero.gather_params(want, masters=True)) < 1e-6
-    assert gap(jzero.gather_params(plain, masters=True), jzero.gather_params(want, masters=True)) < 5e-3
-    kinds = [[(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(state)] for state in (plain, own)]
-    assert kinds[0] == kinds[1]
-
-
-@stages(2, of=(0, 2, 3))
-def test_born_sharded_equals_sharded_later(stage):
-    """To its tree, shapes, dtypes and shardings: so it trains alike."""
-    given = mlp_params()
-
-    def make_state(key):
-        params = jax.tree.map(lambda x: x + jax.random.normal(key), given)
-        return TrainState.create(apply_fn=None, params=params, tx=ADAMW)
-
-    born = jzero.init_train_state(make_state, jax.random.key(0), config=make_config(stage))
-    later = jzero.shard_train_state(make_state(jax.random.key(0)), config=make_config(stage))
-    assert jax.tree.structure(born) == jax.tree.structure(later)
-    kinds = [[(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(state)] for state in (born, later)]
-    assert kinds[0] == kinds[1]
-    assert gap(jzero.gather_params(born, masters=True), jzero.gather_params(later, masters=True)) < 1e-6
 
 
 def test_layouts_and_precisions_into_each_other():
@@ -278,35 +215,3 @@ def test_dtypes_may_be_given_as_dtypes():
 
 
 # NNX.
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        kernel = lambda key, shape, dtype: to_jax(np.random.default_rng(0).normal(size=shape) / 6, dtype)
-        self.linear = nnx.Linear(37, 11, kernel_init=kernel, rngs=rngs)
-
-    def __call__(self, x):
-        return nnx.tanh(self.linear(x))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "precision"), [(1, "fp16"), slow(3, "bf16")])
-def test_nnx(stage, precision):
-    loss = lambda model, batch: jnp.square(model(batch["x"]) - batch["y"]).mean()
-    model = Net(nnx.Rngs(0))
-    pair = jzero.shard_train_state(
-        (model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)), config=make_config(stage, precision)
-    )
-    step, losses = jzero.make_train_step(loss), []
-    for _ in range(4):
-        pair, metrics = step(pair, models.mlp_batch(ROWS))
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < losses[0]
-    model, optimizer = pair
-    # NNX's own update takes the same road.
-    _, grads = jzero.value_and_grad(loss)(pair, models.mlp_batch(ROWS))
-    before = host(jzero.gather_params(pair, masters=True))
-    optimizer.update(model, grads)
-    after = jzero.gather_params((model, optimizer), masters=True)
-    assert gap(before, after) > 0
-    assert int(optimizer.step[...]) == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import jax
@@ -13,10 +12,8 @@ import pytest
 
 import jzero
 from jzero.layout.casts import positions_of, round_stochastically
-from tests import models
 from tests.drawn import to_jax
-from tests.precision_states import BF16, LOW, ROWS, assert_same, host, make_config, mlp_params, mlp_state, train
-from tests.tiers import stages
+from tests.precision_states import BF16, assert_same, host, make_config, mlp_state, train
 
 # Bytes.
 
@@ -56,14 +53,6 @@ def test_bytes_of_zeros_table(num_devices):
         assert have.total == pytest.approx(sum(want) * size, rel=0.02)
 
 
-def test_stage_3_holds_14_bytes_per_parameter_over_n():
-    """Under ZeRO's 16Ψ/N; DeepSpeed's stage 3 holds 18Ψ/N (its fp16 copy beside fp32 gradients)."""
-    state = large_state()
-    mesh = jax.sharding.AbstractMesh((8,), ("data",))
-    total = jzero.plan_train_state(state, config=make_config(3), mesh=mesh).bytes_per_device.total
-    assert total / (psi(state) / 8) == pytest.approx(14.0, rel=0.001)
-
-
 def test_gathered_bytes_count_16_bits():
     state, mesh = large_state(), jax.sharding.AbstractMesh((8,), ("data",))
     plan = jzero.plan_train_state(state, config=make_config(3), mesh=mesh)
@@ -83,38 +72,6 @@ def test_stochastic_rounding_is_fair_and_exact_where_it_can_be():
     special = jnp.array([0.0, -0.0, 1.0, -2.5, jnp.inf, -jnp.inf, 3.3895314e38])
     np.testing.assert_array_equal(np.asarray(rounding(special, jax.random.key(1)), np.float32), special)
     assert np.isnan(rounding(jnp.array([jnp.nan]), jax.random.key(1))[0])
-
-
-def tanh_loss(params, batch):
-    layer = params["layer_0"]
-    return jnp.square(jnp.tanh(batch["x"] @ layer["kernel"] + layer["bias"][None]) - batch["y"]).mean()
-
-
-@functools.cache
-def trained_in_fp32():
-    """Returns the losses of plain optax on one device."""
-    state, losses = jzero.TrainState.create(params=mlp_params(), tx=optax.adam(1e-2)), []
-
-    @jax.jit
-    def step(state, batch):
-        loss, grads = jax.value_and_grad(tanh_loss)(state.params, batch)
-        return state.apply_gradients(grads=grads), loss
-
-    for _ in range(20):
-        state, loss = step(state, models.mlp_batch(ROWS))
-        losses.append(float(loss))
-    return losses
-
-
-@pytest.mark.slow
-@stages(2, of=(0, 2, 3))
-def test_no_fp32_between_steps(stage):
-    state = mlp_state(make_config(stage, LOW), optax.adam(1e-2), mlp_params())
-    floating = [x for x in jax.tree.leaves((state.params, state.opt_state)) if jnp.issubdtype(x.dtype, jnp.floating)]
-    assert {x.dtype for x in floating} == {jnp.dtype(BF16)}
-    state, losses = train(state, 20, tanh_loss)
-    assert losses[-1] == pytest.approx(trained_in_fp32()[-1], rel=0.05)
-    assert {x.dtype for x in jax.tree.leaves(state.opt_state.inner[0].nu)} == {jnp.dtype(BF16)}
 
 
 def test_small_updates_are_not_lost():

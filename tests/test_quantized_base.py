@@ -125,33 +125,3 @@ def test_an_integer_base_keeps_its_bits_where_its_numbers_would_be_cut_otherwise
     assert 0 < np.abs(held[0] - x).max() < np.abs(x).max() / 127
     np.testing.assert_array_equal(held[1], held[0])
     np.testing.assert_array_equal(held[2], held[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("offload", [slow(jzero.Offload()), jzero.Offload(optimizer="host", params="host")])
-def test_an_integer_base_works_wherever_parameters_do(tmp_path, offload):
-    state = lora_state(config_of(frozen="int8", offload=offload))
-    bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
-    natural = np.asarray(jzero.get_full_param(state, "base/w"))
-    if offload.params == "host":
-        jzero.export_params(state, tmp_path / "exported")
-        loaded = jzero.load_params(lora_state(config_of(frozen="int8", offload=offload)), tmp_path / "exported")
-        np.testing.assert_array_equal(np.asarray(jax.tree.leaves(loaded.params["base"]["w"])[0]), bits)
-        double = jzero.update_params(state, lambda params: jax.tree.map(lambda x: 2 * x, params), paths="base/w")
-        np.testing.assert_array_equal(jzero.get_full_param(double, "base/w"), 2 * natural)
-        jzero.save_checkpoint(tmp_path / "saved", state)
-        moved = jzero.restore_checkpoint(tmp_path / "saved", lora_state(config_of(frozen="int8", offload=offload)))
-        np.testing.assert_array_equal(np.asarray(jax.tree.leaves(moved.params["base"]["w"])[0]), bits)
-        assert jzero.check_equivalence(lora_loss, state, [BATCH, BATCH]).loss < 1e-5
-        return
-    gradient = jzero.value_and_grad(lora_loss)
-
-    @jax.jit
-    def own_step(state, batch):
-        loss, grads = gradient(state, batch)
-        return state.apply_gradients(grads=grads), loss
-
-    after, loss = own_step(state, BATCH)
-    want, metrics = jzero.make_train_step(lora_loss)(state, BATCH)
-    assert float(loss) == float(metrics["loss"])
-    np.testing.assert_allclose(jzero.get_full_param(after, "a"), jzero.get_full_param(want, "a"), rtol=1e-6)

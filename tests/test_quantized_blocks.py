@@ -76,32 +76,6 @@ def assert_packed_by_definition(given, kind):
     assert np.all(np.abs(found - x) <= most * LARGEST_ERROR[kind] * 1.001 + 1e-30)
 
 
-@pytest.mark.slow
-@drawn(st.integers(1, 70), st.integers(1, 600), st.sampled_from([2, 3, 4, 5, 8]), st.booleans())
-def test_shards_have_the_same_bits_at_every_number_of_devices(rows, size, num_shards, is_stack):
-    shape = (2, rows, size) if is_stack else (rows, size)
-    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    dim = int(is_stack)
-    whole = jax.jit(Cut(dim, shape, 1, num_stacked=dim).in_blocks("int8", x.dtype, {}).to_stored)(x)
-    cut = Cut(dim, shape, num_shards, num_stacked=dim)
-    packed = cut.in_blocks("int8", x.dtype, {})
-
-    @jax.jit
-    def by_shards(x):
-        shards = jnp.split(cut.to_stored(x), num_shards, axis=dim)  # padding rounds to zeros
-        return jnp.concatenate([packed.pack_shard(shard) for shard in shards], axis=packed.dim)
-
-    stored, store, load = np.asarray(by_shards(x)), jax.jit(packed.to_stored), jax.jit(packed.to_natural)
-    assert stored.shape == packed.stored_shape
-    np.testing.assert_array_equal(stored[..., : packed.natural_size], whole)
-    np.testing.assert_array_equal(store(x), stored)
-    beyond = [(0, a - b) for a, b in zip(stored.shape, whole.shape, strict=True)]
-    np.testing.assert_array_equal(load(stored), load(np.pad(whole, beyond)))
-    if is_stack:  # a row of a stack has the blocks of a layer by itself
-        one = jax.jit(packed.drop_leading().to_stored)(x[1])
-        np.testing.assert_array_equal(stored[1], one)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_what_is_not_finite_fills_its_block_alone(kind, bad):

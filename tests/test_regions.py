@@ -5,12 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jzero import _compat
 from jzero.jaxpr.flat import flattened
-from jzero.jaxpr.interpret import evaluate
-from jzero.jaxpr.products import cost_of, factorizes, mixes
+from jzero.jaxpr.products import cost_of, mixes
 from jzero.jaxpr.regions import find_regions, flow_of
 from tests.drawn import to_jax
 
@@ -31,10 +29,6 @@ def regions_of(fn, *shapes, anchors=()):
     return jaxpr, *find_regions(jaxpr, owners, lambda v, owner: tuple(v.aval.shape) in known)
 
 
-def names(jaxpr, region):
-    return [jaxpr.eqns[i].primitive.name for i in sorted(region.eqns)]
-
-
 def drawn(*shapes):
     rng = np.random.default_rng(0)
     return [to_jax(rng.normal(size=shape), jnp.float32) for shape in shapes]
@@ -42,25 +36,6 @@ def drawn(*shapes):
 
 def gram(x):
     return (x @ x.T) @ x
-
-
-def test_a_region_is_all_between_the_products_of_one_parameter():
-    jaxpr, regions, refused = regions_of(lambda a, b: (2 * gram(jnp.tanh(3 * a)), jnp.sin(b)), A, B)
-    assert not refused
-    (region,) = regions
-    assert (region.owner, region.level) == (0, 0)
-    # The scaling before and after has the parameter's shape, so it stays with the shards.
-    assert names(jaxpr, region) == ["dot_general", "dot_general"]
-    assert [v.aval.shape for v in region.inputs] == [A]
-    assert [v.aval.shape for v in region.outputs] == [A]
-
-
-def test_a_norm_of_its_operands_alone_moves_into_a_region():
-    _, (region,), _ = regions_of(lambda a: gram(a / jnp.linalg.norm(a)), A)
-    assert not region.shared
-    _, (region,), _ = regions_of(lambda a, b: gram(a / (jnp.linalg.norm(a) + jnp.linalg.norm(b))), A, B)
-    assert [v.aval.shape for v in region.inputs] == [A]
-    assert all(v.aval.shape == () for v in region.shared)
 
 
 def test_state_of_a_known_shape_bounds_a_region_and_another_one_does_not():
@@ -75,36 +50,6 @@ def test_state_of_a_known_shape_bounds_a_region_and_another_one_does_not():
     none, refused = find_regions(jaxpr, owners, lambda v, owner: tuple(v.aval.shape) == A)
     assert not none
     assert {why for _, why in refused.values()} == {"a result of shape (4, 4) has no layout"}
-
-
-def test_products_of_several_parameters_are_in_no_region():
-    _, regions, refused = regions_of(lambda a, b: (a @ b, gram(a)), (4, 4), (4, 4))
-    assert [region.owner for region in regions] == [0]
-    assert list(refused.values()) == [(frozenset([0, 1]), "one product takes several parameters")]
-
-
-def test_products_that_meet_through_another_parameter_are_in_no_region():
-    def fn(a, b):
-        left = a @ a.T
-        mixed = left + b  # [4, 4], of both
-        return mixed @ mixed, a @ left
-
-    _, regions, refused = regions_of(fn, (4, 4), (4, 4))
-    assert {why for _, why in refused.values()} <= {
-        "one product takes several parameters",
-        "its products depend on each other through another parameter",
-    }
-    assert refused
-    assert all(region.owner == 0 for region in regions)
-
-
-def test_regions_that_need_others_have_higher_levels():
-    def fn(a, b):
-        first = gram(a)
-        return first, gram(b * jnp.linalg.norm(first))
-
-    _, regions, _ = regions_of(fn, A, B)
-    assert [(region.owner, region.level) for region in regions] == [(0, 0), (1, 1)]
 
 
 def test_regions_that_need_each_other_are_refused():
@@ -130,20 +75,6 @@ def test_a_branch_over_several_parameters_becomes_one_for_each():
     assert sum(eqn.primitive.name == "cond" for eqn in plain.eqns) == 1
 
 
-@pytest.mark.parametrize("p", [1.0, -1.0])
-def test_a_flat_program_computes_the_same(p):
-    def inner(a, b, c):
-        return jax.lax.cond(c > 1, lambda a, b: (gram(a) * c, gram(b)), lambda a, b: (a, b), a, b)
-
-    def fn(p, a, b):
-        both = lambda a, b: (*jax.jit(inner)(a, b, jnp.linalg.norm(a)), jnp.ones(3))
-        return jax.lax.cond(p > 0, both, lambda a, b: (2 * a, 3 * b, jnp.zeros(3)), a, b)
-
-    a, b = drawn(A, B)
-    found = evaluate(flattened(jax.make_jaxpr(fn)(p, a, b)), [p, a, b], _compat.bind)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), tuple(found), jax.jit(fn)(p, a, b))
-
-
 def test_costs_are_those_of_products_in_loops_and_of_the_longest_branch():
     x = jnp.ones((4, 6))
     product = 2 * 4 * 6 * 4 + 24  # and the transposition
@@ -153,11 +84,3 @@ def test_costs_are_those_of_products_in_loops_and_of_the_longest_branch():
     assert cost_of(loop) == 7 * product
     branch = jax.make_jaxpr(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x.T, lambda: jnp.ones((4, 4))))(x)
     assert product <= cost_of(branch) <= product + 100
-
-
-def test_factorizations_of_one_matrix_and_of_several_are_told_apart():
-    one = jax.make_jaxpr(jnp.linalg.cholesky)(jnp.eye(3)[None])
-    several = jax.make_jaxpr(jax.vmap(jnp.linalg.cholesky))(jnp.stack([jnp.eye(3)] * 2))
-    assert [factorizes(x) for x in (one, several)] == [True, True]
-    assert [factorizes(x, stacks=True) for x in (one, several)] == [False, True]
-    assert not factorizes(jax.make_jaxpr(lambda x: x @ x)(jnp.eye(3)))

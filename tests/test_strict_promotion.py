@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import jzero
 from tests import shared
@@ -89,28 +88,6 @@ def test_train_steps(case):
 
 @pytest.mark.slow
 @strictly
-@pytest.mark.parametrize(("make", "stage", "precision"), [(TrainState, 1, "bf16"), (jzero.TrainState, 3, "fp16")])
-def test_own_loops(make, stage, precision):
-    create = functools.partial(make.create, apply_fn=None)
-
-    def by_value_and_grad(state):
-        loss, grads = jzero.value_and_grad(mean_loss)(state, X)
-        return state.apply_gradients(grads=grads), loss
-
-    def by_plain_jax(state):
-        loss, grads = jax.value_and_grad(mean_loss)(jzero.natural_params(state), X)
-        return state.apply_gradients(grads=grads), loss
-
-    def evaluate(state):
-        return jzero.make_eval_step(mean_loss)(state, X)
-
-    state = sharded(stage, precision, create=create)
-    for fn in (by_value_and_grad, by_plain_jax, evaluate):
-        jax.jit(fn).lower(state)
-
-
-@pytest.mark.slow
-@strictly
 def test_states_are_looked_into_edited_saved_and_laid_out_anew(tmp_path):
     small = functools.partial(sharded, tx=shared.sgd(0.1, momentum=0.9))
     state = small(1, "bf16")
@@ -126,14 +103,6 @@ def test_states_are_looked_into_edited_saved_and_laid_out_anew(tmp_path):
     for name, want in {"w": PARAMS["w"] + 1, "v": PARAMS["v"] * 2}.items():
         assert found[name].dtype == jnp.float32
         np.testing.assert_array_equal(found[name], want.astype(jnp.bfloat16).astype(np.float32))
-
-
-@pytest.mark.slow
-@strictly
-def test_the_reference_of_check_equivalence():
-    plain = jzero.TrainState.create(params=PARAMS, tx=shared.sgd(0.1))
-    config = jzero.ZeroConfig(stage=2, precision="bf16")
-    jzero.check_equivalence(weighted_loss, plain, [X, X], config=config, clip_norm=0.1)
 
 
 @strictly
