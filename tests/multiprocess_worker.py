@@ -1,7 +1,7 @@
 """One process of a run of two: `python -m tests.multiprocess_worker SCENARIOS PROCESS PORT DIRECTORY`.
 
-Scenarios run one after another, since a process takes seconds to start: `train,records:columns` runs `train` and then
-`records` with an argument. What each returns is printed as JSON. Some are also run by the test itself, in one process.
+Scenarios run one after another, since a process takes seconds to start. What each returns is printed as JSON. Some are
+also run by the test itself, in one process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from tests.multiprocess_states import (
     NUM_PROCESSES,
     NUM_STEPS,
     ROWS,
-    TX,
     config,
     digest,
     loss_of,
@@ -211,19 +210,11 @@ def alone(directory: pathlib.Path) -> dict[str, Any]:
     return {**results, "has ended": message(lambda: evaluate(state, BATCH[:16]))}
 
 
-def records(folder: pathlib.Path, name: str) -> dict[str, Any]:
+def records(folder: pathlib.Path) -> dict[str, Any]:
     """Goes on from what one process wrote, in records; a disk of the second process fails once, and both are told."""
-    disk = {"optimizer": "disk", "path": folder / "scratch", "chunk_bytes": 2048}
-    host = {"optimizer": "host", "chunk_bytes": 2048, "compute": "host"}
-    flow = jzero.ZenFlow(topk_ratio=0.2, update_interval=2, select_interval=4)
-    kinds = {
-        "at once": disk,
-        "one step later": {**disk, "compute": "host", "delay": 1},
-        "columns": {**host, "zenflow": flow},
-    }
-    far = dataclasses.replace(config(3), precision="bf16", offload=jzero.Offload(**kinds[name]))
-    tx = TX if name == "columns" else LAMB  # LAMB makes sums over records first
-    like = jax.eval_shape(lambda: make_pair(tx))
+    late = {"optimizer": "disk", "path": folder / "scratch", "chunk_bytes": 2048, "compute": "host", "delay": 1}
+    far = dataclasses.replace(config(3), precision="bf16", offload=jzero.Offload(**late))
+    like = jax.eval_shape(lambda: make_pair(LAMB))  # which makes sums over records first
     like = jzero.abstract_train_state(like, config=far, mesh=mesh())
     state = jzero.restore_checkpoint(folder / "from_one", like)
     results: dict[str, Any] = {"restored": whole(state)}
@@ -231,7 +222,7 @@ def records(folder: pathlib.Path, name: str) -> dict[str, Any]:
     with jzero.CheckpointManager(folder / "run") as manager:
         for i in range(4):
             batch = models.mlp_batch(ROWS, seed=i)
-            if i == 2 and name != "columns" and jax.process_count() > 1:
+            if i == 2 and jax.process_count() > 1:
                 assert "EIO" in failing(step, state, batch, "write")
             state, metrics = step(state, batch)
             numbers[f"loss {i}"] = float(metrics["loss"])
@@ -239,7 +230,7 @@ def records(folder: pathlib.Path, name: str) -> dict[str, Any]:
                 manager.save(state)  # beside the next step
         state = jzero.apply_pending(state)
         results["numbers"] = numbers | digest("params", jzero.unshard_train_state(state).params)
-        if jax.process_count() > 1 and name != "columns":
+        if jax.process_count() > 1:
             results |= saved_from_disk(folder, state, manager, like)
     return results
 
@@ -326,7 +317,7 @@ def watched(directory: pathlib.Path) -> list[int]:
     return written
 
 
-def rows(folder: pathlib.Path, num_steps: str) -> dict[str, float]:
+def rows(folder: pathlib.Path) -> dict[str, float]:
     """Trains with parameters on disk; a row of the second process cannot be read once, and both are told."""
     shape = (3, 29, 29)
     params = {"layers": np.float32(np.random.default_rng(0).normal(size=shape) / 6)}
@@ -335,12 +326,12 @@ def rows(folder: pathlib.Path, num_steps: str) -> dict[str, float]:
     far = jzero.ZeroConfig(precision="bf16", persistence_threshold=50, rules=rules, offload=away)
     plain = jzero.TrainState.create(params=params, tx=optax.adamw(1e-2))
     state, step, numbers = sharded(plain, far), jzero.make_train_step(scanned_loss), {}
-    for i in range(int(num_steps)):
+    for i in range(3):
         batch = np.random.default_rng(i).normal(size=(ROWS, 29)).astype(np.float32)
         if i == 2 and jax.process_count() > 1:
             assert "EIO" in failing(step, state, batch, "read")
         state, metrics = step(state, batch)
-        numbers |= {f"loss {i}": float(metrics["loss"])} if i < NUM_STEPS else {}
+        numbers[f"loss {i}"] = float(metrics["loss"])
     return numbers | digest("params", jzero.unshard_train_state(state).params)
 
 
@@ -385,8 +376,7 @@ def main() -> None:
     )
     assert jax.local_device_count() == DEVICES_PER_PROCESS
     for scenario in scenarios.split(","):
-        name, *argument = scenario.split(":")
-        result = SCENARIOS[name](pathlib.Path(directory) / name, *argument)
+        result = SCENARIOS[scenario](pathlib.Path(directory) / scenario)
         print(RESULT, json.dumps(result), flush=True)  # noqa: T201  # on a line among those of gloo
     gc.freeze()  # Python would search all that jax holds for garbage before it ends
 

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import threading
 import types
 
 import jax
@@ -10,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.monitor import readings as readings_module
 from jzero.step.metrics import STEP_METRICS
-from tests import disk_states, pages, shared
-from tests.models import mlp_batch, mlp_loss
+from tests import disk_states, pages
 from tests.monitor_runs import Clock, Reading, Record, quiet, run
 
 
@@ -32,37 +29,6 @@ def test_nothing_is_read_before_the_step_after_the_interval():
     assert reads == list(range(1, 11)), "each once; the last ones at the end"
     assert [step for step, _ in sink] == list(range(1, 11))
     assert [values["loss"] for _, values in sink] == list(range(1, 11))
-
-
-def test_an_interval_is_fetched_at_once(monkeypatch):
-    calls = []
-    fetch = jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda tree: calls.append(len(jax.tree.leaves(tree))) or fetch(tree))
-    with quiet(every=4) as monitor:
-        for step in range(1, 9):
-            monitor.log({"loss": jnp.float32(step), "grad_norm": jnp.float32(1)})
-    assert calls == [2, 6, 8], "step 1, steps 2-4, steps 5-8, two values each"
-
-
-def test_logging_does_not_wait_for_the_devices():
-    gate = threading.Event()
-
-    def wait(x):
-        assert gate.wait(300)
-        return np.asarray(x)
-
-    step = jax.jit(lambda x: jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), x))
-    mesh = jzero.make_mesh()
-    x = jax.device_put(jnp.float32(3), NamedSharding(mesh, PartitionSpec()))
-    sink = Record()
-    with quiet(sinks=[sink], every=100, start_step=1) as monitor:
-        monitor.log({"loss": step(x)})
-        pending = step(x)
-        assert not pending.is_ready()
-        assert not sink
-        gate.set()
-        monitor.log({"loss": pending})
-        assert [(step, values["loss"]) for step, values in sink] == [(2, 3.0)]
 
 
 def test_times_are_between_fetches_and_the_first_step_is_apart(monkeypatch):
@@ -120,33 +86,6 @@ def test_memory_is_that_of_the_fullest_device_and_absent_where_unknown(monkeypat
     assert sink[0][1]["perf/peak_device_bytes"] == 70
 
 
-def test_metrics_of_a_step_with_aux_by_path():
-    state = shared.mlp_state(3, shared.sgd(0.1))
-
-    def loss_fn(params, batch):
-        loss = mlp_loss(params, batch)
-        return loss, {"twice": 2 * loss, "more": [jzero.Summed(jnp.ones((), jnp.int32)), {"x": loss + 1}]}
-
-    step = jzero.make_train_step(loss_fn, has_aux=True)
-    sink, expected = Record(), []
-    with quiet(sinks=[sink], every=2) as monitor:
-        for seed in range(3):
-            state, metrics = step(state, mlp_batch(16, seed))
-            monitor.log(metrics)
-            expected.append(float(metrics["loss"]))
-    own = {name: x for name, x in sink[1][1].items() if not name.startswith("perf/")}
-    assert own == {
-        "loss": expected[1],
-        "grad_norm": own["grad_norm"],
-        "step_applied": 1.0,
-        "aux/twice": pytest.approx(2 * expected[1]),
-        "aux/more/0": 8.0,
-        "aux/more/1/x": pytest.approx(1 + expected[1]),
-    }
-    assert [values["loss"] for _, values in sink] == expected
-    assert all(type(x) is float for _, values in sink for x in values.values())
-
-
 IN_MEMORY = {"optimizer": "host", "path": None, "compute": "host"}
 RECORDS = {  # the state's `Offload`, options of the step, and the metrics that it returns beside those of all steps
     "disk": ({}, {}, "disk"),
@@ -178,22 +117,6 @@ def test_the_guide_has_every_metric_of_a_step_that_is_measured():
     measured = [name for name, metric in STEP_METRICS.items() if metric.kind in ("rate", "share")]
     assert measured
     assert [name for name in measured if f"`{name}`" not in guide] == []
-
-
-def test_skipped_steps_show_and_are_counted():
-    precision = jzero.Precision(compute_dtype="float16", loss_scale=jzero.DynamicLossScale(initial=2.0**15))
-    state = jzero.TrainState.create(params={"w": jnp.ones((16, 8))}, tx=shared.sgd(0.1))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=2, precision=precision))
-    step = jzero.make_train_step(lambda params, batch: (batch.astype(jnp.float16) @ params["w"]).mean())
-    sink = Record()
-    with quiet(sinks=[sink], every=4) as monitor:
-        for number in range(4):
-            state, metrics = step(state, np.full((8, 16), np.inf if number in (1, 3) else 1.0, np.float32))
-            monitor.log(metrics)
-    assert sink[1][1].keys() == {"loss", "grad_norm", "step_applied", "loss_scale"}
-    assert [values["step_applied"] for _, values in sink] == [1, 0, 1, 0]
-    assert [values.get("perf/skipped_steps") for _, values in sink] == [0, None, None, 2]
-    assert not np.isfinite(sink[1][1]["grad_norm"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import jzero
 from jzero.monitor import progress as progress_module
 from tests import shared
 from tests.models import mlp_batch, mlp_loss
-from tests.monitor_runs import Clock, Reading, Record, quiet, run
+from tests.monitor_runs import Reading, Record, quiet, run
 
 
 def test_bar_ends_if_the_profile_cannot_begin(monkeypatch):
@@ -57,18 +57,6 @@ def test_one_profile_of_the_steps_asked_for(monkeypatch):
     assert traces == ["p", 23, -23, 24, -24, "stop"]
     ends = [step for step, values in sink if any(name.startswith("perf/") for name in values)]
     assert ends == [21, 22, 24, 26], "an interval of its own"
-
-
-def test_profile_of_the_first_step_and_time_to_write_it(monkeypatch):
-    clock, sink = Clock(monkeypatch), Record()
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda path: setattr(clock, "now", clock.now + 50))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: setattr(clock, "now", clock.now + 50))
-    with quiet(sinks=[sink], every=2, profile_dir="p", profile_steps=(1, 2)) as monitor:
-        for _ in range(4):
-            clock.now += 1
-            monitor.log({"loss": 1.0})
-    assert sink[0][1]["perf/first_step_seconds"] == 2, "read when step 2 was dispatched"
-    assert sink[3][1]["perf/seconds_per_step"] == 1
 
 
 @pytest.mark.parametrize("error", [None, KeyError("mine")])

@@ -231,8 +231,3 @@ def test_no_output_without_progress(capsys):
         monitor.log({"loss": 1.0})
         monitor.write({"x": 1.0})
     assert capsys.readouterr() == ("", "")
-
-
-def test_numbers_as_people_read_them():
-    values = {"perf/seconds_per_step": 1.5, "perf/peak_device_bytes": 3 * 2**20, "perf/skipped_steps": 0.0}
-    assert progress_module.describe_progress(values, ()) == "1.50 s/step  3 MiB"

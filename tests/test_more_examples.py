@@ -128,15 +128,6 @@ def test_every_example_is_listed_and_has_help(run, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_plain_jax_at_its_default_size(precision):
-    output = run_example("plain_jax.py", f"--precision={precision}")
-    trained, _ = numbers(r"make_train_step: loss (.*) nats per byte \(at first (.*)\)", output)
-    assert trained < 2.4
-    assert ("jax.grad:" in output) == (precision == "bf16"), "which would not scale the loss"
-
-
-@pytest.mark.slow
 def test_lora_from_a_model_that_is_there(run, tmp_path):
     options = (*TINY_GPT, "--pretrain-steps=5", "--steps=0", f"--pretrained={tmp_path / 'base.safetensors'}")
     first, again = run("lora.py", *options), run("lora.py", *options)

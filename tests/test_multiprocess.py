@@ -50,8 +50,8 @@ def run(request, tmp_path_factory):
         tests["alone"] = tests.pop("alone")
     folder = tmp_path_factory.mktemp("two")
     for scenario, test in tests.items():
-        (folder / scenario.split(":")[0]).mkdir()
-        test.prepare(folder / scenario.split(":")[0])
+        (folder / scenario).mkdir()
+        test.prepare(folder / scenario)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         dying = pool.submit(run_processes, "one_dies", folder)  # beside them, since it waits most of its time
         outputs = run_processes(",".join(tests), folder)
@@ -67,7 +67,7 @@ def results(run, request):
 
 @pytest.fixture
 def folder(run, request):
-    return run[1] / request.function.scenario.split(":")[0]
+    return run[1] / request.function.scenario
 
 
 @of_run("train")
@@ -83,21 +83,22 @@ def test_two_processes_train_like_one(results):
                 assert found[name][what] == pytest.approx(number, rel=tolerance), (name, what)
 
 
-def prepare_records(folder, tx=multiprocess_worker.LAMB):
+def prepare_records(folder):
     (folder / "scratch").mkdir(parents=True)
-    first = multiprocess_worker.sharded(multiprocess_worker.make_pair(tx), multiprocess_worker.config(1))
+    pair = multiprocess_worker.make_pair(multiprocess_worker.LAMB)
+    first = multiprocess_worker.sharded(pair, multiprocess_worker.config(1))
     jzero.save_checkpoint(folder / "from_one", first)
     return multiprocess_worker.whole(first)
 
 
-@of_run("records:one step later", prepare_records)
+@of_run("records", prepare_records)
 def test_two_processes_train_on_records_like_one(results, folder, tmp_path):
     """And restore what one process saved, and the other way round.
 
     Although a disk of one of them fails once: both are told, nothing has changed, and both repeat the step.
     """
     first = prepare_records(tmp_path)
-    expected = multiprocess_worker.records(tmp_path, "one step later")
+    expected = multiprocess_worker.records(tmp_path)
     pair = multiprocess_worker.make_pair(multiprocess_worker.LAMB)
     like = jzero.abstract_train_state(pair, config=multiprocess_worker.config(3), mesh=multiprocess_worker.mesh())
     with jzero.CheckpointManager(folder / "run") as manager:
@@ -111,33 +112,11 @@ def test_two_processes_train_on_records_like_one(results, folder, tmp_path):
         assert not found["left"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["at once", "columns"])
-def test_two_processes_train_on_records_of_all_kinds_like_one(tmp_path, kind):
-    tx = multiprocess_worker.TX if kind == "columns" else multiprocess_worker.LAMB
-    for folder in (tmp_path / "records", tmp_path / "one"):
-        prepare_records(folder, tx)
-    expected = multiprocess_worker.records(tmp_path / "one", kind)
-    for status, output, errors in run_processes(f"records:{kind}", tmp_path):
-        assert status == 0, errors
-        assert results_in(output)[0]["numbers"] == pytest.approx(expected["numbers"], rel=1e-5)
-
-
-@of_run("rows:3")
+@of_run("rows")
 def test_two_processes_read_rows_like_one(results, tmp_path):
-    expected = multiprocess_worker.rows(tmp_path, "3")
+    expected = multiprocess_worker.rows(tmp_path)
     for found in results:
         assert found == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_two_processes_read_rows_for_long(tmp_path):
-    expected = multiprocess_worker.rows(tmp_path, "200")
-    (tmp_path / "rows").mkdir()
-    for status, output, errors in run_processes("rows:200", tmp_path):
-        assert status == 0, errors
-        # Differences in the order of sums grow.
-        assert results_in(output) == [pytest.approx(expected, rel=1e-2)]
 
 
 def assert_worth_comparing_with(results):

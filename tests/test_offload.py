@@ -12,7 +12,7 @@ import jzero
 from jzero.layout import mesh as _mesh
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits, nnx_state, sharded
-from tests.tiers import default_for, slow
+from tests.tiers import default_for
 
 CELLS = default_for([(0, "fp32"), (3, "bf16")], itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16")))
 
@@ -79,22 +79,6 @@ def test_a_pair_of_nnx():
     assert model.tied.kernel is model.first.kernel
     assert optimizer.opt_state[0].mu.first.kernel[...].sharding.memory_kind == "pinned_host"
     assert_same_bits(arrays(nnx.state(jzero.reload_train_state(away))), before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
-def test_checkpoints_and_exports_of_a_state_on_the_host(precision, tmp_path):
-    state = make_state(2, precision, models.TWO_LAYERS)
-    jzero.save_checkpoint(tmp_path / "device", state)
-    away = jzero.offload_train_state(state)
-    jzero.save_checkpoint(tmp_path / "host", away)
-    notes = [jzero.inspect_checkpoint(tmp_path / where).notes for where in ("device", "host")]
-    assert notes[0]["checksums"] == notes[1]["checksums"]
-    assert jzero.inspect_checkpoint(tmp_path / "host", verify=True).damaged == {}
-    jzero.export_params(away, tmp_path / "x.safetensors")
-    back = jzero.restore_checkpoint(tmp_path / "host", away)
-    assert kinds(back) == {"device"}
-    assert_same_bits(arrays(back), arrays(jzero.reload_train_state(away)))
 
 
 def test_fields_that_are_not_there():

@@ -110,33 +110,6 @@ def test_numbers_over_state_on_the_host_equal_one_device(compute):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), found.opt_state, opt_state)
 
 
-@pytest.mark.slow
-def test_accumulation_and_weights():
-    """Up to the last bit: compilers contract multiplications and additions in a loop's body otherwise than outside."""
-
-    def loss(params, batch):
-        return jzero.Weighted(models.mlp_loss(params, batch) * batch["x"].shape[0], batch["w"].sum())
-
-    def run(offload):
-        state = small_state(2, "bf16", offload, sizes=ONE_LAYER)
-        step = jzero.make_train_step(loss, accumulate_steps=2, clip_norm=0.5)
-        applied, losses = [], []
-        for i, weight in enumerate((1.0, 0.0, 1.0)):  # a batch without weight is skipped
-            batch = {**models.mlp_batch(48, seed=i), "w": np.full(48, weight, np.float32)}
-            state, metrics = step(state, batch)
-            applied.append(bool(metrics["step_applied"]))
-            losses.append(float(metrics["loss"]))
-        return state, applied, losses
-
-    expected, applied, losses = run(jzero.Offload())
-    found, also, same = run(dataclasses.replace(SMALL, chunk_bytes=40))  # not even a row
-    np.testing.assert_allclose(same, losses, rtol=1e-6)
-    assert kinds((found.opt_state.masters, found.opt_state.inner)) == {"pinned_host"}
-    assert kinds(found.params) == {"device"}
-    assert applied == also == [True, False, True]
-    assert_close(whole(found), whole(expected), ulps=1)
-
-
 class Cleans(TrainState):
     def apply_gradients(self, *, grads):
         return super().apply_gradients(grads=jax.tree.map(jnp.nan_to_num, grads))

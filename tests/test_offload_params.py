@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
@@ -130,27 +129,6 @@ def test_what_passes_through_the_host_is_not_reckoned_as_the_devices():
 
 
 @pytest.mark.slow
-def test_a_matrix_that_a_layer_uses_twice_sends_one_gradient():
-    def loss(params, batch):
-        body = lambda h, w: (jnp.tanh(h @ w) @ w.T, None)
-        return jnp.square(jax.lax.scan(body, batch, params["w"])[0]).mean()
-
-    def run(offload):
-        params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(3, 24, 32)) / 5, jnp.float32)}
-        state = jzero.TrainState.create(params=params, tx=optax.adam(1e-2))
-        state = jzero.shard_train_state(state, config=config(offload))
-        step, batch = jzero.make_train_step(loss), np.random.default_rng(1).normal(size=(16, 24)).astype(np.float32)
-        moved = list(device_puts(step.trace(state, batch).jaxpr.jaxpr))
-        state, metrics = step(state, batch)
-        return moved, float(metrics["grad_norm"]), jzero.gather_params(state)["w"]
-
-    (moved, norm, w), (_, expected, same) = run(ALL), run(NONE)
-    assert [where for shape, where, inside in moved if shape == (3, 32) and "scan" in inside].count("Host") == 1
-    assert norm == pytest.approx(expected, rel=1e-6)
-    np.testing.assert_allclose(w, same, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
 def test_evaluation_and_gradients():
     plain, batch = layers_state(ADAMW), layers_batch(16)
     away = jzero.shard_train_state(plain, config=config(ALL))
@@ -167,37 +145,6 @@ def test_evaluation_and_gradients():
     predict = jax.jit(lambda s: s.apply_fn(jzero.natural_params(s), batch))
     want = jax.jit(apply_layers)(plain.params, batch)
     np.testing.assert_allclose(predict(away), want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_nnx_and_frozen_parameters():
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.base = nnx.Linear(24, 32, rngs=rngs)
-            self.head = nnx.Linear(32, 16, rngs=rngs)
-
-        def __call__(self, x):
-            return self.head(jnp.tanh(self.base(x)))
-
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
-    rng = np.random.default_rng(0)
-    drawn = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 5, shapes)
-
-    def run(offload):
-        model = nnx.merge(graph, jax.tree.map(to_jax, drawn))
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.PathContains("head"))
-        pair = jzero.shard_train_state((model, optimizer), config=config(offload, "bf16"))
-        step = jzero.make_train_step(lambda model, batch: jnp.square(model(batch)).mean())
-        for i in range(2):
-            pair, _ = step(pair, np.full((16, 24), 0.1 * (i + 1), np.float32))
-        return pair
-
-    (model, _), (expected, _) = run(ALL), run(NONE)
-    for layer in ("base", "head"):
-        kernel = getattr(model, layer).kernel[...]
-        assert kernel.sharding.memory_kind == "pinned_host", layer
-        whole = np.asarray(getattr(expected, layer).kernel[...], np.float32)
-        np.testing.assert_allclose(np.asarray(kernel, np.float32), whole, rtol=1e-2)  # bf16, and fp32 masters
 
 
 @pytest.mark.slow

@@ -53,23 +53,6 @@ def test_checkpoints(writer, tmp_path):
         step_of().eval_shape(back, models.mlp_batch(48))
 
 
-@pytest.mark.slow
-def test_moved_by_hand_and_back():
-    state, _ = train(small_state(3, "bf16"), steps=2)
-    before = arrays(state)
-    shardings = [x.sharding for x in jax.tree.leaves(state)]
-    away = jzero.offload_train_state(state)
-    assert kinds((away.params, away.opt_state.inner)) == {"pinned_host"}
-    with pytest.raises(RuntimeError, match=r"are in host memory: \['layer_0/bias'"):
-        train(away, steps=1)
-    back = jzero.reload_train_state(away)
-    assert [x.sharding for x in jax.tree.leaves(back)] == shardings
-    assert_same_bits(arrays(back), before)
-    near = back.replace(opt_state=jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), back.opt_state))
-    with pytest.raises(RuntimeError, match="plan keeps them in host memory"):
-        train(near, steps=1)
-
-
 def test_part_of_it():
     by_size = ["layer_1/kernel", "layer_0/kernel", "layer_2/kernel", "layer_0/bias", "layer_1/bias", "layer_2/bias"]
 
@@ -181,12 +164,6 @@ def test_plan_and_analysis_tell_host_bytes_apart():
     batch = sum(x.nbytes for x in models.mlp_batch(48).values()) // 8
     assert report.memory.arguments == report.estimated.arguments == held("device") + batch + 4  # the step's number
     report.verify()
-
-
-def test_devices_without_host_memory(monkeypatch):
-    monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: ["device"])
-    with pytest.raises(ValueError, match=r"'pinned_host', only \['device'\]"):
-        mlp_state(3)
 
 
 def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
