@@ -1,4 +1,4 @@
-"""Models and optimizers with matrix work: layers one by one, stacks, experts; Muon, SOAP, Shampoo, GaLore."""
+"""Models and optimizers with matrix work: layers one by one, stacks, experts; Muon, SOAP, GaLore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import jzero
 from tests.drawn import to_jax
 
 WIDTH, HIDDEN, NUM_IN, NUM_OUT = 40, 56, 24, 3  # with 37 below: sizes that 8 does and does not divide
-ROWS = 32
 
 
 def params(kind, width=WIDTH, hidden=HIDDEN, scale=0.1):
@@ -46,24 +45,6 @@ def few_params(kind):
     return layers | {name: found[name] for name in ("odd",) if name in found}
 
 
-def loss(params, batch):
-    x, y = batch
-    h = jnp.tanh(x.astype(params["in"].dtype) @ params["in"]) if "in" in params else x[:, : params["odd"].shape[0]]
-    block = lambda h, layer: h + jnp.tanh(h @ layer["a"]) @ layer.get("b", layer["a"].T) * layer["s"][None]
-    if "stack" in params:
-        h, _ = jax.lax.scan(lambda h, layer: (block(h, layer), None), h, params["stack"])
-    for layer in params.get("layers", []):
-        h = block(h, layer)
-    out = jnp.tanh(h @ params["odd"])
-    out = (out @ params["out"]).astype(jnp.float32) if "out" in params else out[:, :NUM_OUT]
-    return jnp.mean((out - y) ** 2)
-
-
-def batch(seed):
-    rng = np.random.default_rng(100 + seed)
-    return rng.normal(size=(ROWS, NUM_IN)), rng.normal(size=(ROWS, NUM_OUT))
-
-
 def grads(params, seed, dtype=None):
     """Returns a gradient of full rank for each parameter, no two of them equal, rounded to a dtype."""
     rng = np.random.default_rng(seed)
@@ -83,17 +64,6 @@ def dimension_numbers(params):
 
 def muon(**options):
     return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dimension_numbers, **options)
-
-
-MUON = {
-    "default": {},
-    "adaptive_aol": {"adaptive": True, "preconditioning": "aol"},
-    "schatten": {"preconditioning": "schatten"},
-    "spectral": {"preconditioning": "spectral"},
-    "dion": {"ns_coeffs": "dion"},
-    "no_nesterov": {"nesterov": False},
-}
-"""Options of Muon, and what to call them."""
 
 
 def _over_stack(fn, ndim):
@@ -147,51 +117,6 @@ def soap(learning_rate=1e-2, decay=0.9, every=2):
     return optax.GradientTransformation(init, update)
 
 
-def shampoo(learning_rate=1e-2, decay=0.9, every=2, eps=0.1):
-    """Shampoo with grafting: roots of the statistics from `eigh`, made anew every other step."""
-
-    def root(m):
-        values, vectors = jnp.linalg.eigh(m + eps * jnp.eye(len(m)))
-        return (vectors * jnp.maximum(values, eps)[None] ** -0.25) @ vectors.T
-
-    def init(params):
-        sides = lambda x: {
-            "l": 1e-4 * _eye(x, -2),
-            "r": 1e-4 * _eye(x, -1),
-            "root_l": _eye(x, -2),
-            "root_r": _eye(x, -1),
-        }
-        stats = jax.tree.map(lambda x: sides(x) if x.ndim >= 2 else None, params)
-        return {"count": jnp.zeros([], jnp.int32), "stats": stats, "mu": jax.tree.map(jnp.zeros_like, params)}
-
-    def update(updates, state, params=None):
-        del params
-        count = state["count"] + 1
-        treedef = jax.tree.structure(updates)
-
-        def of_matrix(g, mu, s):
-            left, right = decay * s["l"] + (1 - decay) * g @ g.T, decay * s["r"] + (1 - decay) * g.T @ g
-            root_l, root_r = jax.lax.cond(
-                count % every == 1,
-                lambda: (root(left), root(right)),
-                lambda: (s["root_l"], s["root_r"]),
-            )
-            step = root_l @ mu @ root_r
-            step = step * jnp.linalg.norm(mu) / (jnp.linalg.norm(step) + 1e-16)
-            return -learning_rate * step, {"l": left, "r": right, "root_l": root_l, "root_r": root_r}
-
-        def one(g, mu, s):
-            mu = decay * mu + g
-            step, s = (-learning_rate * mu, None) if s is None else _over_stack(of_matrix, g.ndim)(g, mu, s)
-            return step, mu, s
-
-        leaves = [treedef.flatten_up_to(x) for x in (updates, state["mu"], state["stats"])]
-        made, mu, stats = (treedef.unflatten(x) for x in zip(*map(one, *leaves), strict=True))
-        return made, {"count": count, "stats": stats, "mu": mu}
-
-    return optax.GradientTransformation(init, update)
-
-
 def weighted_products(learning_rate=1e-2):
     """Between two products, each matrix has a weight of its parameter and of its layer, and one that all share."""
 
@@ -224,30 +149,6 @@ def shampoo_one_for_all(learning_rate=1e-2):
         return jax.tree.map(lambda g: -learning_rate * g, {**updates, "layers": changed}), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def train_alone(params, tx, steps):
-    """Returns parameters and state after training on one device, with plain optax."""
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, batch):
-        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
-        return optax.apply_updates(params, updates), state
-
-    for seed in range(steps):
-        params, state = step(params, state, batch(seed))
-    return params, state
-
-
-def train(params, tx, steps, mesh=None, **config):
-    """Returns the sharded state after the same training with jzero."""
-    config = jzero.ZeroConfig(**{"persistence_threshold": 0, **config})
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=tx), config=config, mesh=mesh)
-    step = jzero.make_train_step(loss)
-    for seed in range(steps):
-        state, _ = step(state, batch(seed))
-    return state
 
 
 def _updated(tx, grads, state, params):
