@@ -26,7 +26,6 @@ MESHES = {
     "none": None,
     "explicit": EXPLICIT,
     "explicit_of_another_shape": jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2),
-    "explicit_of_the_same_name": jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)),
     "auto_of_another_shape": jzero.make_mesh(a=4, b=2),
     "of_the_state": jzero.make_mesh(),
 }
@@ -204,16 +203,13 @@ def nnx_model(want, _):
 
 CALLS = {
     "step": called_step(STEP, 3),
-    "step_of_stage_1": called_step(STEP, 1),
-    "micro_batches": called_step(WITH_MICRO_BATCHES, 2),
-    "host": called_step(STEP, 3, offload=jzero.Offload(optimizer="host", compute="host")),
-    "host_params": called_step(STEP, 3, offload=jzero.Offload(optimizer="host", params="host")),
+    "host_params": called_step(WITH_MICRO_BATCHES, 3, offload=jzero.Offload(optimizer="host", params="host")),
     **{f.__name__: f for f in (own_step, steps_in_jit, gradients_and_metrics, whole_and_back, saved_and_restored)},
     **{f.__name__: f for f in (on_disk, analyzed, born_sharded, nnx_model)},
 }
 
 
-OF_MANY_PARTS = ["step_of_stage_1", "micro_batches", "host", "host_params", "analyzed"]
+OF_MANY_PARTS = ["host_params", "analyzed"]
 DEFAULT = [("explicit", call) for call in CALLS if call not in OF_MANY_PARTS] + [
     ("auto_of_another_shape", "steps_in_jit")
 ]
