@@ -40,14 +40,9 @@ def states_that_differ(second: int) -> dict[str, Any]:
     def born(key: Any = 0, **kwargs: Any) -> None:
         jzero.init_train_state(lambda _: plain_state(**kwargs), jax.random.key(key), config=config(3))
 
-    def moments() -> None:
-        state = plain_state()
-        jzero.shard_train_state(state.replace(opt_state=jax.tree.map(lambda x: x + second, state.opt_state)), stage=1)
-
     return {
         "stage": lambda: jzero.shard_train_state(plain_state(), stage=2 + second),
         "values": lambda: small_state(scale=1.0 + second, precision="bf16"),
-        "moments": moments,
         "shapes": lambda: born(width=16 + second),
         "key": lambda: born(second),
         "initialiser": lambda: born(scale=3.0 + second),
@@ -71,7 +66,6 @@ def steps_that_differ(second: int) -> dict[str, Any]:
     return {
         "learning rate": lambda: train(rate=0.1 + second),
         "clip_norm": lambda: train(clip_norm=1.0 + second),
-        "accumulate_steps": lambda: train(accumulate_steps=1 + second),
         "constant": lambda: train(lambda params, batch: small_loss(params, batch) * jnp.asarray(table).sum()),
         "limit": lambda: jzero.fill_memory(
             jzero.make_train_step(small_loss), small_state(), BATCH, hbm_bytes=1e9 * (1 + second), confirm=False
@@ -97,8 +91,6 @@ def batches_that_differ(second: int) -> dict[str, Any]:
 
     return {
         "rows": lambda: jzero.value_and_grad(small_loss)(small_state(), BATCH[: 16 - 8 * second]),
-        "dtype": lambda: evaluate(BATCH.astype([np.float32, np.float16][second])),
-        "uneven": lambda: evaluate(BATCH[: 8 - second]),
         "tree": lambda: evaluate({"x": BATCH, **({"y": BATCH} if second else {})}),
         "scalar": lambda: evaluate({"x": BATCH, "y": np.float32(second)}),
         "rng": lambda: evaluate(BATCH, rng=jax.random.key(second)),

@@ -39,7 +39,6 @@ from tests.multiprocess_states import (
     DEVICES_PER_PROCESS,
     LAMB,
     NUM_PROCESSES,
-    NUM_STEPS,
     ROWS,
     config,
     digest,
@@ -300,23 +299,6 @@ def preempted(directory: pathlib.Path) -> Any:
     return "never told"
 
 
-def watched(directory: pathlib.Path) -> list[int]:
-    """Logs two runs to files of each process; returns how many steps it wrote: as it is by default, and if asked."""
-    state = sharded(make_state(jax.random.key(0)), config(3))
-    step = step_of(loss_of)
-    written = []
-    for every_process in (False, True):
-        directory.mkdir(exist_ok=True)
-        path = directory / f"{every_process}-{jax.process_index()}.jsonl"
-        monitor = jzero.Monitor(sinks=[jzero.JsonLines(path)], every=2, progress=False, every_process=every_process)
-        with monitor:
-            for i in range(NUM_STEPS):
-                state, metrics = step(state, models.mlp_batch(ROWS, seed=i))
-                monitor.log(metrics)
-        written.append(len(path.read_text().splitlines()) if path.exists() else 0)
-    return written
-
-
 def rows(folder: pathlib.Path) -> dict[str, float]:
     """Trains with parameters on disk; a row of the second process cannot be read once, and both are told."""
     shape = (3, 29, 29)
@@ -353,7 +335,6 @@ SCENARIOS = {
         records,
         rows,
         data_worker.train_first,
-        watched,
         preempted,
         alone,
         one_dies,

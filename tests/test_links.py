@@ -3,9 +3,7 @@
 import pathlib
 import posixpath
 import re
-import types
 
-import pytest
 import yaml
 
 from tests.site_hooks import hook
@@ -73,39 +71,3 @@ def test_elsewhere_links_begin_with_the_address_of_the_repository():
     nowhere = links.absolute(text, "")
     assert "](" not in nowhere
     assert "\n[" not in nowhere
-
-
-def test_only_links_that_leave_the_site_change(monkeypatch):
-    text = (
-        "[a](other.md#b), [`c`](../../examples/c.py), [d](https://d.org), [e](#e), ![f](../../f.png)\n"
-        "```text\n[g](../../g)\n```\n"
-    )
-    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="guides/page.md"))
-    monkeypatch.setattr(links, "repository", lambda: "https://h.org/o/r")
-    rewritten = text.replace("../../examples", "https://h.org/o/r/blob/main/examples")
-    rewritten = rewritten.replace("../../f.png", "https://h.org/o/r/raw/main/f.png")
-    assert links.on_page_markdown(text, page=page, config=None, files=None) == rewritten
-    config = types.SimpleNamespace()
-    links.on_config(config)
-    assert vars(config) == {"repo_url": "https://h.org/o/r", "repo_name": "o/r"}
-    monkeypatch.setattr(links, "repository", lambda: "")
-    assert links.on_page_markdown(text, page=page).startswith(
-        "[a](other.md#b), `c`, [d](https://d.org), [e](#e), f\n```"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("address", ["", "https://example.org/o/jzero"])
-def test_the_package_describes_itself_by_the_readme(address, tmp_path):
-    metadata, plugins = (pytest.importorskip(f"hatchling.{name}") for name in ("metadata.core", "plugin.manager"))
-    for name in ("README.md", "LICENSE", "hatch_build.py", "docs/links.py", "jzero/_version.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    project = (ROOT / "pyproject.toml").read_text()
-    project, count = re.subn(r'^repository = ".*?"', f'repository = "{address}"', project, flags=re.MULTILINE)
-    assert count == 1
-    (tmp_path / "pyproject.toml").write_text(project)
-    core = metadata.ProjectMetadata(str(tmp_path), plugins.PluginManager()).core
-    assert core.readme == links.absolute((ROOT / "README.md").read_text(), address)
-    assert core.readme_content_type == "text/markdown"
-    assert core.urls.get("Repository", "") == address

@@ -125,13 +125,3 @@ def test_every_example_is_listed_and_has_help(run, capsys):
             run(str(path.relative_to(EXAMPLES)), "--help")
         assert ended.value.code == 0
         assert "usage:" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_lora_from_a_model_that_is_there(run, tmp_path):
-    options = (*TINY_GPT, "--pretrain-steps=5", "--steps=0", f"--pretrained={tmp_path / 'base.safetensors'}")
-    first, again = run("lora.py", *options), run("lora.py", *options)
-    assert "pretrained:" in first
-    assert "pretrained:" not in again
-    pattern = r"fine-tuned: validation loss (.*) -> (.*), merged (.*)"
-    assert numbers(pattern, again) == numbers(pattern, first)

@@ -236,27 +236,6 @@ def manifests() -> dict[str, dict]:
         return {document["kind"]: document for document in yaml.safe_load_all(file)}
 
 
-def test_jobset_says_what_training_needs():
-    jobset = manifests()["JobSet"]
-    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-    (workers,) = jobset["spec"]["replicatedJobs"]
-    assert workers["replicas"] == 1, "JAX takes one Job for the whole"
-    job = workers["template"]["spec"]
-    assert job["completionMode"] == "Indexed"
-    assert job["parallelism"] == job["completions"] > 1
-    assert job["backoffLimit"] == 0, "one pod alone cannot go on"
-    pod = job["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["command"][0] == "python", "no shell that keeps SIGTERM to itself"
-    assert (ROOT / container["command"][1]).exists()
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-    assert pod["terminationGracePeriodSeconds"] > 30, "Kubernetes' default"
-    volumes = {volume["name"] for volume in pod["volumes"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    (checkpoints,) = [x.split("=")[1] for x in container["command"] if x.startswith("--checkpoints=")]
-    assert any(checkpoints.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
-
-
 def test_jobset_starts_again_after_a_sigterm():
     jobset = manifests()["JobSet"]["spec"]
     (job,) = [workers["template"]["spec"] for workers in jobset["replicatedJobs"]]

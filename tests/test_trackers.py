@@ -114,12 +114,6 @@ def test_wandb_without_a_network(wandb, tmp_path, monkeypatch):
     assert [row["step"] for row in history(wandb, offline)[0]] == [1, 2, 2]
 
 
-def test_wandb_keeps_its_own_name(wandb, tmp_path):
-    sink = jzero.WandB("project", mode="offline", dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"rename the values \['step'\]"):
-        sink(1, {"step": 1.0})
-
-
 def rows(path, query):
     with sqlite3.connect(path) as database:
         return database.execute(query).fetchall()
@@ -173,17 +167,6 @@ def test_mlflow_loses_its_server(mlflow, tmp_path):
     with pytest.warns(UserWarning, match="MLflow cannot be reached"):
         sink.close()
     assert rows(tmp_path / "runs.db", "select run_uuid, status from runs") == [(sink.run_id, "RUNNING")]
-
-
-def test_mlflow_says_what_is_wrong_at_the_start(mlflow, tmp_path):
-    """No server, a folder of files, which MLflow gave up, and a run that is not there: errors before the first step."""
-    for options in (
-        {"tracking_uri": NOWHERE},
-        {"tracking_uri": str(tmp_path / "runs")},
-        {"tracking_uri": f"sqlite:///{tmp_path}/x.db", "run_id": "no"},
-    ):
-        with pytest.raises(mlflow.exceptions.MlflowException):
-            run(jzero.MLflow("experiment", **options), [1.0])
 
 
 @pytest.mark.parametrize(("sink", "package", "extra"), [("WandB", "wandb", "wandb"), ("MLflow", "mlflow", "mlflow")])
