@@ -65,10 +65,6 @@ def assert_close(found, expected, ulps):
         np.testing.assert_array_max_ulp(found[path] + np.float32(1), x + np.float32(1), maxulp=ulps)
 
 
-# A master's last bit may decide how it rounds to fp16: the next step makes up to 16 ulp of that, in single elements.
-STEPS_AND_ULPS = {"fp32": (3, 2), "bf16": (3, 2), "fp16": (2, 16)}
-
-
 def deviation_from_optax(optimizer, offload, model="two layers"):
     """Trains 20 steps in float64 at stage 3; returns the largest deviation from optax on one device, and the state."""
     params, loss_fn, batches = optimizers.problem(model, "float64")

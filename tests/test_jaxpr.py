@@ -1,4 +1,4 @@
-"""Facts about programs: which equations an output needs, and what primitives do."""
+"""Facts about programs: what primitives do, and how long values are held."""
 
 from __future__ import annotations
 

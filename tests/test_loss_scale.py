@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training import train_state
 
 import jzero
 from jzero.plan.opt_state import initial_loss_scale, next_loss_scale
@@ -136,20 +135,6 @@ def test_a_skipped_step_changes_nothing_but_the_scale(stage, row):
     assert int(after.opt_state.loss_scale.hysteresis) == 1
 
 
-@pytest.mark.parametrize("precision", [slow(jzero.Precision(skip_nonfinite=True)), "bf16"])
-def test_other_precisions_skip_where_asked(precision):
-    if precision == "bf16":
-        precision = jzero.Precision(compute_dtype="bfloat16", skip_nonfinite=True)
-    state, step = make_state(3, precision=precision), STEP
-    before = host(jzero.gather_params(state, masters=True))
-    state, metrics = step(state, batch(0, poisoned=5))
-    assert not bool(metrics["step_applied"])
-    assert "loss_scale" not in metrics
-    assert_same_bits(before, jzero.gather_params(state, masters=True))
-    state, metrics = step(state, batch(1))
-    assert bool(metrics["step_applied"])
-
-
 def test_without_skipping_the_numbers_show_it():
     _, metrics = STEP(make_state(3, precision="bf16"), batch(0, poisoned=5))
     assert bool(metrics["step_applied"])
@@ -163,28 +148,6 @@ def test_static_scale_skips_and_stays():
         state, metrics = step(state, batch(i, poisoned=3 if i == 1 else None))
         assert float(metrics["loss_scale"]) == 256.0
         assert bool(metrics["step_applied"]) == (i != 1)
-
-
-def test_carried_state_of_a_skipped_step_stays():
-    class State(train_state.TrainState):
-        stats: dict
-
-    params, stats = {"w": np.full((16, 8), 0.01, np.float32)}, {"mean": np.ones(16, np.float32)}
-    plain = State.create(apply_fn=None, params=params, tx=optax.sgd(0.1), stats=stats)
-
-    def loss(params, x, stats):
-        mean = stats["mean"] / 2 + jax.lax.pmean(x.mean(0), "data")
-        return jnp.square(x @ params["w"]).mean().astype(jnp.float32), {"stats": {"mean": mean}}
-
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, precision="fp16"))
-    step = jzero.make_train_step(loss, has_aux=True, mutable=("stats",))
-    x = np.ones((16, 16), np.float32)
-    state, _ = step(state, x)
-    np.testing.assert_array_equal(state.stats["mean"], np.full(16, 1.5))
-    x[3] = np.inf
-    state, metrics = step(state, x)
-    assert not bool(metrics["step_applied"])
-    np.testing.assert_array_equal(state.stats["mean"], np.full(16, 1.5))
 
 
 def test_overflow_at_the_minimum_raises_with_step_and_leaves():

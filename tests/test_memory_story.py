@@ -9,7 +9,6 @@ import sys
 
 import jax
 import numpy as np
-import optax
 import pytest
 from typer.testing import CliRunner
 
@@ -35,20 +34,6 @@ import decoder
 ROOT = pathlib.Path(__file__).parents[1]
 GIB = 2**30
 STATES = BytesPerDevice(3 * GIB, GIB, 8 * GIB)
-
-
-def test_a_ledger_says_what_it_knows():
-    known = MemoryTable(STATES, 18 * GIB, 17 * GIB, 20 * GIB)
-    assert (known.states_bytes, known.step_bytes, known.peak, known.left, known.fits) == (
-        12 * GIB, 6 * GIB, 17 * GIB, 3 * GIB, True,
-    )  # fmt: skip
-    assert str(known).splitlines() == [
-        "states  exact      12.00 GiB  parameters 3.00, gradients 1.00, optimizer 8.00",
-        "step    estimated   6.00 GiB  activations, gathered weights, logits",
-        "peak    estimated  18.00 GiB",
-        "peak    compiled   17.00 GiB",
-        "device  usable     20.00 GiB  fits: 3.00 GiB left",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -274,34 +259,6 @@ def test_what_is_reckoned_with_has_the_leaves_of_the_decoder_that_trains(tmp_pat
     assert jax.eval_shape(make_loss(sizes), found, tokens).shape == ()
     leaves = jax.tree_util.tree_leaves_with_path(found)
     assert sum(x.size for path, x in leaves if "lora" not in path[-1].key) == count(sizes)
-
-
-@pytest.mark.slow
-def test_a_step_is_reckoned_to_take_what_one_of_the_decoder_that_trains_does():
-    sizes = model_sizes("350M", {"num_layers": 3})
-    trains, tokens = decoder.Decoder(sizes), jax.ShapeDtypeStruct((8, 1025), np.int32)
-
-    def make_trained(key):
-        params = trains.init(key, np.zeros((1, 3), np.int32))["params"]
-        return jzero.TrainState.create(params=params, tx=optax.adamw(3e-4))
-
-    def trained_loss(params, tokens):
-        logits = trains.apply({"params": params}, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    made = make_state(sizes, rank=0, base_dtype="float32")
-    ours, theirs = (
-        jzero.estimate_step_memory(
-            jzero.make_train_step(loss_fn),
-            jax.eval_shape(make, jax.random.key(0)),
-            tokens,
-            topology="h100:8",
-            config=jzero.ZeroConfig(stage=3, precision="bf16"),
-        )
-        for make, loss_fn in ((made, make_loss(sizes)), (make_trained, trained_loss))
-    )
-    assert ours.states == theirs.states
-    assert ours.peak == pytest.approx(theirs.peak, rel=0.05)
 
 
 def test_a_folder_says_its_sizes_itself(ask, tmp_path):

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import io
 import json
-import pathlib
 import re
 import resource
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 
 import jzero
 from jzero.monitor import monitor as monitor_module
-from jzero.monitor import progress as progress_module
 from jzero.monitor import sinks as sinks_module
 from tests.monitor_runs import Clock, quiet
 
@@ -184,13 +182,6 @@ def test_what_to_install_is_said(package, make, monkeypatch, tmp_path):
         make(tmp_path)
 
 
-def test_optional_packages_are_imported_where_they_are_used_only():
-    folder = pathlib.Path(progress_module.__file__).parent
-    imports = re.findall(r"^ *(?:from|import) +([\w.]+)", "\n".join(x.read_text() for x in folder.glob("*.py")), re.M)
-    assert "jax" in imports
-    assert not [name for name in imports if name.split(".")[0] in ("rich", "tensorboardX", "google")]
-
-
 def test_lines_where_nobody_watches(capsys, monkeypatch):
     clock = Clock(monkeypatch)
     show = ("loss", "validation")
@@ -224,10 +215,3 @@ def test_bar_in_a_terminal(capsys, monkeypatch):
         if "rich" in type(thread).__module__:
             thread.join(10)
             assert not thread.is_alive(), "the bar was stopped"
-
-
-def test_no_output_without_progress(capsys):
-    with quiet(every=1) as monitor:
-        monitor.log({"loss": 1.0})
-        monitor.write({"x": 1.0})
-    assert capsys.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""Flax NNX: models, optimizers, tied variables, batch statistics, dropout."""
+"""Flax NNX: models, optimizers, tied variables, batch statistics, what a loss writes."""
 
 from __future__ import annotations
 

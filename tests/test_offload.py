@@ -1,7 +1,5 @@
 """Moves of a state to host memory and back."""
 
-import itertools
-
 import jax
 import numpy as np
 import optax
@@ -12,10 +10,6 @@ import jzero
 from jzero.layout import mesh as _mesh
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits, nnx_state, sharded
-from tests.tiers import default_for
-
-CELLS = default_for([(0, "fp32"), (3, "bf16")], itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16")))
-
 
 ADAMW = optax.adamw(1e-2)
 
@@ -28,32 +22,6 @@ def make_state(stage, precision="fp32", sizes=models.MLP_SIZES):
 
 def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "precision"), CELLS)
-def test_a_state_comes_back_as_it_was(stage, precision):
-    step = jzero.make_train_step(models.mlp_loss)
-    state, _ = step(make_state(stage, precision, models.TWO_LAYERS), models.mlp_batch(24))
-    before, shardings = arrays(state), [x.sharding for x in jax.tree.leaves(state)]
-    old = jax.tree.leaves((state.params, state.opt_state))
-    away = jzero.offload_train_state(state)
-    assert all(x.is_deleted() for x in old), "nothing is left on the devices"
-    assert kinds((away.params, away.opt_state)) == {"pinned_host"}
-    assert kinds(away.step) == {"device"}
-    assert_same_bits(arrays(away), before)
-    with pytest.raises(RuntimeError, match=r"reload_train_state\(state\)`"):
-        step(away, models.mlp_batch(24))
-    back = jzero.reload_train_state(away)
-    assert_same_bits(arrays(back), before)
-    assert [x.sharding for x in jax.tree.leaves(back)] == shardings
-    jitted = step._jit(back.tx.plan, back)
-    compiled = jitted._cache_size()
-    back, _ = step(back, models.mlp_batch(24, seed=1))
-    assert jitted._cache_size() == compiled, "the step finds the types that it knows"
-    expected, _ = step(make_state(stage, precision, models.TWO_LAYERS), models.mlp_batch(24))
-    expected, _ = step(expected, models.mlp_batch(24, seed=1))
-    assert_same_bits(arrays(back), arrays(expected))
 
 
 def test_evaluation_needs_the_parameters_alone():

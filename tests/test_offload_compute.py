@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import serialization
 from flax.training.train_state import TrainState
 
@@ -179,37 +178,6 @@ def test_a_step_that_is_skipped_leaves_nothing_to_apply():
     assert scales[2] <= scales[1], "the loss scale does not wait"
 
 
-class Normed(nn.Module):
-    axis: str | None = "data"
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(1)(nn.BatchNorm(use_running_average=False, momentum=0.5, axis_name=self.axis)(nn.Dense(24)(x)))
-
-
-class NormedState(TrainState):
-    batch_stats: object
-
-
-@pytest.mark.slow
-def test_batch_statistics_do_not_wait():
-    x = np.random.default_rng(0).normal(size=(16, 5)).astype(np.float32)
-    shapes = jax.eval_shape(lambda: Normed().init(jax.random.key(0), x))
-    variables = {name: models.draw_like(shapes[name]) for name in ("params", "batch_stats")}
-
-    def loss(params, batch, *, batch_stats):
-        out, new = Normed().apply({"params": params, "batch_stats": batch_stats}, batch, mutable=["batch_stats"])
-        return jnp.square(out).mean(), dict(new)
-
-    plain = NormedState.create(apply_fn=None, tx=optax.sgd(0.1, momentum=0.9), **variables)
-    state = jzero.shard_train_state(plain, config=config(2, offload=LATE))
-    state, _ = jzero.make_train_step(loss, True, mutable=("batch_stats",))(state, x)
-    _, want = jax.jit(lambda: Normed(None).apply(variables, x, mutable=["batch_stats"]))()  # of all rows at once
-    for path, mean in arrays(want["batch_stats"]).items():
-        np.testing.assert_allclose(arrays(state.batch_stats)[path], mean, rtol=1e-5, atol=1e-6)
-    assert_same_bits(arrays(jzero.gather_params(state)), arrays(variables["params"]))
-
-
 @pytest.mark.slow
 def test_checkpoints_lose_no_gradient(tmp_path):
     state, _ = train(late_state(), steps=3)
@@ -226,25 +194,6 @@ def test_checkpoints_lose_no_gradient(tmp_path):
     assert int(state.step) == 2, "saving does not consume the state"
     state, _ = train(state, steps=1)
     assert int(state.step) == 3
-
-
-@pytest.mark.slow
-def test_what_waits_does_not_reach_other_parameters(tmp_path):
-    """Loading or restoring other parameters drops it; editing applies it first."""
-    state, _ = train(late_state(), steps=1)
-    expected = arrays(jzero.gather_params(jzero.apply_pending(state), masters=True))
-    edited = jzero.update_params(state, lambda params: params, paths="layer_0/.*")
-    assert not bool(edited.opt_state.disk.waiting)
-    assert_same_bits(arrays(jzero.gather_params(edited, masters=True)), expected)
-    jzero.export_params(state, tmp_path / "params.safetensors")
-    jzero.save_checkpoint(tmp_path / "checkpoint", state)
-    again, _ = train(late_state(), steps=1)
-    for other in (
-        jzero.load_params(state, tmp_path / "params.safetensors"),
-        jzero.restore_checkpoint(tmp_path / "checkpoint", again, params_only=True),
-    ):
-        assert not bool(other.opt_state.disk.waiting)
-    assert_same_bits(arrays(jzero.gather_params(other, masters=True)), expected)
 
 
 def test_states_that_are_made_moved_and_serialized_by_others(tmp_path):

@@ -19,7 +19,6 @@ from tests.offload_states import (
     HOST,
     ONE_LAYER,
     SMALL,
-    assert_close,
     config,
     deviation_from_optax,
     kinds,
@@ -132,26 +131,6 @@ def test_a_skipped_step_changes_nothing_on_the_host(cls):
     assert metrics["step_applied"]
 
 
-@pytest.mark.slow
-def test_an_own_loop():
-    """`value_and_grad` and `apply_gradients`, which decides by itself whether to skip."""
-
-    def run(offload):
-        state = small_state(3, "fp16", offload, sizes=ONE_LAYER)
-        for i in range(3):
-            batch = models.mlp_batch(48, seed=i)
-            if i == 1:
-                batch["x"][0] = np.inf
-            _, grads = jzero.value_and_grad(models.mlp_loss)(state, batch)
-            state = state.apply_gradients(grads=grads)
-        return state
-
-    found = run(SMALL)
-    assert "pinned_host" in kinds(found.opt_state)
-    assert kinds(found.params) == {"device"}
-    assert_close(whole(found), whole(run(jzero.Offload())), ulps=2)
-
-
 def test_stochastic_rounding_draws_the_same_bits_wherever_it_runs():
     """bf16 moments and parameters, padded: on devices, in chunks that come from the host, and on the host's CPU."""
     precision = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
@@ -178,27 +157,3 @@ def test_stochastic_rounding_draws_the_same_bits_wherever_it_runs():
         dataclasses.replace(HOST, compute="host"),
     ):
         jax.tree.map(np.testing.assert_array_equal, run(offload), want)
-
-
-@pytest.mark.slow
-def test_what_reads_and_writes_single_leaves():
-    state, _ = train(small_state(3, "bf16", sizes=ONE_LAYER))
-    expected, path = jzero.unshard_train_state(state), "layer_0/kernel"  # as whole states are compared to others above
-    master, mu = (np.asarray(tree["layer_0"]["kernel"]) for tree in (expected.params, expected.opt_state[0].mu))
-    np.testing.assert_array_equal(jzero.get_full_param(state, path), master)
-    np.testing.assert_array_equal(jzero.get_full_opt_state(state, path, name="mu"), mu)
-    np.testing.assert_array_equal(jzero.gather_params(state, masters=True)["layer_0"]["kernel"], master)
-    state = jzero.set_full_opt_state(state, path, name="mu", value=np.ones((37, 11)))
-    state = jzero.set_full_param(state, path, value=np.full((37, 11), 0.3))
-    assert float(jzero.get_full_opt_state(state, path, name="mu").min()) == 1
-    assert kinds(state.opt_state.inner) == {"pinned_host"}
-    np.testing.assert_array_equal(jzero.get_full_param(state, path), np.float32(0.3))
-    state = jzero.update_params(state, lambda p: jax.tree.map(lambda x: x * 0, p), paths=path)
-    assert float(np.abs(jzero.get_full_param(state, path)).max()) == 0
-    state = jzero.set_full_opt_state(state, path, name="mu", value=np.zeros((37, 11)))
-    layer = state.params["layer_0"]
-    layer = {**layer, "kernel": jax.tree.map(lambda x: x * 0 + 3, layer["kernel"])}
-    state = state.replace(params={**state.params, "layer_0": layer})
-    assert float(jzero.get_full_param(state, path).min()) == 3
-    state, _ = train(state, steps=1)  # and the step takes what was set
-    np.testing.assert_allclose(jzero.get_full_param(state, path), 3, atol=0.1)

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jzero
-from tests.passes_losses import BATCH, WIDTH, matrix, names, sharded, unrolled
+from tests.passes_losses import BATCH, matrix, names, sharded, unrolled
 from tests.tiers import slow
 
 # What differentiating first makes right.
@@ -64,27 +64,6 @@ def test_a_weight_that_depends_on_parameters_needs_one_micro_batch():
         jzero.make_train_step(loss, accumulate_steps=2).lower(state, BATCH)
     fixed = lambda p, x: jzero.Weighted((gated(p, x) * x).sum(), lax.stop_gradient(gated(p, x).sum()))
     jzero.make_train_step(fixed, accumulate_steps=2).lower(state, BATCH)
-
-
-def test_complex_products_train_with_what_stage_3_recomputes_by_default():
-    rng = np.random.default_rng(0)
-    stack = lambda: ((rng.normal(size=(3, WIDTH, WIDTH)) + 1j * rng.normal(size=(3, WIDTH, WIDTH))) / 8).astype(
-        np.complex64
-    )
-    params = {"b": stack(), "c": stack()}
-
-    def loss(params, x):
-        layer = lambda x, p: (x + jnp.tanh(((x.astype(jnp.complex64) @ p["b"]) @ p["c"]).real), None)
-        return jnp.square(lax.scan(layer, x, params)[0]).mean()
-
-    fn = jzero.value_and_grad(loss)
-    state = sharded(params)
-    assert fn.recomputation(state, BATCH) == "cheap"
-    value, grads = fn(state, BATCH)
-    want, want_grads = jax.jit(jax.value_and_grad(loss))(params, BATCH)
-    np.testing.assert_allclose(value, want, rtol=1e-5)
-    for name in params:
-        np.testing.assert_allclose(np.asarray(grads[name]), want_grads[name], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -148,12 +148,6 @@ def test_parameters_that_come_in_16_bits_get_masters_and_fp32_moments():
     assert losses[-1] < losses[0]
 
 
-def test_fp32_leaves_every_dtype_alone():
-    params = mlp_params(BF16)
-    state = mlp_state(make_config(3, "fp32"), params=params)
-    assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {jnp.dtype(BF16)}
-
-
 def test_layouts_and_precisions_into_each_other():
     state, _ = train(mlp_state(make_config(2)), 2)
     masters, moments = host(jzero.gather_params(state, masters=True)), host(state.opt_state.inner[0].nu)
@@ -212,6 +206,3 @@ def test_dtypes_may_be_given_as_dtypes():
     policy = jzero.Precision(compute_dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, reduce_dtype=np.float32)
     assert policy == jzero.Precision(compute_dtype="bfloat16", state_dtype="bfloat16", reduce_dtype="float32")
     assert jzero.Precision(compute_dtype="float16", loss_scale=np.float32(8)).loss_scale == 8
-
-
-# NNX.

@@ -13,10 +13,7 @@ from tests import engine_losses
 from tests.engine_losses import LOSSES, D, branches
 from tests.prefetch_models import (
     AMPLE,
-    carried_shapes,
     short_loops_too,  # noqa: F401  # fixtures
-    stack_state,
-    two_products,
 )
 from tests.tiers import default_for
 
@@ -47,15 +44,6 @@ def scan_with_everything(p, batch):
 def scan_casting_its_rows(p, batch):
     def layer(h, w):
         return jnp.tanh(h @ w["w"].astype(jnp.bfloat16).astype(jnp.float32) + w["b"][None]), None
-
-    return engine_losses.out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
-
-
-def scan_of_remat_with_policy(p, batch):
-    @jax.checkpoint
-    def layer(h, w):
-        inner = jax.checkpoint(lambda h: jnp.sin(h @ w["w"]), policy=jax.checkpoint_policies.dots_saveable)
-        return jnp.tanh(inner(h) + w["b"][None]), None
 
     return engine_losses.out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
 
@@ -103,7 +91,7 @@ def together(p, batch):
 
 
 OFTEN = [(AMPLE, together), (AMPLE, engine_losses.scan_reversed_with_outputs), (D * D * 4, one_after_another)]
-RARELY = [(D * D * 4, together), (0, together), *((AMPLE, fn) for fn in (scan_of_remat_with_policy, *LOSSES))]
+RARELY = [(D * D * 4, together), (0, together), *((AMPLE, fn) for fn in LOSSES)]
 
 
 @pytest.mark.parametrize(
@@ -119,21 +107,6 @@ def test_gradients_equal_plain_jax(limit, loss_fn):
     engine_losses.assert_equal(engine_losses.sharded(3, 8, prefetch_bytes=limit), loss_fn, batch)
 
 
-def test_a_scan_that_uses_a_parameter_of_the_outside_gathers_ahead():
-    state, batch = engine_losses.sharded(3, 8, prefetch_bytes=AMPLE), engine_losses.batch()
-    loops = carried_shapes(jzero.value_and_grad(scan_within_remat), state, batch)
-    assert [(D, D) in shapes for shapes in loops] == [True] * 3, "forward, forward again and backward"
-
-
-def test_where_nothing_is_gathered_nothing_changes():
-    step = jzero.make_train_step(engine_losses.scan)
-    texts = [
-        step.lower(engine_losses.sharded(2, 8, **options), engine_losses.batch()).as_text()
-        for options in ({}, {"prefetch_bytes": AMPLE})
-    ]
-    assert texts[0] == texts[1]
-
-
 def test_a_gather_ahead_travels_in_the_dtype_that_the_layer_casts_to():
     lowered = jzero.make_train_step(scan_casting_its_rows).lower(
         engine_losses.sharded(3, 8, prefetch_bytes=AMPLE), engine_losses.batch()
@@ -143,8 +116,3 @@ def test_a_gather_ahead_travels_in_the_dtype_that_the_layer_casts_to():
     of_stack = [line.rsplit("->", 1)[1] for line in gathers if whole in line.rsplit("->", 1)[1]]
     assert of_stack
     assert all("xbf16" in line for line in of_stack), of_stack
-
-
-def test_evaluation_gathers_ahead_too():
-    (shapes,) = carried_shapes(jzero.make_eval_step(two_products), stack_state(AMPLE), jnp.ones((16, 32)))
-    assert (32, 64) in shapes

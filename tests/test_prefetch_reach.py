@@ -30,25 +30,6 @@ from tests.tiers import slow
 
 
 @pytest.mark.parametrize(
-    ("limit", "precision", "expected"),
-    [
-        (None, "fp32", 0),
-        (0, "fp32", 0),
-        (2 * 32 * 64 * 4, "fp32", 2),
-        (2 * 32 * 64 * 4 - 1, "fp32", 1),  # the one that is used first
-        (2 * 32 * 64 * 2, "bf16", 2),
-    ],
-)
-def test_loops_carry_the_next_layer_as_far_as_it_fits(limit, precision, expected):
-    batch = jnp.ones((8, 32))
-    loops = carried_shapes(jzero.value_and_grad(two_products), stack_state(limit, precision=precision), batch)
-    assert len(loops) == 2, "one forward, one backward"
-    for shapes, order in zip(loops, ([(32, 64), (64, 32)], [(64, 32), (32, 64)]), strict=True):
-        whole = [shape for shape in shapes if shape in ((32, 64), (64, 32))]
-        assert sorted(whole) == sorted(order[:expected])
-
-
-@pytest.mark.parametrize(
     ("turns", "limit", "ahead"),
     [
         (32, AMPLE, ["up", "down"]),
@@ -135,32 +116,6 @@ def test_loops_on_gpus_gather_ahead_what_is_used_first(platform, options, ahead,
     assert found == ahead
     if len(ahead) > 1:  # `first`; three in a turn; what the backward pass gathers before its first turn waits for that
         assert gathers_of(jzero.value_and_grad(three_products), state, batch)[4].needs
-
-
-def scans_of(jaxpr):
-    """Yields the scans of a program."""
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name == "scan":
-            yield eqn
-        for inner in _compat.contained_jaxprs(eqn):
-            yield from scans_of(inner)
-
-
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_rows_that_stay_are_written_when_their_turn_is_done(platform, monkeypatch):
-    """The compiler for GPUs would write them as early as it can, and gather them for that, before their use."""
-    on(platform, monkeypatch)
-    params = {"first": jnp.ones((5, 32, 32)), "up": jnp.ones((5, 32, 64)), "down": jnp.ones((5, 64, 32))}
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, reshard_after_forward=False)
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
-    forward = next(scans_of(jax.make_jaxpr(jzero.value_and_grad(three_products))(state, np.ones((16, 32), np.float32))))
-    body, _ = _compat.open_jaxpr(forward.params["jaxpr"])
-    shapes = {x.shape[1:] for x in params.values()}
-    rows = [v for v in body.outvars[_compat.scan_groups(forward)[1] :] if v.aval.shape in shapes]
-    last = max(i for i, eqn in enumerate(body.eqns) if eqn.primitive.name == "dot_general")
-    waiting = {v for eqn in body.eqns[last:] if eqn.primitive.name == "zero_wait" for v in eqn.outvars}
-    assert len(rows) == 3
-    assert [v in waiting for v in rows] == [platform == "gpu"] * 3
 
 
 # Outside of loops: what each gather waits for, read from the program.

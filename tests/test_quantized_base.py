@@ -1,4 +1,4 @@
-"""A base in integers under adapters: it trains them, keeps its bits, and works wherever parameters do."""
+"""A base in integers under adapters: it trains them and keeps its bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of integers against the definition in NumPy, by themselves and at every number of devices."""
+"""Blocks of integers against the definition in NumPy."""
 
 from __future__ import annotations
 

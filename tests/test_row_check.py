@@ -57,13 +57,6 @@ def test_values_of_single_examples_are_refused_by_name(maker):
     assert "mean'" not in str(error.value)
 
 
-def test_marked_values_of_examples_and_vectors_of_metrics_are_right():
-    aux = lambda params, x: {"each": jzero.PerExample(each(params, x)), "mean": x.mean(0)}
-    _, metrics = jzero.make_train_step(with_aux(aux), has_aux=True)(sharded(), BATCH)
-    np.testing.assert_allclose(metrics["aux"]["each"], np.square(BATCH @ W).mean(-1), rtol=1e-5)
-    np.testing.assert_allclose(metrics["aux"]["mean"], BATCH.mean(0), rtol=1e-4, atol=1e-6)
-
-
 def test_predictions_of_an_evaluation_step_are_refused():
     predict = lambda params, x: x @ params["w"]
     with pytest.raises(TypeError, match=r"float32\[3, 3\], one value per example"):

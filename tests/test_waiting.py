@@ -51,26 +51,6 @@ def test_the_backward_loop_waits_for_the_gradient_of_the_head(platform, options,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads, want)
 
 
-def tied_head_after_a_loop(p, batch):
-    hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch @ p["head"] @ p["head"].T, p["stack"])[0]
-    return jax.nn.logsumexp(hidden @ p["head"], axis=-1).mean()
-
-
-def test_the_backward_loop_waits_for_the_product_of_a_tied_head(monkeypatch):
-    """At stage 1 its gradient is reduced once, at the end; what comes of the head is made before the loop."""
-    on("gpu", monkeypatch)
-    rng = np.random.default_rng(0)
-    sizes = {"stack": (5, 32, 32), "head": (32, 512)}
-    params = {name: rng.normal(size=size).astype(np.float32) / 6 for name, size in sizes.items()}
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    batch = rng.normal(size=(16, 32)).astype(np.float32)
-    fn = jzero.value_and_grad(tied_head_after_a_loop)
-    for stage, of_a_use in ((1, (32, 512)), (2, (32, 512 // 8))):
-        state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage))
-        kinds = ("dot_general",) if stage == 1 else ("zero_reduce",)
-        assert of_a_use in waited_for_by_loops(fn, state, batch, kinds=kinds), stage
-
-
 def carries_what_depends_on_the_batch(p, batch):
     def layer(carry, w):
         return (jnp.tanh(carry[0] @ w), carry[1] * 0.5 + 1), None

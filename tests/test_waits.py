@@ -143,18 +143,6 @@ def test_blocks_wait_for_the_gradients_of_the_one_after_the_next(platform, thres
     assert found == ([0, 0, 1, 2, 3, 4] if platform == "gpu" else [0] * 6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_blocks_wait_for_whole_gradients_as_well(stage, monkeypatch):
-    """At stage 0, whose gradients are reduced at the end, blocks wait for the same four gradients as at others."""
-    on("gpu", monkeypatch)
-    state = state_of_layers(stage=stage, persistence_threshold=0)
-    joint = jax.make_jaxpr(jzero.value_and_grad(loss_of_layers))(state, batch()).jaxpr
-    placed = next(eqn for eqn in joint.eqns if eqn.primitive.name == "shard_map").params["jaxpr"]
-    waits = [eqn for eqn in placed.eqns if eqn.primitive.name == "zero_wait" and eqn.params["how"] == "select"]
-    of_cotangent, gradient = (ROWS, 32), (32, 32) if stage == 0 else (4, 32)
-    assert [[v.aval.shape for v in eqn.invars] for eqn in waits] == [[of_cotangent, gradient]] * 4
-
-
 def test_the_first_block_waits_for_all_that_comes_before(monkeypatch):
     """A norm and a head, say: both of them, not the first alone."""
     on("gpu", monkeypatch)

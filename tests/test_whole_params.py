@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 import jzero
 from jzero.layout.platform import PLATFORMS
 from tests import test_two_hops
-from tests.tiers import default_for, stages
-
-LAYERS, WIDTH = 6, 128
-TX = optax.sgd(0.1, momentum=0.9)
+from tests.tiers import default_for
 
 
 @pytest.fixture(autouse=True)
@@ -72,44 +65,3 @@ def test_steps_equal_plain_optax(stage, sizes):
     for batch in BATCHES:
         state, _ = step(state, batch)
     assert_equal(state, two_hops_by_hand())
-
-
-SHAPES = {"stack": {"in": (LAYERS, WIDTH, 4 * WIDTH), "out": (LAYERS, 4 * WIDTH, WIDTH)}, "head": (WIDTH, 2 * WIDTH)}
-
-
-def stack_loss(params, batch):
-    layer = lambda x, w: (x + jnp.tanh(x @ w["in"]) @ w["out"], None)
-    return jnp.square(lax.scan(layer, batch, params["stack"])[0] @ params["head"]).mean()
-
-
-def stack_params():
-    rng = np.random.default_rng(0)
-    draw = lambda shape: (rng.normal(size=shape) / WIDTH**0.5).astype(np.float32)
-    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-
-
-def stacked_state(params, stage, *, precision="bf16", mesh=None):
-    plain = jzero.TrainState.create(params=params, tx=TX)
-    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, precision=precision), mesh=mesh)
-
-
-def gathered_shapes(step, *args):
-    """Returns the shapes of the results of all gathers."""
-    text = step.lower(*args).as_text()
-    found = re.findall(r"stablehlo\.all_gather.*?-> tensor<([\dx]+)xbf16>", text)
-    return [tuple(map(int, shape.split("x"))) for shape in found]
-
-
-@pytest.mark.slow
-@stages(1, of=(1, 2))
-def test_stacks_are_gathered_row_by_row(stage):
-    """Gathered as a whole, a stack would be in memory twice. No shard is transposed: they come one behind the other."""
-    step, batch = jzero.make_train_step(stack_loss), jnp.ones((8, WIDTH))
-    state = stacked_state(stack_params(), stage)
-    row, head = 4 * WIDTH**2, 2 * WIDTH**2
-    found = gathered_shapes(step, state, batch)
-    assert sorted(map(math.prod, found)) == sorted([head, *[row] * (2 * LAYERS)])
-    assert (8, WIDTH, 2 * WIDTH // 8) in found, "the head is cut on its second dimension"
-    report = jzero.analyze(step, state, batch)
-    report.verify()
-    assert sum(row.elements for row in report.collectives if row.kind == "all-gather") == head + 2 * LAYERS * row
