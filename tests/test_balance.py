@@ -99,4 +99,5 @@ def test_it_is_that_of_transformers(family, tmp_path):
     state = jzero.load_params(born(config, 3)[0], tmp_path, mapping="auto")
     loss = jzero.value_and_grad(balance.balanced_loss(model))
     batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(3, np.float32)}
-    np.testing.assert_allclose(loss(state, batch)[0], wanted, rtol=1e-5)
+    for given in (batch, balance.make_balance(model)(state, batch)):
+        np.testing.assert_allclose(loss(state, given)[0], wanted, rtol=1e-5)
