@@ -8,6 +8,7 @@ program had reported as complete, and if every checkpoint that is there holds, t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import random
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_DEVICES = 4
@@ -24,8 +26,8 @@ SHAPES = {"even": (256, 512), "odd": (257, 509), "small": (3,)}
 KEEP = 2
 
 
-def train(directory: str) -> None:
-    """Goes on from the newest checkpoint for ever, and saves after each step."""
+def train(directory: str, scratch: str | None = None) -> None:
+    """Goes on from the newest checkpoint for ever, and saves after each step. `scratch` is for state on disk."""
     import jax  # noqa: PLC0415  # not in the parent, which only starts and kills
 
     jax.config.update("jax_platforms", "cpu")
@@ -41,12 +43,16 @@ def train(directory: str) -> None:
         return jzero.TrainState.create(params=params, tx=optax.sgd(RATE))
 
     config = jzero.ZeroConfig(stage=3, persistence_threshold=10)
+    if scratch is not None:
+        warnings.filterwarnings("ignore", message=".* is memory, not a disk")
+        offload = jzero.Offload(optimizer="disk", path=scratch, chunk_bytes=1 << 16)
+        config = dataclasses.replace(config, precision="bf16", offload=offload)  # its masters are in records
     like = jzero.abstract_train_state(jax.eval_shape(make), config=config)
     step = jzero.make_train_step(lambda params, batch: sum(x.sum() for x in params.values()) * batch.mean())
     batch = jnp.ones((NUM_DEVICES,))
     with jzero.CheckpointManager(directory, max_to_keep=KEEP) as manager:
         for found in manager.all_steps():
-            params = jzero.gather_params(manager.restore(like, step=found))
+            params = jzero.unshard_train_state(manager.restore(like, step=found)).params
             for name, x in params.items():
                 wrong = np.asarray(x) != np.float32(-found * RATE)
                 assert not wrong.any(), f"{name} at step {found}"
@@ -66,12 +72,12 @@ def _say(what: str, step: int) -> None:
     print(what, step, flush=True)  # noqa: T201  # for the parent, which reads it
 
 
-def run(directory: str, kills: int, seed: int) -> list[dict[str, int]]:
+def run(directory: str, kills: int, seed: int, *options: str) -> list[dict[str, int]]:
     """Starts and kills a program so often; returns what it went on from, and what it had reported, each time."""
     moments = random.Random(seed)
     complete = 0
     rows = []
-    command = [sys.executable, "-W", "error", "-m", "tests.fault_run", "--train", directory]
+    command = [sys.executable, "-W", "error", "-m", "tests.fault_run", "--train", directory, *options]
     for number in range(kills + 1):
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -79,10 +85,15 @@ def run(directory: str, kills: int, seed: int) -> list[dict[str, int]]:
             first = process.stdout.readline().split()
             if first[:1] != ["start"]:
                 raise AssertionError(f"After kill {number} the program does not start: {process.stderr.read()}")
+            lines = []
+            while number == 0 and (line := process.stdout.readline()):  # else a slow machine kills nothing but starts
+                lines.append(line)
+                if line == "complete 1\n":
+                    break
             if number < kills:
                 time.sleep(moments.uniform(0, 0.6))
             os.kill(process.pid, signal.SIGKILL)
-            lines = process.stdout.read().splitlines(keepends=True)
+            lines += process.stdout.read().splitlines(keepends=True)
             words = [line.split() for line in lines if line.endswith("\n")]
         rows.append({"kill": number, "went_on_from": int(first[1]), "was_complete": complete})
         complete = max([complete, int(first[1]), *(int(step) for what, step in words)])
@@ -93,13 +104,15 @@ def main() -> int:
     """Runs what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", metavar="DIRECTORY")
+    parser.add_argument("--scratch", metavar="DIRECTORY", help="for state on a disk; by default it is in memory")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.train:
-        train(options.train)
+        train(options.train, options.scratch)
     with tempfile.TemporaryDirectory() as directory:
-        rows = run(directory, options.kills, options.seed)
+        away = [] if options.scratch is None else ["--scratch", options.scratch]
+        rows = run(directory, options.kills, options.seed, *away)
         left = sorted(os.listdir(directory))
     for row in rows:
         print(row)  # noqa: T201

@@ -81,12 +81,17 @@ DAMAGE = {"truncated": truncate, "flipped": flip_bits, "gone": pathlib.Path.unli
 
 
 @pytest.mark.slow  # by default, `tests/test_multiprocess.py` kills a process while it saves
-def test_kills_at_random_moments_lose_nothing(tmp_path):
+@pytest.mark.parametrize(("where", "kills"), [("memory", 2), ("disk", 20)])
+def test_kills_at_random_moments_lose_nothing(tmp_path, where, kills):
     """The short form of `python -m tests.fault_run --kills 50`."""
-    rows = fault_run.run(str(tmp_path), kills=2, seed=7)
-    assert len(rows) == 3
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    options = ["--scratch", str(scratch)] if where == "disk" else []
+    rows = fault_run.run(str(tmp_path / "run"), kills, 7, *options)
+    assert len(rows) == kills + 1
     assert all(row["went_on_from"] >= row["was_complete"] for row in rows)
     assert rows[-1]["went_on_from"] > 0
+    assert not list(scratch.iterdir()), "nothing is left on the disk"
 
 
 @pytest.mark.parametrize("damage", default_for(["flipped"], DAMAGE))
