@@ -101,6 +101,12 @@ def test_a_larger_batch_is_decided_anew(memory):
     assert less is None or less.blocks < LAYERS
 
 
+def test_a_step_inside_another_program_decides_likewise(memory):
+    memory.limit = 2**30
+    step = jzero.make_train_step(loss_fn)
+    assert gathers(jax.jit(step).trace(make_state(), make_batch()).jaxpr) == dict.fromkeys(PATHS, 1)
+
+
 def test_rows_of_stacks_do_not_stay(memory):
     memory.limit = 2**30
     state = make_state(stacked_params())

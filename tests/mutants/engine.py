@@ -257,4 +257,25 @@ MUTANTS = [
         "test_fill.py::test_the_compiler_has_the_last_word",
         "1.3",
     ),
+    Mutant(
+        "kept_beyond_the_share",
+        "step/keeping.py",
+        "return self.memory.peak <= KEPT_SHARE * self.limit",
+        "return True",
+        "test_kept_by_default.py::test_as_many_blocks_stay_as_fit",
+    ),
+    Mutant(
+        "rows_kept_by_default",
+        "step/keeping.py",
+        "kept = [leaf for leaf in cut if leaf.scan_dim is None]",
+        "kept = cut",
+        "test_kept_by_default.py::test_rows_of_stacks_do_not_stay",
+    ),
+    Mutant(
+        "kept_whatever_the_batch",
+        "step/jitted.py",
+        "if jitted is None or shapes != expected.shapes:",
+        "if jitted is None:",
+        "test_kept_by_default.py::test_a_larger_batch_is_decided_anew",
+    ),
 ]
