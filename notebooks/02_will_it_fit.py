@@ -137,7 +137,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # the temporaries at the peak. The states are exact; the rest follows a model of the compilers.
 
 # %%
-step = jzero.make_train_step(loss_fn)
+step = jzero.make_train_step(loss_fn, remat=jzero.Keep())  # as small as it can be
 memories = {
     stage: jzero.estimate_step_memory(
         step, state, batch, topology="h200:8", config=jzero.ZeroConfig(stage=stage, precision="bf16")

@@ -38,7 +38,8 @@ def compiled_text(topology, stage, precision, *, scan, cast=False):
         whole = loss_fn
         loss_fn = lambda params, batch: whole(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
     batch = jax.ShapeDtypeStruct((2 * mesh.size, models.SEQ + 1), jnp.int32)
-    return jzero.make_train_step(loss_fn).lower(state, batch).compile().as_text()
+    step = jzero.make_train_step(loss_fn, remat="cheap" if stage == 3 else None)
+    return step.lower(state, batch).compile().as_text()
 
 
 compiled_text = functools.cache(compiled_text)
@@ -156,7 +157,9 @@ def test_tiles_are_noted():
     assert any("18 % more than" in note for note in report.notes), report.notes
 
 
-def offloaded(topology, offload, precision="bf16", scan=True, remat=None, tx=None, options=None, ahead=None, **sizes):
+def offloaded(
+    topology, offload, precision="bf16", scan=True, remat="cheap", tx=None, options=None, ahead=None, **sizes
+):
     """The analysis of a step, verified."""
     model = models.GPT(**{"vocab": 1024, "d_model": 512, "heads": 8, "layers": 8, "scan": scan, **sizes})
     plain = jax.eval_shape(lambda: models.gpt_state(model, tx or optax.adamw(1e-3)))
@@ -272,7 +275,8 @@ def test_what_crosses_nodes_is_the_part_of_a_device(topology, kinds):
     config = jzero.ZeroConfig(precision="bf16", persistence_threshold=4096, quantization=quantization, **LEVELS)
     state = abstract_train_state(plain, config=config, mesh=mesh)
     batch = jax.ShapeDtypeStruct((2 * mesh.size, models.SEQ + 1), jnp.int32)
-    report = jzero.analyze(jzero.make_train_step(models.gpt_loss(model)), state, batch, topology=topology)
+    step = jzero.make_train_step(models.gpt_loss(model), remat="cheap")
+    report = jzero.analyze(step, state, batch, topology=topology)
     report.verify()
     size = sum(x.size for x in jax.tree.leaves(plain.params) if x.size > 4096)
     gather, reduce = (2, 2) if not kinds else (1 + 4 / 256, 0.5 + 4 / 256)
