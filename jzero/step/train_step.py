@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jzero._types import Jitted, PyTree, State, TrainStateLike
-from jzero.config.offload import Offload
 from jzero.config.settings import check, number, one_of, optional
 from jzero.config.zero import refers_to_config
 from jzero.engine.gradients import LossResult, MicroBatches, loss_and_grads
@@ -97,14 +97,23 @@ class TrainStep(Step):
         self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None, hardware: Machine | None = None
     ) -> Choice | None:
         """Returns what the step chooses to keep; `None` if the user said, or nothing."""
+        if self.remat is not None:
+            return None
         plan: ZeroPlan = state.tx.plan
-        if self.remat is not None or not plan.regathers or plan.config.offload != Offload():
+        saves_memory = plan.config.offload.optimizer != "none" or plan.config.offload.params != "none"
+        if saves_memory or not plan.regathers:
             return None
         limit, hardware = memory_to_spend(plan.mesh, hardware)
         if limit is None:
             return None
         leaves, structure = jax.tree.flatten((batch, rng))
-        key = plan, jax.tree.structure(state), structure, limit, *((x.shape, x.dtype) for x in leaves)
+        key = (
+            plan,
+            jax.tree.structure(state),
+            structure,
+            limit,
+            *((np.shape(x), getattr(x, "dtype", None)) for x in leaves),
+        )
         if key not in self._choices:
             shapes = self.abstract_arguments(state, batch, rng=rng)
             self._choices[key] = choose_kept(self, shapes, hardware, limit)
