@@ -8,6 +8,7 @@ of Shampoo, the jaxpr of the update decides: they belong to the only parameter t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard
@@ -42,24 +43,25 @@ def plan_opt_leaf(
 ) -> StateLeaf:
     """Returns the layout of an optimizer leaf; `init_dtype` is its dtype in `tx.init`."""
     policy = config.policy
-    leaf = dataclasses.replace(leaf, owner=owner, dtype=leaf.dtype if policy.compute is None else init_dtype)
+    dtype, update_dtype = leaf.dtype if policy.compute is None else init_dtype, None
     if owner is not None and leaf.shape == plans[owner].param.shape:
         stored = config.rule_for(plans[owner].path).state_dtype or policy.state_dtype
-        dtype = cast_dtype(leaf.dtype, None if stored is None else jnp.dtype(stored))
-        leaf = dataclasses.replace(leaf, dtype=dtype, update_dtype=leaf.dtype if dtype != leaf.dtype else None)
+        kept = cast_dtype(dtype, None if stored is None else jnp.dtype(stored))
+        dtype, update_dtype = kept, dtype if kept != dtype else None
+    laid_out = functools.partial(dataclasses.replace, leaf, owner=owner, dtype=dtype, update_dtype=update_dtype)
     if config.stage == 0:
-        return dataclasses.replace(leaf, reason="stage 0")
+        return laid_out(reason="stage 0")
     if owner is None:
-        return dataclasses.replace(leaf, reason="scalar" if not leaf.shape else "belongs to no parameter")
+        return laid_out(reason="scalar" if not leaf.shape else "belongs to no parameter")
     grad = plans[owner].grad
     if leaf.shape == grad.shape:
-        return dataclasses.replace(leaf, base=grad.base, cut=grad.cut, reason=grad.reason)
+        return laid_out(base=grad.base, cut=grad.cut, reason=grad.reason)
     num_shards, free = axis_size(mesh, config), [d for d in range(len(leaf.shape)) if d not in leaf.taken]
     cut = choose_even_cut(leaf.shape, num_shards, free) if grad.cut else None
     if grad.cut and cut is None and len(leaf.shape) > 1:  # factors of a matrix of odd size are as large as it
         least = config.most_unpadded
         cut, _ = choose_cut(leaf.shape, num_shards, scan_dim=None, taken_dims=leaf.taken, most_unpadded=least)
-    return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
+    return laid_out(cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
 
 
 def check_opt_state(initialised: Mapping[str, jax.ShapeDtypeStruct], values: Mapping[str, ArrayLike]) -> None:

@@ -84,8 +84,7 @@ def plan_params(
         to_disk = config.offload.params == "disk" and is_read and i in offloaded
         memory: Memory = "host" if to_host else "records" if to_disk else "device"
         param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, memory=memory)
-        plan = LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype)
-        plans.append(_with_dtypes(plan, rule, config, i in offloaded))
+        plans.append(_with_dtypes(param, grad, scan_dim, rule, config, i in offloaded))
     return plans
 
 
@@ -110,19 +109,21 @@ def _dtypes(dtype: DType, rule: LeafRule, policy: Precision) -> tuple[DType, DTy
     return compute, master, cast_dtype(dtype, wide_dtype(master) if policy.master is not None else None)
 
 
-def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: bool) -> LeafPlan:
+def _with_dtypes(
+    param: StateLeaf, grad: StateLeaf, scan_dim: int | None, rule: LeafRule, config: ZeroConfig, offloaded: bool
+) -> LeafPlan:
     """Returns the plan of a parameter with the dtypes that the precision policy gives it."""
-    policy, dtype = config.policy, plan.param.dtype
+    policy, dtype = config.policy, param.dtype
     compute, master_dtype, update = _dtypes(dtype, rule, policy)
     if is_key(dtype):
-        return dataclasses.replace(plan, grad=dataclasses.replace(plan.grad, dtype=update), update_dtype=update)
-    grad = dataclasses.replace(plan.grad, dtype=cast_dtype(compute, policy.accumulate))
+        return LeafPlan(param, dataclasses.replace(grad, dtype=update), scan_dim, compute, update)
     # A parameter that is whole on every device, or offloaded, is stored in the compute dtype; its master is cut.
-    separate = (plan.param.cut is None or offloaded) and compute != master_dtype
+    separate = (param.cut is None or offloaded) and compute != master_dtype
     memory = far_memory(config) if offloaded else "device"
-    master = dataclasses.replace(plan.grad, dtype=master_dtype, memory=memory) if separate else None
-    param = dataclasses.replace(plan.param, dtype=compute if separate else master_dtype)
-    return dataclasses.replace(plan, param=param, grad=grad, compute_dtype=compute, update_dtype=update, master=master)
+    master = dataclasses.replace(grad, dtype=master_dtype, memory=memory) if separate else None
+    param = dataclasses.replace(param, dtype=compute if separate else master_dtype)
+    grad = dataclasses.replace(grad, dtype=cast_dtype(compute, policy.accumulate))
+    return LeafPlan(param, grad, scan_dim, compute, update, master)
 
 
 def far_memory(config: ZeroConfig) -> Memory:
