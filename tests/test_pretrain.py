@@ -4,6 +4,7 @@ import json
 import sys
 
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 
@@ -32,11 +33,14 @@ class Pairs(nn.Module):
 
     config: jzero.hf.ModelConfig
     product: str
+    context: str | None = None
+    loss_chunks: int = 1
 
     @nn.compact
-    def __call__(self, tokens):
+    def __call__(self, tokens, positions=None, targets=None):
         size = self.config.vocab_size
-        return nn.Dense(size)(nn.Embed(size, 16, name="embed")(tokens))
+        logits = nn.Dense(size)(nn.Embed(size, 16, name="embed")(tokens))
+        return None if targets is None else optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
 def run(folder, monkeypatch, *more):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import jzero
+from attention import own_part
 from experts import route
 from jzero.hf import Experts
 from training import Batch, next_token_loss, next_token_losses
@@ -33,11 +34,12 @@ def balanced_loss(model: Any) -> Callable[[Any, Batch], jzero.Weighted]:
 
     def loss_fn(params: Any, batch: Batch) -> jzero.Weighted:
         losses, weights, router = next_token_losses(model, params, batch)
-        real = _real(batch)
+        real = own_part(_real(batch), model.context)
         if "balance" in batch:
             factors = batch["balance"]  # [B, E]
         else:
-            sums = jax.lax.psum(_sums(router, real, weights, model.config.experts), AXIS)
+            axes = AXIS if model.context is None else (AXIS, model.context)
+            sums = jax.lax.psum(_sums(router, real, weights, model.config.experts), axes)
             factors = jnp.broadcast_to(_factors(sums, model.config.experts)[None], (len(real), router.shape[-1]))
         balance = jnp.einsum("lbse,bs,be->", jax.nn.softmax(router, axis=-1), real, factors)
         return jzero.Weighted((losses * weights).sum() + coef * balance, weights.sum())
@@ -50,7 +52,8 @@ def make_balance(model: Any) -> Callable[[Any, Batch], Batch]:
 
     def sums(params: Any, batch: Batch) -> jzero.Summed:
         _, weights, router = next_token_losses(model, params, batch)
-        return jzero.Summed(_sums(router, _real(batch), weights, model.config.experts))
+        real = own_part(_real(batch), model.context)
+        return jzero.Summed(_sums(router, real, weights, model.config.experts))
 
     count = jzero.make_eval_step(sums)
 
@@ -64,7 +67,8 @@ def make_balance(model: Any) -> Callable[[Any, Batch], Batch]:
 
 def make_step(model: Any, args: argparse.Namespace) -> Callable[[Any, Batch], Any]:
     """Returns the step of a run, from a state and a batch to a state and metrics."""
-    how = {"clip_norm": 1.0, "accumulate_steps": args.accumulate_steps}
+    remat = "offload" if args.offload_activations else None
+    how: dict[str, Any] = {"clip_norm": 1.0, "accumulate_steps": args.accumulate_steps, "remat": remat}
     if model.config.experts is None:
         return jzero.make_train_step(next_token_loss(model), **how)
     step = jzero.make_train_step(balanced_loss(model), **how)

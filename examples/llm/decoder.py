@@ -15,7 +15,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from attention import Places, attend, cap, divide, join, rotate, whole_rows
 from experts import WAYS
 from jzero.hf import ModelConfig
 from kv_cache import Cache
@@ -106,19 +108,20 @@ class Layer(nn.Module):
     config: ModelConfig
     lora: Lora | None
     product: str
+    context: str | None
 
     @nn.compact
     def __call__(
-        self, carry: tuple[jax.Array, Cache | None], layer: PerLayer, positions: jax.Array, distances: jax.Array
-    ) -> tuple[tuple[jax.Array, Cache | None], None]:  # [B, S, D] and the cache, of one layer, [B, S], [B, S, T]
+        self, carry: tuple[jax.Array, Cache | None], layer: PerLayer, places: Places, seen: Places
+    ) -> tuple[tuple[jax.Array, Cache | None], None]:  # [B, S, D] and the cache, of one layer, [B, S], [B, T]
         x, cache = carry
-        y, cache = self._attention(self._norm("attention_norm", x), cache, layer, positions, distances)
+        y, cache = self._attention(self._norm("attention_norm", x), cache, layer, places, seen)
         x = x + (self._norm("attention_post_norm", y) if self.config.post_norms else y)
         y = self._mlp(self._norm("mlp_norm", x))
         x = x + (self._norm("mlp_post_norm", y) if self.config.post_norms else y)
         return (x, cache), None
 
-    def _attention(self, x: jax.Array, cache: Cache | None, layer: PerLayer, positions: Any, distances: Any) -> Any:
+    def _attention(self, x: jax.Array, cache: Cache | None, layer: PerLayer, places: Places, seen: Places) -> Any:
         config, (num_rows, num_tokens, _) = self.config, x.shape
 
         def heads(name: str, count: int) -> jax.Array:
@@ -130,20 +133,13 @@ class Layer(nn.Module):
 
         q = heads("q", config.num_heads)  # [B, S, H, C]
         k, v = (heads(name, config.num_kv_heads) for name in "kv")  # [B, S, K, C]
-        angles = positions[..., None] * layer.frequencies[None, None]  # [B, S, C/2]
-        q, k = _rotate(q, angles), _rotate(k, angles)
+        angles = places.positions[..., None] * layer.frequencies[None, None]  # [B, S, C/2]
+        q, k = rotate(q, angles), rotate(k, angles)
         if cache is not None:
             cache, k, v = cache.write(layer.index, k, v)  # [B, T, K, C]
-        q = q.reshape(num_rows, num_tokens, config.num_kv_heads, -1, config.head_dim)  # [B, S, K, H/K, C]
-        scores = jnp.einsum("bskgc,btkc->bkgst", q, k, preferred_element_type=jnp.float32) * config.attn_scale
-        visible = ((distances >= 0) & (distances < layer.window))[:, None, None]  # [B, 1, 1, S, T]
-        scores = jnp.where(visible, _cap(scores, config.attn_softcap), -1e30)
-        if config.sinks:
-            sinks = self.param("sinks", KERNEL_INIT, (config.num_heads,)).astype(jnp.float32)
-            sinks = jnp.broadcast_to(sinks.reshape(1, config.num_kv_heads, -1, 1, 1), (*scores.shape[:-1], 1))
-            scores = jnp.concatenate([scores, sinks], axis=-1)
-        shares = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(x.dtype)
-        y = jnp.einsum("bkgst,btkc->bskgc", shares, v).reshape(num_rows, num_tokens, -1)  # [B, S, H C]
+        k, v = (whole_rows(x, self.context) for x in (k, v))
+        sinks = self.param("sinks", KERNEL_INIT, (config.num_heads,)) if config.sinks else None
+        y = attend(q, k, v, places, seen, layer.window, config, sinks).reshape(num_rows, num_tokens, -1)  # [B, S, H C]
         return self._project("o", y, config.d_model, bias=config.o_bias), cache
 
     def _mlp(self, x: jax.Array) -> jax.Array:
@@ -179,16 +175,6 @@ class Layer(nn.Module):
         return Projection(features, bias, self.lora if adapted else None, name=name)(x, experts)
 
 
-def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:  # [B, S, H, C], [B, S, C/2]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def _cap(x: jax.Array, limit: float | None) -> jax.Array:
-    return x if limit is None else limit * jnp.tanh(x / limit)
-
-
 class Decoder(nn.Module):
     """Maps tokens [B, S] to the logits of the token after each, fp32 [B, S, V].
 
@@ -197,22 +183,29 @@ class Decoder(nn.Module):
     result is the logits after the last token, [B, 1, V], and the new cache.
 
     `product` is a key of `experts.WAYS`. `apply(..., mutable=["router"])` adds the routers' logits, [L, B, S, E].
+
+    With targets [B, S] the result is the cross entropy of each, fp32 [B, S]; the logits of one of `loss_chunks` parts
+    of the tokens exist at a time. With `context`, devices along that mesh axis have S tokens each of the same rows.
     """
 
     config: ModelConfig
     lora: Lora | None = None
     product: str = "blocks"
+    context: str | None = None
+    loss_chunks: int = 1
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, positions: Any = None, segments: Any = None, cache: Any = None) -> Any:
+    def __call__(
+        self, tokens: jax.Array, positions: Any = None, segments: Any = None, cache: Any = None, targets: Any = None
+    ) -> Any:
         config = self.config
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        seen = positions  # [B, T]
+        places = Places(positions, jnp.zeros_like(positions) if segments is None else segments)
+        seen = Places(*(whole_rows(x, self.context) for x in places))  # [B, T]
         if cache is not None:
-            seen = jnp.arange(cache.keys.shape[2])[None] + positions[:, :1] - cache.used
-        visible = (seen >= 0)[:, None] if segments is None else segments[:, :, None] == segments[:, None]
-        distances = jnp.where(visible, positions[:, :, None] - seen[:, None], -1)  # [B, S, T]
+            seen_positions = jnp.arange(cache.keys.shape[2])[None] + positions[:, :1] - cache.used
+            seen = Places(seen_positions, jnp.zeros_like(seen_positions))
 
         embed = nn.Embed(config.vocab_size, config.d_model, embedding_init=KERNEL_INIT, name="embed")
         x = embed(tokens)  # [B, S, D]
@@ -227,9 +220,26 @@ class Decoder(nn.Module):
             "length": config.num_layers,
         }
         scan = nn.scan(body, in_axes=(0, nn.broadcast, nn.broadcast), **axes)
-        (x, cache), _ = scan(config, self.lora, self.product, name="layers")((x, cache), layers, positions, distances)
+        scanned = scan(config, self.lora, self.product, self.context, name="layers")
+        (x, cache), _ = scanned((x, cache), layers, places, seen)
         x = x if cache is None else x[:, -1:]
         x = Norm(config, name="norm")(x)
-        head = embed.attend if config.tied else Projection(config.vocab_size, False, None, name="head")
-        logits = _cap(head(x).astype(jnp.float32), config.final_softcap)
+        head = embed if config.tied else Projection(config.vocab_size, False, None, name="head")
+        if targets is not None:
+            return self._losses(head, x, targets)
+        logits = self._logits(head, x)
         return logits if cache is None else (logits, cache._replace(used=cache.used + tokens.shape[1]))
+
+    def _logits(self, head: nn.Embed | Projection, x: jax.Array) -> jax.Array:  # [B, S, D] -> [B, S, V]
+        logits = head.attend(x) if isinstance(head, nn.Embed) else head(x)
+        return cap(logits.astype(jnp.float32), self.config.final_softcap)
+
+    def _losses(self, head: nn.Embed | Projection, x: jax.Array, targets: jax.Array) -> jax.Array:  # [B, S]
+        def of_part(head: Any, none: None, part: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+            return none, optax.softmax_cross_entropy_with_integer_labels(self._logits(head, part[0]), part[1])
+
+        if self.loss_chunks == 1:
+            return of_part(head, None, (x, targets))[1]
+        parts = divide((x, targets), self.loss_chunks)
+        axes = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+        return join(nn.scan(nn.remat(of_part, prevent_cse=False), **axes)(head, None, parts)[1])

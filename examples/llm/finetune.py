@@ -32,7 +32,9 @@ from training import (
     add_options,
     make_evaluate,
     make_optimizer,
+    mesh_axes,
     model_folder,
+    of_parts,
     say,
     start,
     train,
@@ -60,7 +62,7 @@ def finetune(args: argparse.Namespace, tokenizer: Any) -> Any:
     say(jzero.plan_of(state))
     state = train(
         state,
-        make_step(model, args),
+        make_step(of_parts(model, args), args),
         train_data,
         args,
         begin=functools.partial(jzero.load_params, path=args.model, mapping="auto", paths=BASE, donate=True),
@@ -90,7 +92,8 @@ def make_sharded_state(model: Decoder, args: argparse.Namespace) -> jzero.TrainS
     if model.config.experts is not None:  # what a router chooses jumps, so its kernel is not rounded
         config = dataclasses.replace(config, rules=config.rules | {".*/router/.*": jzero.LeafRule(quantize=False)})
     key = jax.random.key(args.seed)
-    return jzero.init_train_state(make_state, key, config=config, trainable=trainable, zeros=BASE)
+    mesh = jzero.make_mesh(**mesh_axes(args))
+    return jzero.init_train_state(make_state, key, config=config, mesh=mesh, trainable=trainable, zeros=BASE)
 
 
 def make_lora(args: argparse.Namespace) -> Lora | None:
@@ -122,17 +125,18 @@ def load_data(args: argparse.Namespace, tokenizer: Any) -> tuple[jzero.data.Load
         examples = [example for number, example in enumerate(examples, 1) if number % HOLD_OUT_EVERY]
     rows = PackedRows(examples, args.seq + 1)
     say(f"{counts}; {rows}; {len(held_out)} examples held out")
-    loader = jzero.data.make_loader(rows, batch_size=args.batch, num_epochs=None, shuffle=True, seed=args.seed)
+    sizes = {"batch_size": args.batch, "mesh": jzero.make_mesh(**mesh_axes(args))}
+    loader = jzero.data.make_loader(rows, **sizes, num_epochs=None, shuffle=True, seed=args.seed)
     if not held_out:
         return loader, None
-    return loader, jzero.data.make_loader(PackedRows(held_out, args.seq + 1), batch_size=args.batch)
+    return loader, jzero.data.make_loader(PackedRows(held_out, args.seq + 1), **sizes)
 
 
 def make_look(
     model: Decoder, held_out: jzero.data.Loader | None, tokenizer: Any, args: argparse.Namespace
 ) -> Callable[[Any], dict[str, float]]:
     """Returns a function that prints a sample and returns the held-out loss; it takes a state."""
-    evaluate = make_evaluate(model)
+    evaluate = make_evaluate(of_parts(model, args))
     sampling = Sampling(num_tokens=args.sample_tokens, stop=stop_tokens(args.model, tokenizer))
     rows = None
     if args.sample is not None:  # before training, since it may be empty

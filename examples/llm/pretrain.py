@@ -27,7 +27,9 @@ from training import (
     add_options,
     make_evaluate,
     make_optimizer,
+    mesh_axes,
     model_folder,
+    of_parts,
     say,
     start,
     train,
@@ -67,12 +69,14 @@ def main() -> None:
         params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
         return jzero.TrainState.create(params=params, tx=tx)
 
-    state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=zero_config(args))
+    mesh = jzero.make_mesh(**mesh_axes(args))
+    state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=zero_config(args), mesh=mesh)
     say(jzero.plan_of(state))
-    evaluate = make_evaluate(model)
+    parts = of_parts(model, args)
+    evaluate = make_evaluate(parts)
     train(
         state,
-        make_step(model, args),
+        make_step(parts, args),
         loader,
         args,
         begin=lambda state: state,
@@ -89,7 +93,7 @@ def load_data(paths: Any, model: Decoder, args: argparse.Namespace) -> jzero.dat
     open_file = functools.partial(TokenFile, dtype=args.token_dtype, **sizes)
     source = jzero.data.FileSource(map(str, sorted(paths)), open_file=open_file)
     epochs = {"num_epochs": None, "shuffle": True, "seed": args.seed} if paths is args.data else {}
-    return jzero.data.make_loader(source, batch_size=args.batch, **epochs)
+    return jzero.data.make_loader(source, batch_size=args.batch, mesh=jzero.make_mesh(**mesh_axes(args)), **epochs)
 
 
 def flops_per_token(model: Decoder, seq: int) -> float:

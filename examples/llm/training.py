@@ -18,10 +18,14 @@ import optax
 import jzero
 import jzero.data
 import jzero.hf
+from attention import own_part
 from decoder import Decoder
 from experts import WAYS
 
 Batch = Mapping[str, jax.Array]
+
+CONTEXT = "context"
+"""The mesh axis along which devices have parts of rows."""
 
 LOG = "FILE.csv, FILE.jsonl, wandb:PROJECT or mlflow:EXPERIMENT"
 FILES = {".csv": jzero.Csv, ".jsonl": jzero.JsonLines}
@@ -49,13 +53,27 @@ def say(text: Any) -> None:
         print(text, flush=True)
 
 
+def mesh_axes(args: argparse.Namespace) -> dict[str, int]:
+    """Returns the axes of `jzero.make_mesh`: devices along `context` have parts of the same rows."""
+    return {"data": -1} if args.context == 1 else {"data": -1, CONTEXT: args.context}
+
+
+def of_parts(model: Decoder, args: argparse.Namespace) -> Decoder:
+    """Returns the model as a device computes it: on its part of the rows, with some of the logits at a time."""
+    return model.clone(context=None if args.context == 1 else CONTEXT, loss_chunks=args.loss_chunks)
+
+
 def next_token_losses(model: Decoder, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the loss and the weight of each token, [B, S], and the routers' logits, [L, B, S, E] or `None`."""
-    tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]  # [B, S]
-    places = {name: batch[name][:, :-1] for name in ("positions", "segments") if name in batch}
-    logits, kept = model.apply({"params": params}, tokens, **places, mutable=["router"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    learned = batch["learned"][:, 1:] if "learned" in batch else jnp.ones_like(losses)
+    """Returns the loss and the weight of each token, [B, S], and the routers' logits, [L, B, S, E] or `None`.
+
+    A device with parts of rows computes its part of the losses; the batch has whole rows.
+    """
+    whole = {name: batch[name][:, :-1] for name in ("tokens", "positions", "segments") if name in batch}  # [B, T]
+    whole["targets"] = batch["tokens"][:, 1:]
+    whole.setdefault("positions", jnp.broadcast_to(jnp.arange(whole["tokens"].shape[1])[None], whole["tokens"].shape))
+    own = {name: own_part(x, model.context) for name, x in whole.items()}
+    losses, kept = model.apply({"params": params}, **own, mutable=["router"])
+    learned = own_part(batch["learned"][:, 1:], model.context) if "learned" in batch else jnp.ones_like(losses)
     router = kept["router"]["layers"]["logits"][0].astype(jnp.float32) if kept else None
     return losses, learned * batch["weights"][:, None], router
 
@@ -63,7 +81,8 @@ def next_token_losses(model: Decoder, params: Any, batch: Batch) -> tuple[jax.Ar
 def next_token_loss(model: Decoder) -> Callable[[Any, Batch], jzero.Weighted]:
     """Returns the mean loss of the learned tokens, as a function of parameters and a batch.
 
-    A batch has tokens [B, S + 1] and the weights [B] of its rows, and may have positions, segments and learned.
+    A batch has tokens [B, S + 1] and the weights [B] of its rows, and may have positions, segments and learned. Each
+    device computes the losses of its part of the rows, which are weighed over all of them.
     """
 
     def loss_fn(params: Any, batch: Batch) -> jzero.Weighted:
@@ -111,6 +130,7 @@ def zero_config(args: argparse.Namespace, *, quantize: str = "none", persistent:
     quantization = jzero.Quantization(frozen=quantize)
     return jzero.ZeroConfig(
         stage=3,
+        context_axis=None if args.context == 1 else CONTEXT,
         precision=args.precision,
         persistence_threshold=args.persistence_threshold,
         quantization=quantization,
@@ -203,12 +223,15 @@ def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
     """Adds the options of a run."""
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step, over all devices")
+    parser.add_argument("--context", type=int, default=1, help="devices that share each row")
+    parser.add_argument("--loss-chunks", type=int, default=1, help="parts of a row whose logits exist one at a time")
     parser.add_argument("--steps", type=int, help="one epoch by default")
     parser.add_argument("--lr", type=float, default=lr, help="the highest learning rate")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--persistence-threshold", type=int, default=100_000, help="elements kept whole")
     parser.add_argument("--accumulate-steps", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--products", choices=[*WAYS], default="blocks", help="of experts; ragged on TPUs")
+    parser.add_argument("--offload-activations", action="store_true", help="what goes between layers, to the host")
     parser.add_argument("--checkpoints", type=pathlib.Path, help="folder to save to, and to go on from")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--eval-every", type=int, default=50, help="steps between evaluations")
