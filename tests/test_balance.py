@@ -16,6 +16,7 @@ from tests import hf_models
 from tests.example_runs import EXAMPLES
 from tests.shared import whole
 from tests.test_hf_parity import born
+from tests.tiers import slow
 
 sys.path.insert(0, str(EXAMPLES / "llm"))
 import balance
@@ -29,7 +30,9 @@ class Model:
     """Two routers over embedded tokens, and a head: what the loss sees of a decoder."""
 
     config = types.SimpleNamespace(experts=EXPERTS)
-    context = None
+
+    def __init__(self, context=None):
+        self.context = context
 
     def apply(self, variables, tokens, positions=None, segments=None, targets=None, mutable=()):
         params = variables["params"]
@@ -72,14 +75,20 @@ def published(params, batch):
     return (losses * counted).sum() / counted.sum() + EXPERTS.aux_coef * aux
 
 
-@pytest.mark.parametrize(("num_devices", "micro_batches"), [(3, 1), (2, 3)])
-def test_the_loss_of_parts_is_that_of_the_whole_batch(num_devices, micro_batches):
+@pytest.mark.parametrize(
+    ("sizes", "micro_batches"),
+    [({"data": 3}, 1), ({"data": 2, "context": 3}, 3), slow({"data": 2}, 3), slow({"data": 1, "context": 2}, 1)],
+)
+def test_the_loss_of_parts_is_that_of_the_whole_batch(sizes, micro_batches):
     batch = make_batch(12)
     plain = make_state()
     loss, grads = jax.jit(jax.value_and_grad(lambda params: published(params, batch)))(plain.params)
-    step = balance.make_step(Model(), argparse.Namespace(accumulate_steps=micro_batches, offload_activations=False))
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
+    context = "context" if "context" in sizes else None
+    step = balance.make_step(
+        Model(context), argparse.Namespace(accumulate_steps=micro_batches, offload_activations=False)
+    )
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, context_axis=context)
+    mesh = jzero.make_mesh(devices=jax.devices()[: np.prod([*sizes.values()])], **sizes)
     state, metrics = step(jzero.shard_train_state(plain, config=config, mesh=mesh), batch)
     shrink = 1 / np.maximum(1, optax.tree.norm(grads))  # the step clips
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)

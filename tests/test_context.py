@@ -140,7 +140,7 @@ def test_what_cannot_be_is_refused():
 
 
 CHUNKS = "--loss-chunks=2"
-DECODERS = [("gemma3_text", 3, CHUNKS, False), ("gemma3_text", 3, CHUNKS, True), ("llama", 4, "--seq=24", True)]
+DECODERS = [("gemma3_text", 3, CHUNKS, False), ("gemma3_text", 3, CHUNKS, True), ("gpt_oss", 4, CHUNKS, True)]
 
 
 @pytest.mark.parametrize(("family", "size", "more", "trains"), default_for(DECODERS[:1], DECODERS))

@@ -57,7 +57,7 @@ def test_the_loss_falls_and_is_logged(folder, monkeypatch, capsys):
     read = []
     evaluate = lambda state, loader: read.append((int(state.step), loader.batches_per_epoch)) or 1.5
     monkeypatch.setattr(pretrain, "make_evaluate", lambda model: evaluate)
-    run(folder, monkeypatch, f"--log={folder}/log.csv", f"--checkpoints={folder}/run")
+    run(folder, monkeypatch, "--context=2", f"--log={folder}/log.csv", f"--checkpoints={folder}/run")
     rows = (folder / "log.csv").read_text().splitlines()
     losses = np.genfromtxt(rows, delimiter=",", names=True)["loss"]
     assert len(rows) == 1 + 12 + 1, "a row of names, of each step, of the evaluation"
