@@ -22,7 +22,7 @@ import packing
 import pretrain
 import training
 
-ROWS, WIDTH = (4, 24), 10
+ROWS, WIDTH = (8, 24), 10
 TX = shared.sgd(1.0)
 
 
