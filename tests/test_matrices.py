@@ -64,6 +64,7 @@ def check(state, reference, within=CLOSE):
         slow("stack8", "soap", {"stage": 0}, {"data": 8}),
         slow("stack11", "muon_adaptive", {"node_axis": "node", "secondary_params": True}, {"node": 2, "data": 3}),
         slow("stack8", "muon", {"replica_axis": "replica", "node_axis": "node"}, {"replica": 2, "node": 2, "data": 2}),
+        slow("stack11", "muon", {"context_axis": "context"}, {"data": 2, "context": 3}),
     ],
 )
 def test_updates_are_those_of_optax_on_one_device(kind, name, config, sizes):

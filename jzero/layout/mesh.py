@@ -28,7 +28,8 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
 
     Pass axis sizes by name, the slowest-varying first; over several TPU slices the first axes run over slices. One of
     them may be -1: it takes the remaining devices. The axis named by `ZeroConfig.replica_axis` replicates the shards,
-    that named by `node_axis` runs over nodes; other axes are for GSPMD (tensor parallelism).
+    that named by `node_axis` runs over nodes, along that named by `context_axis` devices share rows of the batch; other
+    axes are for GSPMD (tensor parallelism).
 
     Args:
       devices: The devices to use, in order. All of `jax.devices()` by default.
