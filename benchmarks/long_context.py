@@ -56,9 +56,9 @@ CASES = [
     Case("no recomputation", remat=False, compiles=False),
     Case("activations offloaded", remat="offload", compiles=False),
     Case("optimizer state offloaded", offload="host", compiles=False),
-    Case("context 16", context=16, compiles=False),
+    Case("context 16", context=16),
     Case("context 2", context=2, loss_chunks=64, compiles=False),
-    Case("no context", context=1, loss_chunks=128, compiles=False),
+    Case("no context", context=1, loss_chunks=128),
     Case("context 4", context=4, loss_chunks=32),
 ]
 
