@@ -18,6 +18,7 @@ import numpy as np
 from jax._src import (
     api_util,  # nor has what a traced function is called in messages
     callback,  # nor have callbacks that get and return NumPy arrays
+    config,  # nor have settings for a while
     core,  # nor has the effect of naming a mesh axis, nor making variables and equations
     distributed,  # nor has the key-value store that processes share
     effects,  # which effects are ordered has no public name
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 from jax.typing import ArrayLike
 
-from jzero._types import DType, Params
+from jzero._types import AxisNames, DType, Params
 
 Atom: TypeAlias = Var | Literal
 Scopes: TypeAlias = tuple[Any, ...]  # those that a name stack holds
@@ -83,9 +84,22 @@ def mesh_set(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None) -> Iter
     abstract = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else concrete.abstract_mesh
     with (
         sharding_impls._internal_use_concrete_mesh(concrete),
-        jax.sharding.use_abstract_mesh(NO_MESH),  # from which any other may follow, of any size
-        jax.sharding.use_abstract_mesh(abstract),
+        abstract_mesh_set(abstract),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def abstract_mesh_set(mesh: jax.sharding.AbstractMesh) -> Iterator[None]:
+    """Sets an abstract mesh of any size, as `jax.sharding.use_abstract_mesh` does for one as large as the last."""
+    with jax.sharding.use_abstract_mesh(NO_MESH), jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+@contextlib.contextmanager
+def explicit_mesh_set(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
+    """Sets a mesh of Explicit axes, which types name unless there is one device along them."""
+    with mesh_set(mesh), config.remove_size_one_mesh_axis_from_type(True):
         yield
 
 
@@ -254,7 +268,7 @@ def equation_context(eqn: JaxprEqn) -> Iterator[None]:
     with (
         source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
         eqn.ctx.manager,
-        jax.sharding.use_abstract_mesh(mesh),
+        abstract_mesh_set(mesh),
     ):
         yield
 
@@ -274,7 +288,8 @@ def bind(eqn: JaxprEqn, inputs: Sequence[ArrayLike], **changed_params: object) -
     """Applies an equation's primitive to new inputs and returns its outputs as a list.
 
     The sharding that some equations hold for their output's type names the mesh that they were traced in. Unless that
-    is set, with Explicit axes, it is left out; what the user said (`out_sharding`) becomes a constraint.
+    is set, with Explicit axes, it is left out; what the user said (`out_sharding`) becomes a constraint over the axes
+    that are not manual.
     """
     own, said, mesh = eqn.params, None, jax.sharding.get_abstract_mesh()
     if eqn.primitive.name not in ("sharding_constraint", "reshard") and not mesh._any_axis_explicit:
@@ -287,7 +302,25 @@ def bind(eqn: JaxprEqn, inputs: Sequence[ArrayLike], **changed_params: object) -
     else:
         outputs = eqn.primitive.bind(*inputs, **params)
     outputs = list(outputs) if eqn.primitive.multiple_results else [outputs]
-    return outputs if said is None or mesh.empty else [jax.lax.with_sharding_constraint(x, said.spec) for x in outputs]
+    spec = None if said is None else free_spec(said.spec)
+    return outputs if spec is None else [jax.lax.with_sharding_constraint(x, spec) for x in outputs]
+
+
+def free_spec(spec: PartitionSpec) -> PartitionSpec | None:
+    """Returns a spec over the axes that are not manual here; `None` if no such axis has a second device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    return with_axes(spec, free) if any(mesh.shape[name] > 1 for name in free) else None
+
+
+def with_axes(spec: PartitionSpec, names: Collection[str]) -> PartitionSpec:
+    """Returns a spec with these axes alone."""
+
+    def entry(said: AxisNames) -> AxisNames:
+        kept = tuple(n for n in (said if isinstance(said, tuple) else (said,)) if n is not None and n in names)
+        return None if not kept else kept if isinstance(said, tuple) else kept[0]
+
+    return PartitionSpec(*(entry(said) for said in spec))
 
 
 def sharding_said(eqn: JaxprEqn) -> NamedSharding | None:

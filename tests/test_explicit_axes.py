@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -47,9 +48,9 @@ class Plain:
 
 
 class Explicit(Plain):
-    """The same over an Explicit axis."""
+    """The same over Explicit axes: of the lines, one names ZeRO's, and the others leave it out."""
 
-    einsum = staticmethod(lambda formula, x, y, spec: jnp.einsum(formula, x, y, out_sharding=spec))
+    einsum = staticmethod(lambda formula, x, y, spec: jnp.einsum(formula, x, y, out_sharding=P("data", *spec[1:])))
     lay_out = staticmethod(jax.sharding.reshard)
     take = staticmethod(lambda table, index: table.at[index].get(out_sharding=P(None, None, None)))
 
@@ -154,37 +155,58 @@ def test_calls_beside_steps():
     assert min(peaks) > 0
 
 
-class Partitioned(nnx.Module):
-    """A model of Flax's newer examples, whose kernels name mesh axes."""
+class Gemma(nnx.Module):
+    """A layer of Flax's example `gemma`: parameters and, with `spec=P`, lines name the mesh's axes, ZeRO's too."""
 
-    def __init__(self, is_explicit):
-        draw = lambda key, shape, dtype: jnp.asarray(np.random.default_rng(0).normal(size=shape) / 4, dtype)
-        init = lambda *names: nnx.with_partitioning(draw, names)
-        make = lambda *sizes, names: nnx.Linear(*sizes, use_bias=False, kernel_init=init(*names), rngs=nnx.Rngs(0))
-        self.up, self.down = make(WIDTH, HIDDEN, names=("fsdp", "tensor")), make(HIDDEN, 4, names=("tensor", "fsdp"))
-        self.is_explicit = is_explicit
+    def __init__(self, spec):
+        rng, rngs = np.random.default_rng(0), nnx.Rngs(0)
+        draw = lambda key, shape, dtype: jnp.asarray(rng.normal(size=shape).astype(np.float32) / 3)
+        metadata = lambda *names: {"out_sharding": P(*names)}
+        make = lambda formula, *shape, names: nnx.Einsum(
+            formula, shape, rngs=rngs, kernel_init=draw, kernel_metadata=metadata(*names)
+        )
+        self.spec = spec
+        self.embed = nnx.Embed(
+            VOCAB, WIDTH, rngs=rngs, embedding_init=draw, embedding_metadata=metadata("tensor", "fsdp")
+        )
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs, scale_init=draw, scale_metadata=metadata("tensor"))
+        self.qkv = make("BTD,SNDH->SBTNH", 3, 2, WIDTH, 5, names=(None, "tensor", "fsdp", None))
+        self.out = make("BTNH,NHD->BTD", 2, 5, WIDTH, names=("tensor", None, "fsdp"))
+        self.up = make("BTD,DF->BTF", WIDTH, HIDDEN, names=("fsdp", "tensor"))
+        self.down = make("BTF,FD->BTD", HIDDEN, WIDTH, names=("tensor", "fsdp"))
 
-    def __call__(self, x):
-        spec = P(None, None) if self.is_explicit else None
-        return jnp.einsum("bh,ho->bo", jnp.tanh(self.up(x)), self.down.kernel[...], out_sharding=spec)
+    def __call__(self, tokens):
+        stream = self.spec("fsdp", None, "tensor")  # of [B, T, D] and [B, T, F]
+        x = self.embed(tokens, out_sharding=stream)
+        q, k, v = self.qkv(self.norm(x), out_sharding=self.spec(None, "fsdp", None, "tensor", None))
+        scores = jnp.where(jnp.tril(jnp.ones((SEQ, SEQ), bool)), jnp.einsum("BTNH,BSNH->BNTS", q, k), -1e9)
+        x += self.out(jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores), v), out_sharding=stream)
+        x += self.down(nnx.gelu(self.up(x, out_sharding=stream)), out_sharding=stream)
+        return self.embed.attend(self.norm(x), out_sharding=stream)
+
+
+def cross_entropy(model, tokens):
+    logits = jax.nn.log_softmax(model(tokens[:, :-1]))
+    return -(jax.nn.one_hot(tokens[:, 1:], VOCAB) * logits).sum(-1).mean()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
-def test_nnx_models_that_name_axes(kind):
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
-    config = jzero.ZeroConfig(stage=3, axis="fsdp", persistence_threshold=0)
-    x = np.random.default_rng(2).normal(size=(16, WIDTH)).astype(np.float32)
+@pytest.mark.parametrize(
+    ("kind", "options"), [(AxisType.Explicit, {}), (AxisType.Explicit, {"accumulate_steps": 2}), (AxisType.Auto, {})]
+)
+def test_flax_gemma_trains_on_its_mesh(kind, options):
+    make_mesh = functools.partial(jax.make_mesh, axis_names=("fsdp", "tensor"), axis_types=(kind,) * 2)
+    make_model = functools.partial(Gemma, P if kind == AxisType.Explicit else lambda *names: None)
+    with jax.set_mesh(make_mesh((1, 1), devices=jax.devices()[:1])):
+        plain = make_model()
+        loss, grads = nnx.jit(nnx.value_and_grad(cross_entropy))(plain, TOKENS)
+        want = jax.tree.map(lambda w, g: np.asarray(w) - np.float32(0.1) * np.asarray(g), nnx.state(plain), grads)
+    config, mesh = jzero.ZeroConfig(stage=3, axis="fsdp", persistence_threshold=0), make_mesh((4, 2))
     with jax.set_mesh(mesh):
-        model = Partitioned(kind == AxisType.Explicit)
-        up, down = (np.asarray(layer.kernel[...]) for layer in (model.up, model.down))
-        optimizer = jzero.shard_train_state(nnx.ModelAndOptimizer(model, TX, wrt=nnx.Param), config=config, mesh=mesh)
-        assert optimizer.model.up.kernel[...].sharding.spec == P("fsdp", "tensor")
-        step = jzero.make_train_step(lambda model, x: jnp.square(model(x) - 1).mean())
-        optimizer, metrics = step(optimizer, x)
+        optimizer = nnx.ModelAndOptimizer(make_model(), TX, wrt=nnx.Param)
+        optimizer = jzero.shard_train_state(optimizer, config=config, mesh=mesh)
+        optimizer, metrics = jzero.make_train_step(cross_entropy, **options)(optimizer, TOKENS)
         params = jzero.gather_params(optimizer)
-    plain = lambda up, down: jnp.square(jnp.tanh(x @ up) @ down - 1).mean()
-    loss, grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(up, down)
-    assert_near(np.asarray(metrics["loss"]), loss)
-    for name, old, grad in (("up", up, grads[0]), ("down", down, grads[1])):
-        assert_near(np.asarray(params[name]["kernel"][...]), old - 0.1 * grad)
+    assert_near(np.asarray(metrics["loss"]), np.asarray(loss))
+    assert_near(jax.tree.map(np.asarray, nnx.to_pure_dict(params)), nnx.to_pure_dict(want))
+    assert optimizer.model.up.kernel[...].sharding.spec == P("fsdp", "tensor")

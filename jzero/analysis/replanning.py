@@ -63,7 +63,7 @@ def relaid(
     if config is None:  # a plain state of some plain function
         return x
     if mesh is None and devices is None and plan is not None:
-        mesh = plan.loss_mesh
+        mesh = plan.explicit_mesh
     if mesh is None:
         sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()} if plan is not None else {}
         named = axes_of_config(config)

@@ -141,7 +141,7 @@ def _plain_and_sharded(
     plan = plan_if_sharded(adapt(state).state)
     if plan is not None:
         config = plan.config if stage is None and config is None else config
-        mesh = mesh or plan.loss_mesh  # type: ignore[assignment]  # that of arrays is concrete
+        mesh = mesh or plan.explicit_mesh  # type: ignore[assignment]  # that of arrays is concrete
         state = unshard_train_state(state)
     sharded = shard_train_state(state, stage=stage, config=config, mesh=mesh)
     if plan_of(sharded).config.offload.delay:

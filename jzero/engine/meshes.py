@@ -11,8 +11,11 @@ mesh in its type, where ZeRO's axes are automatic like all others, and so does e
 contains jaxprs keeps their types, which then do not match. So the walk enters these equations, or traces them again
 inside the step.
 
-If the model uses Explicit axes, the loss is traced and differentiated on a mesh that has them as Explicit. In the walk
-all other axes are Auto: `reshard`, and what a line of the model says as `out_sharding`, become sharding constraints.
+If the mesh has Explicit axes, the loss is traced and differentiated on one that has them, too, and one device along
+ZeRO's: each device has its own rows. So a line of the model may name ZeRO's axes as in a program without jzero, and as
+jax leaves axes of one device out of types, it need not. In the walk all other axes are Auto: `reshard`, and what a line
+says as `out_sharding`, become sharding constraints over these. No jaxpr may keep the mesh of the trace, since XLA ends
+the process where a mesh of another size is in a program.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding
@@ -32,7 +34,6 @@ from jzero.engine.placed import PLACED
 from jzero.engine.shard_rules import constrain_lazy
 from jzero.engine.shared_leaves import LazyRows, Value
 from jzero.jaxpr.identity import IdDict
-from jzero.layout.mesh import with_axes
 
 
 class Meshes(NamedTuple):
@@ -82,14 +83,10 @@ def names_mesh(eqn: JaxprEqn) -> bool:
     return any(isinstance(s, NamedSharding) for s in shardings)
 
 
-def constrain(x: Value, sharding: object, axes: frozenset[str]) -> Value:
-    """Applies a sharding constraint without ZeRO's axes, which are manual inside the step."""
-    if not isinstance(sharding, NamedSharding) or isinstance(x, LazyRows):
+def constrain(x: Value, sharding: object) -> Value:
+    """Applies a sharding constraint over the axes that are not manual: inside the step, ZeRO's are."""
+    spec = _compat.free_spec(sharding.spec) if isinstance(sharding, NamedSharding) else None
+    if spec is None or isinstance(x, LazyRows):
         return x
-    mesh = jax.sharding.get_abstract_mesh()
-    # No other axis has a second device: there is nothing to constrain.
-    if all(name in axes or mesh.shape[name] == 1 for name in mesh.axis_names):
-        return x
-    spec = with_axes(sharding.spec, [name for name in mesh.axis_names if name not in axes])
     # The constraint of a lazy parameter applies to its shard, [D/N, F].
     return constrain_lazy(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)

@@ -53,13 +53,13 @@ def _call(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     jaxpr = called_jaxpr(eqn)
     in_shardings = eqn.params.get("in_shardings") or [None] * len(inputs)
     out_shardings = eqn.params.get("out_shardings") or [None] * len(eqn.outvars)
-    inputs = [constrain(x, sharding, walk.axes) for x, sharding in zip(inputs, in_shardings, strict=True)]
+    inputs = [constrain(x, sharding) for x, sharding in zip(inputs, in_shardings, strict=True)]
     # A function cannot keep whole parameters for later equations, nor count the bytes gathered before it.
     may_be_shared = eqn.primitive.name in CALLS and not walk.held.keeps and walk.order.limit is None
     outputs = (
         _call_function(walk, eqn, jaxpr, inputs) if may_be_shared and is_worth_a_call(jaxpr) else walk(jaxpr, inputs)
     )
-    return [constrain(x, sharding, walk.axes) for x, sharding in zip(outputs, out_shardings, strict=True)]
+    return [constrain(x, sharding) for x, sharding in zip(outputs, out_shardings, strict=True)]
 
 
 def _call_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, inputs: list[Value]) -> Sequence[Value]:
@@ -152,7 +152,7 @@ def _barrier(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
 
 
 def _constraint(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    return [constrain(inputs[0], _compat.sharding_said(eqn), walk.axes)]
+    return [constrain(inputs[0], _compat.sharding_said(eqn))]
 
 
 def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:

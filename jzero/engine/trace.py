@@ -33,7 +33,7 @@ from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute, num_b
 from jzero.jaxpr.row_facts import RowFacts
 from jzero.jaxpr.rows import row_facts
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.mesh import batch_axes, num_row_shards, row_axes, with_axes
+from jzero.layout.mesh import batch_axes, num_row_shards, row_axes
 from jzero.layout.padded import is_padded, unbox
 from jzero.layout.set_mesh import is_of_other_mesh, set_if_explicit
 from jzero.plan.plan import ZeroPlan
@@ -184,7 +184,7 @@ def trace_loss(
 
 def param_shape(leaf: StateLeaf, dtype: DType | None, plan: ZeroPlan) -> jax.ShapeDtypeStruct:
     """Returns the shape of a whole parameter, with the Explicit axes that cut it."""
-    spec = with_axes(leaf.base, plan.explicit_axes)
+    spec = _compat.with_axes(leaf.base, plan.explicit_axes)
     sharding = NamedSharding(plan.loss_mesh, spec) if any(spec) else None
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 

@@ -50,7 +50,10 @@ from jzero.jaxpr.equations import reads_of
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import evaluate
 
-_TRACED_ANEW = frozenset(["composite", "cond", "custom_linear_solve", "custom_vmap_call", "reduce", "while"])
+_TRACED_ANEW = frozenset(
+    "composite cond custom_linear_solve custom_vmap_call reduce reduce_window scatter scatter-add scatter-max "
+    "scatter-min scatter-mul scatter-sub select_and_scatter while".split()
+)
 
 CalledFunction: TypeAlias = Callable[[SharedLeaves], tuple[SharedLeaves, Static[tuple[int, ...]]]]
 Rule: TypeAlias = "Callable[[Walk, JaxprEqn, list[Value]], Sequence[Value]]"
@@ -152,7 +155,7 @@ class Walk:
             if lazy or is_of_mesh:
                 return rule(self, eqn, inputs)
         # Values made of literals alone, such as masks, are deferred to their use, too: jax has moved them out of loops.
-        elif lazy or all(map(is_constant, inputs)):
+        elif (lazy or all(map(is_constant, inputs))) and not self.meshes.in_equation(eqn).carried:
             result = self._without_arrays(eqn, inputs)
             if result is not None:
                 return [result]

@@ -96,7 +96,8 @@ def params_retraced(eqn: JaxprEqn, function_of: Callable[[Jaxpr], Callable[..., 
     """
 
     def anew(jaxpr: Jaxpr) -> AnyJaxpr:
-        return jax.make_jaxpr(function_of(jaxpr))(*map(_compat.shape_struct_of, jaxpr.in_avals))
+        closed = jax.make_jaxpr(function_of(jaxpr))(*map(_compat.shape_struct_of, jaxpr.in_avals))
+        return closed if hasattr(jaxpr, "consts") else _compat.open_jaxpr(closed)[0]
 
     holding = {k: v for k, v in eqn.params.items() if any(jaxprs_in_params({k: v}))}
     return dict(jax.tree.map(anew, holding))

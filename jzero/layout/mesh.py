@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 import jax
 import numpy as np
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jzero._types import AxisNames
 from jzero.config.zero import ZeroConfig
@@ -106,19 +106,10 @@ def explicit_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(str(name) for name, kind in pairs if kind == AxisType.Explicit)
 
 
-def of_model(mesh: M, config: ZeroConfig) -> M:
-    """Returns a mesh as a model sees it: ZeRO's axes are Auto, since jzero itself places arrays along them."""
-    return with_explicit_axes(mesh, [name for name in explicit_axes(mesh) if name not in batch_axes(config)])
-
-
-def with_axes(spec: PartitionSpec, names: Collection[str]) -> PartitionSpec:
-    """Returns a spec with these axes alone."""
-
-    def entry(said: AxisNames) -> AxisNames:
-        kept = tuple(n for n in (said if isinstance(said, tuple) else (said,)) if n is not None and n in names)
-        return None if not kept else kept if isinstance(said, tuple) else kept[0]
-
-    return PartitionSpec(*(entry(said) for said in spec))
+def of_one_device(mesh: AnyMesh, names: Collection[str]) -> AbstractMesh:
+    """Returns a mesh with one device along some axes."""
+    sizes = tuple(1 if name in names else mesh.shape[name] for name in mesh.axis_names)
+    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:

@@ -45,7 +45,7 @@ def in_own_mesh(function: Callable[P, T]) -> Callable[P, T]:
 
 def set_if_explicit(mesh: AnyMesh) -> contextlib.AbstractContextManager[None]:
     """Sets the mesh that a model sees, if it has Explicit axes, see [Note: Meshes in types]."""
-    return _compat.mesh_set(mesh) if explicit_axes(mesh) else contextlib.nullcontext()
+    return _compat.explicit_mesh_set(mesh) if explicit_axes(mesh) else contextlib.nullcontext()
 
 
 def is_foreign(own: AnyMesh) -> bool:

@@ -24,7 +24,7 @@ class ZeroPlan(PlannedBytes, Report):
         Every device holds them whole; only the plan from `step.plan(state, batch)` knows them.
       kept: What a step with `remat=Keep(...)` keeps between its passes; likewise.
       matrices: The matrix work of the optimizer: what one device computes, and what all of them do.
-      explicit_axes: The mesh axes beside ZeRO's that are Explicit while jax traces the loss.
+      explicit_axes: The mesh axes that are Explicit while jax traces the loss.
       params_treedef: Structure of `state.params`.
       opt_treedef: Structure of `state.opt_state`, as stored.
       inner_treedef: Structure of the state of the user's own optimizer; equal to `opt_treedef` unless the

@@ -24,7 +24,6 @@ from jzero.layout.mesh import (
     check_host_memory,
     check_mesh,
     explicit_axes,
-    of_model,
     with_explicit_axes,
 )
 from jzero.plan.matrices import warn_of_matrices, with_matrices
@@ -59,7 +58,7 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
       mesh: The mesh; may be abstract.
     """
     check_mesh(mesh, config)
-    explicit, mesh = explicit_axes(of_model(mesh, config)), with_explicit_axes(mesh)
+    explicit, mesh = explicit_axes(mesh), with_explicit_axes(mesh)
     _check_not_overwritten(state.params)
     offload = config.offload
     if "host" in (offload.optimizer, offload.params):

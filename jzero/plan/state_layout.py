@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Self
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from jzero._types import DType, PyTree
@@ -16,7 +16,16 @@ from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import itemsize
 from jzero.layout.box import Box
 from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.mesh import AnyMesh, axis_size, names_host_memory, row_axes, shard_axes, with_explicit_axes
+from jzero.layout.mesh import (
+    AnyMesh,
+    axis_size,
+    batch_axes,
+    names_host_memory,
+    of_one_device,
+    row_axes,
+    shard_axes,
+    with_explicit_axes,
+)
 from jzero.layout.padded import Padded
 from jzero.layout.records import record_boxes
 from jzero.layout.route import Route, route_of
@@ -145,10 +154,15 @@ class StateLayout:
         """The sharding of arrays of the batch: cut on their first dimension."""
         return NamedSharding(self.mesh, PartitionSpec(row_axes(self.config)))
 
-    @functools.cached_property
-    def loss_mesh(self) -> AnyMesh:
-        """The mesh with its Explicit axes, on which jax traces the loss."""
+    @property
+    def explicit_mesh(self) -> AnyMesh:
+        """The mesh with its Explicit axes, as it was given."""
         return with_explicit_axes(self.mesh, self.explicit_axes)
+
+    @functools.cached_property
+    def loss_mesh(self) -> AbstractMesh:
+        """The mesh on which jax traces the loss, see [Note: Meshes in types]."""
+        return of_one_device(self.explicit_mesh, batch_axes(self.config))
 
     @functools.cached_property
     def whole_sharding(self) -> NamedSharding:

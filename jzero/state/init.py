@@ -28,7 +28,6 @@ from jzero.config.precision import is_key
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig, refers_to_config
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.mesh import of_model
 from jzero.layout.placement import make_strongly_typed, place_array
 from jzero.layout.set_mesh import for_program, from_program, set_if_explicit
 from jzero.layout.stored import InRecords
@@ -149,8 +148,7 @@ def lower_init(
     zeros: str | None = None,
 ) -> LoweredInit:
     """Lowers the programs of `init_train_state`."""
-    used = of_model(mesh, config)  # `make_state` sees Explicit axes as the loss does
-    with set_if_explicit(used):
+    with set_if_explicit(mesh):
         adapted, jaxpr = _trace_factory(make_state, key)
     shapes = adapted.state
     natural = restrict(shapes, trainable)
@@ -175,7 +173,7 @@ def lower_init(
     def make_leaves(number: int, key: jax.Array) -> list[jax.Array]:
         group = groups[number]
         sources = {source for k in group if (source := made_from[k]) is not None}
-        with set_if_explicit(used):
+        with set_if_explicit(mesh):
             outputs = one_leaf_at_a_time(
                 inner, consts, for_program(key), sources, side_effects=number == 0, zeroed=zeroed
             )

@@ -65,7 +65,7 @@ class Placement:
         self.state = state
         self.old = plan_if_sharded(state)
         self.config = resolve_config(stage, config, self.old)
-        mesh = self.old.loss_mesh if mesh is None and self.old is not None else mesh
+        mesh = self.old.explicit_mesh if mesh is None and self.old is not None else mesh
         self.mesh: AnyMesh = resolve_mesh(mesh, self.config)
         self.natural = restrict(_natural_state(state, self.old), trainable)
 
