@@ -1,5 +1,6 @@
 """Adapters in `examples/llm/decoder.py`: their numbers, what they train, what travels, what a checkpoint keeps."""
 
+import argparse
 import json
 import re
 import sys
@@ -11,6 +12,8 @@ import pytest
 
 import jzero
 import jzero.hf
+from jzero.cli import decoder as cli_decoder
+from jzero.cli import sizes as cli_sizes
 from tests import hf_models, models
 from tests.example_runs import EXAMPLES
 from tests.tiers import slow
@@ -43,7 +46,6 @@ def drawn(config, *, precision="fp32", frozen="none"):
         precision=precision,
         persistence_threshold=0,
         quantization=jzero.Quantization(frozen=frozen),
-        rules={ADAPTERS: jzero.LeafRule(persistent=True)},
     )
     plain = jzero.TrainState.create(params=params, tx=optax.adamw(3e-2))
     return jzero.shard_train_state(plain, config=zero, trainable=ADAPTERS), model
@@ -79,6 +81,18 @@ def test_untrained_adapters_change_nothing():
     assert -bound <= a.min() < -0.8 * bound, "drawn as PEFT does"
     assert 0.8 * bound < a.max() <= bound
     assert not params["lora_b"].any()
+
+
+def test_adapters_are_divided_by_the_number_of_devices():
+    """Of a Llama of 8B, in the layout of `finetune.py`: 4 bytes an element, 2 of gradient, 8 of moments."""
+    sizes = cli_sizes.model_sizes("8B", {})
+    state = jax.eval_shape(cli_decoder.make_state(sizes, rank=8, base_dtype="bfloat16"), jax.random.key(0))
+    args = argparse.Namespace(precision="bf16", persistence_threshold=100_000)
+    plan = jzero.plan_train_state(state, config=training.zero_config(args), trainable=ADAPTERS)
+    each = {"q": 8192, "k": 5120, "v": 5120, "o": 8192, "gate": 18_432, "up": 18_432, "down": 18_432}  # rows + columns
+    elements, count = 32 * 8 * sum(each.values()), 4  # Adam counts its steps
+    base = sum(leaf.param.bytes_per_device for leaf in plan.leaves if not leaf.trained)
+    assert plan.bytes_per_device.total - base == elements * (4 + 2 + 8) // 8 + count == 36_700_164
 
 
 @pytest.mark.slow

@@ -87,11 +87,9 @@ def make_sharded_state(model: Decoder, args: argparse.Namespace) -> jzero.TrainS
         )
         return jzero.TrainState.create(params=params, tx=tx)
 
-    # Adapters are whole on each device: they are small, and each layer would gather two more for each kernel.
-    config = zero_config(args, quantize=args.quantize, persistent=trainable)
+    config, key = zero_config(args, quantize=args.quantize), jax.random.key(args.seed)
     if model.config.experts is not None:  # what a router chooses jumps, so its kernel is not rounded
         config = dataclasses.replace(config, rules=config.rules | {".*/router/.*": jzero.LeafRule(quantize=False)})
-    key = jax.random.key(args.seed)
     mesh = jzero.make_mesh(**mesh_axes(args))
     return jzero.init_train_state(make_state, key, config=config, mesh=mesh, trainable=trainable, zeros=BASE)
 

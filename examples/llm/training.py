@@ -116,17 +116,9 @@ def make_optimizer(lr: float, num_steps: int) -> optax.GradientTransformation:
     return optax.adamw(schedule, b2=0.95, weight_decay=0.01)
 
 
-def zero_config(args: argparse.Namespace, *, quantize: str = "none", persistent: str | None = None) -> jzero.ZeroConfig:
-    """Returns what is partitioned, and how.
-
-    Args:
-      args: The options.
-      quantize: How to store what is not trained.
-      persistent: Regular expression over the paths of parameters that each device keeps whole.
-    """
-    rules = {} if persistent is None else {persistent: jzero.LeafRule(persistent=True)}
-    if args.precision != "fp32":
-        rules[".*/scale"] = jzero.LeafRule(compute_dtype="float32")  # of norms: small, and worth all digits
+def zero_config(args: argparse.Namespace, *, quantize: str = "none") -> jzero.ZeroConfig:
+    """Returns what is partitioned, and how; `quantize` says how to store what is not trained."""
+    wide = {".*/scale": jzero.LeafRule(compute_dtype="float32")}  # of norms: small, and worth all digits
     quantization = jzero.Quantization(frozen=quantize)
     return jzero.ZeroConfig(
         stage=3,
@@ -134,7 +126,7 @@ def zero_config(args: argparse.Namespace, *, quantize: str = "none", persistent:
         precision=args.precision,
         persistence_threshold=args.persistence_threshold,
         quantization=quantization,
-        rules=rules,
+        rules={} if args.precision == "fp32" else wide,
     )
 
 
