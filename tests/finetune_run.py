@@ -14,7 +14,7 @@ def main(*argv: str) -> None:
     """Does what the example does."""
     args = finetune.parse_args(argv)
     training.start(cluster=args.cluster)
-    finetune.finetune(args, ByteTokenizer())
+    finetune.run(args, ByteTokenizer())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The road from a published folder to a tuned one, as a user goes it: `examples/llm/finetune.py`."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ from tests.byte_tokenizer import NUM_TOKENS, ByteTokenizer, tokenizer_of_transfo
 from tests.example_runs import ROOT, environment
 
 import generate  # isort: skip  # of the examples, which `finetune_run` puts on the path
+import vocabulary  # isort: skip
 
 STEPS = 30
 
@@ -200,7 +202,55 @@ def test_a_folder_of_adapters_is_no_model(tmp_path, capsys):
     )
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path, capsys):
     hf_models.write_folder(tmp_path / "small", "llama", vocab_size=100)
+    given = [*options(tmp_path), f"--model={tmp_path / 'small'}"]
     with pytest.raises(SystemExit, match=r"259 tokens, .* 100 rows"):
-        finetune_run.main(*options(tmp_path), f"--model={tmp_path / 'small'}")
+        finetune_run.main(*given)
+    with pytest.raises(SystemExit):
+        finetune_run.main(*given, "--resize-vocab")  # beside adapters
+    assert "pass --lora-rank 0" in capsys.readouterr().err
+
+
+def rows_of(folder):
+    """Returns embedding and head by the index of a folder."""
+    files = json.loads((folder / vocabulary.INDEX).read_text())["weight_map"]
+    return {name: load_file(folder / files[name])[name] for name in vocabulary.ROWS}
+
+
+def test_new_tokens_begin_as_the_mean_of_the_published_rows(tmp_path):
+    config = hf_models.write_folder(tmp_path, "llama", vocab_size=100)
+    published, others = rows_of(tmp_path), {file.name for file in tmp_path.iterdir()}
+    with vocabulary.with_rows(tmp_path, 103) as folder:
+        assert jzero.hf.read_config(folder) == dataclasses.replace(config, vocab_size=103)
+        assert {file.name for file in folder.iterdir()} == others | {vocabulary.NEW_FILE}
+        for name, x in rows_of(folder).items():
+            np.testing.assert_array_equal(x[:100], published[name])
+            np.testing.assert_allclose(x[100:], np.tile(sum(published[name].astype(float)) / 100, (3, 1)), atol=1e-7)
+    with vocabulary.with_rows(tmp_path, 100) as folder:
+        assert folder == tmp_path
+
+
+@pytest.mark.slow
+def test_a_model_with_more_rows_trains_and_is_written(tmp_path):
+    given = [*options(tmp_path), "--resize-vocab", "--lora-rank=0", "--steps=2", f"--out={tmp_path / 'tuned'}"]
+    small, tokens = tmp_path / "small", list(range(90))
+    hf_models.write_folder(small, "llama", vocab_size=100)
+    finetune_run.main(*given, f"--model={small}")
+    written = tensors_of(tmp_path / "tuned")
+    assert {written[name].shape[0] for name in vocabulary.ROWS} == {NUM_TOKENS}
+    assert jzero.hf.read_config(tmp_path / "tuned").vocab_size == NUM_TOKENS
+
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    model = transformers.LlamaForCausalLM.from_pretrained(small)
+    before = model(torch.tensor([tokens])).logits.detach().numpy()
+    model.resize_token_embeddings(103, mean_resizing=True)
+    with vocabulary.with_rows(small, 103) as folder:
+        ours = transformers.LlamaForCausalLM.from_pretrained(folder)
+        logits = ours(torch.tensor([tokens])).logits.detach().numpy()
+        np.testing.assert_allclose(logits[..., :100], before, rtol=1e-5, atol=1e-5)
+        for x, y in ((model.get_input_embeddings(), ours.get_input_embeddings()), (model.lm_head, ours.lm_head)):
+            theirs, own = (z.weight.detach().numpy() for z in (x, y))
+            np.testing.assert_allclose(
+                own, theirs, atol=6 * 1e-9**0.5 * own.std()
+            )  # transformers draws around the mean

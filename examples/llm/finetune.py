@@ -8,6 +8,7 @@ folder `--out` has the tuned model, or the adapters for PEFT.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -40,6 +41,7 @@ from training import (
     train,
     zero_config,
 )
+from vocabulary import with_rows
 
 BASE = rf"(?!{ADAPTERS}$).*"
 HOLD_OUT_EVERY = 20  # without --held-out, every so many-th example is kept for evaluation
@@ -49,7 +51,15 @@ def main() -> None:
     """Reads the command line, and fine-tunes."""
     args = parse_args()
     start(cluster=args.cluster)
-    finetune(args, load_tokenizer(args.model))
+    run(args, load_tokenizer(args.model))
+
+
+def run(args: argparse.Namespace, tokenizer: Any) -> None:
+    """Fine-tunes the published model, or one with rows for all tokens."""
+    with contextlib.ExitStack() as stack:
+        if args.resize_vocab:
+            args.model = stack.enter_context(with_rows(args.model, len(tokenizer)))
+        finetune(args, tokenizer)
 
 
 def finetune(args: argparse.Namespace, tokenizer: Any) -> Any:
@@ -108,7 +118,7 @@ def check_vocabulary(model: Decoder, tokenizer: Any) -> None:
     if len(tokenizer) > model.config.vocab_size:
         raise SystemExit(
             f"The tokenizer has {len(tokenizer)} tokens, but the embedding {model.config.vocab_size} rows: take the "
-            "tokenizer of this model, or add rows with transformers' `resize_token_embeddings` first."
+            "tokenizer of this model, or add rows for new tokens by --resize-vocab."
         )
 
 
@@ -176,6 +186,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lora-rank", type=int, default=8, help="of the adapters; 0 to train all parameters")
     parser.add_argument("--lora-alpha", type=float, default=16.0, help="adapters are multiplied by alpha / rank")
     parser.add_argument("--lora-modules", default=".*", help=f"regular expression over {', '.join(PROJECTIONS)}")
+    parser.add_argument(
+        "--resize-vocab",
+        action="store_true",
+        help="add rows for tokens that were added to the tokenizer in --model; needs --lora-rank 0",
+    )
     parser.add_argument("--quantize", choices=["none", "int8", "nf4"], default="none", help="store the frozen base so")
     parser.add_argument("--sample", help="prompt to answer at each evaluation")
     parser.add_argument("--sample-tokens", type=int, default=64)
@@ -185,6 +200,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.out is not None and args.out.exists():
         parser.error(f"--out {args.out} exists: name a new folder.")
+    if args.resize_vocab and args.lora_rank:
+        parser.error("--resize-vocab adds rows that only the training of all parameters changes: pass --lora-rank 0.")
     return args
 
 
