@@ -36,7 +36,7 @@ def draw_params():
 
 
 PARAMS = draw_params()
-TOKENS = np.random.default_rng(1).integers(0, VOCAB, (16, SEQ + 1)).astype(np.int32)
+TOKENS = np.random.default_rng(1).integers(0, VOCAB, (24, SEQ + 1)).astype(np.int32)
 
 
 class Plain:
@@ -122,20 +122,20 @@ def test_models_train_as_on_one_device(how, stage, options):
 
 def test_what_the_model_says_is_a_constraint():
     text = jzero.make_train_step(loss_of(Explicit, "unrolled")).lower(make_state(), TOKENS).as_text()
-    said = re.findall(r"sdy.sharding_constraint.*\{\}, \{\}, \{\"model\"\}.*tensor<4x6x16xf32>", text)
+    said = re.findall(r"sdy.sharding_constraint.*\{\}, \{\}, \{\"model\"\}.*tensor<6x6x16xf32>", text)
     assert len(said) >= LAYERS  # each layer's `q`
 
 
 def test_calls_beside_steps():
     make = lambda key: jzero.TrainState.create(
-        params={"w": jax.random.normal(key, (WIDTH, HIDDEN), out_sharding=P(None, "model"))}, tx=TX
+        params={"w": jax.random.normal(key, (WIDTH, HIDDEN), out_sharding=P("data", "model"))}, tx=TX
     )
 
     types = set()
 
     def loss_fn(params, x):
         types.add(jax.typeof(params["w"]).sharding.spec)
-        product = jnp.einsum("bd,dh,kh->bk", x, params["w"], params["w"], out_sharding=P(None, None))
+        product = jnp.einsum("bd,dh,kh->bk", x, params["w"], params["w"], out_sharding=P("data", None))
         return jnp.square(product - 1).mean()
 
     config, x = jzero.ZeroConfig(stage=3, persistence_threshold=0), np.ones((16, WIDTH), np.float32)

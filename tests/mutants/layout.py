@@ -285,6 +285,13 @@ MUTANTS = [
         "test_explicit_axes.py::test_what_the_model_says_is_a_constraint",
     ),
     Mutant(
+        "rows_of_a_device_are_cut_in_types",
+        "layout/mesh.py",
+        "sizes = tuple(1 if name in names else mesh.shape[name] for name in mesh.axis_names)",
+        "sizes = tuple(mesh.shape[name] for name in mesh.axis_names)",
+        "test_explicit_axes.py::test_what_the_model_says_is_a_constraint",
+    ),
+    Mutant(
         "parameters_lose_their_types",
         "engine/trace.py",
         "sharding = NamedSharding(plan.loss_mesh, spec) if any(spec) else None",
