@@ -119,7 +119,6 @@ class BufferValue:
       parts: The number of devices that it is split among; 1 inside `shard_map`.
       buffer: The index of its buffer.
       sources: If it has no buffer, the values that it is computed from.
-      stack: Inside a loop, if it is a slice of a stack, cast or not: the index of that input of the loop.
       is_shared: Whether several equations read it.
       is_costly: If it has no buffer, whether computing it takes more than reading it, as an exponential does.
     """
@@ -129,7 +128,6 @@ class BufferValue:
     parts: int = 1
     buffer: int | None = None
     sources: tuple[BufferValue, ...] = ()
-    stack: int | None = None
     is_shared: bool = False
     is_costly: bool = False
 
@@ -145,8 +143,6 @@ class TracedProgram:
       outputs: The buffers that outlive it.
       barriers: The barriers that make arrays wait for others, each as its range of operations.
       result_bytes: What the device reads and writes to store results that no operation writes.
-      transposed: Inside a loop: the stacks that it gathers along a dimension other than a layer's first.
-      copies: Maps the buffers of such stacks to the buffers of their copies.
       regathered: The buffers of results that the program gathers, which replace donated arguments.
     """
 
@@ -159,8 +155,6 @@ class TracedProgram:
         self.barriers: list[range] = []
         self.result_bytes = 0
         self.regathered: frozenset[int] = NOTHING
-        self.transposed: set[int] = set()
-        self.copies: dict[int, int] = {}
         self._written: dict[BufferValue, BufferValue] = {}
 
     def argument(self, aval: jax.core.AbstractValue, parts: int = 1) -> BufferValue:

@@ -39,7 +39,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
     residuals = _find_residuals(program, last)
     kinds: list[BufferKind] = ["activations" if i in residuals else x.kind for i, x in enumerate(program.buffers)]
     sizes = [x.num_bytes for x in program.buffers]
-    for i in () if gpu else (*program.regathered, *program.copies.values()):
+    for i in () if gpu else program.regathered:
         sizes[i] = 0
     # A backward loop reduces the gradients of one iteration during the next.
     reduced = {t: _reduced_bytes(body) for t, body in _reducing_loops(program)} if gpu else {}

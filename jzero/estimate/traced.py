@@ -17,8 +17,6 @@ compilers for GPUs and TPUs share:
 * On GPUs, operations that make gradients run late, see [Note: Postponed gradients]. Each reader recomputes a
   concatenation, and an elementwise result that a product needs in another layout. A fusion that sums an expensive
   value also writes that value if others read it.
-* On GPUs, if a stack of layers is cut along a dimension other than a layer's first, it is copied into another layout
-  for as long as loops gather from it.
 * On GPUs, parameters gathered after the update exist twice until the end, since a collective does not write into a
   donated argument. If that would exceed the scheduler's limit, they are gathered one by one. Rows of stacks exist
   once: each is written into the stack's argument.
@@ -159,10 +157,9 @@ class _Visitor:
 
     def _fused(self, inputs: list[BufferValue]) -> list[BufferValue]:
         kind = self.eqn.primitive.name
-        stack = inputs[0].stack if len(inputs) == 1 else None
         is_costly = kind in COSTLY or any(x.is_costly and not self.program.is_written(x) for x in inputs)
         return [
-            BufferValue(*split[:1], f"{self.name}:{kind}", split[1], None, tuple(inputs), stack, shared, is_costly)
+            BufferValue(*split[:1], f"{self.name}:{kind}", split[1], None, tuple(inputs), shared, is_costly)
             for split, shared in zip((_split(v.aval, inputs) for v in self.eqn.outvars), self.is_shared, strict=True)
         ]
 
@@ -239,8 +236,8 @@ class _Visitor:
         arguments = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
         # Slices are read inside their stack, unless an operation needs one as an array of its own.
         arguments += [
-            BufferValue(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
-            for i, v in enumerate(jaxpr.invars[num_outside:], start=num_outside)
+            BufferValue(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),))
+            for v in jaxpr.invars[num_outside:]
         ]
         outputs = _run(body, jaxpr, arguments, self.name, backward=self.backward)
         self.program.include(body.finish(outputs, num_carry=num_carry), times=length)
@@ -248,27 +245,13 @@ class _Visitor:
         # The compiler drops inputs that the body does not read.
         read = body.outputs.union(*(op.reads for op in body.operations))
         arrays = [self._write(x) for x, inside in zip(inputs, arguments, strict=True) if body.reads([inside]) & read]
-        copies = [self._transpose_stack(self._write(inputs[i])) for i in sorted(body.transposed) if inputs[i].num_bytes]
-        results = self._operation(inputs, [*arrays, *copies], in_place=True, inner=body, kind=kind)
+        results = self._operation(inputs, arrays, in_place=True, inner=body, kind=kind)
         self.program.operations[-1].times = length
         for x, inside in zip(results[num_carry:], outputs[num_carry:], strict=True):
             assert x.buffer is not None
             self.program.buffers[x.buffer].times = length
             self.program.buffers[x.buffer].name = inside.name or f"{self.name}:carried"
         return results
-
-    def _transpose_stack(self, stack: BufferValue) -> BufferValue:
-        """Returns the copy of a stack in another layout, which every loop over it reads."""
-        program = self.program
-        assert stack.buffer is not None
-        if stack.buffer not in program.copies:
-            program.buffers.append(Buffer(stack.num_bytes, f"{self.name}:layout", kind="gathered"))
-            index = program.copies[stack.buffer] = len(program.buffers) - 1
-            moved = 2 * stack.num_bytes
-            program.operations.append(
-                BufferOperation(frozenset([stack.buffer]), (index,), self.backward, num_bytes=moved)
-            )
-        return dataclasses.replace(stack, buffer=program.copies[stack.buffer])
 
     def _opaque(self, inputs: list[BufferValue]) -> list[BufferValue]:
         """Adds an operation that needs its inputs as arrays: a product, collective, loop or kernel."""
@@ -291,8 +274,6 @@ class _Visitor:
                 transfer = Transfer(TRANSFERS[kind], num_bytes, num_elements, axes, scope=self.name)
                 self.program.transfers.append(transfer)
         purpose: BufferKind = "gathered" if kind.startswith("all_gather") else "working"
-        if purpose == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
-            self.program.transposed.add(inputs[0].stack)
         in_place, moves = kind in primitives_with(Trait.IN_PLACE), kind in TRANSFERS
         written = self._operation(inputs, arrays, in_place=in_place, inner=largest, kind=purpose, moves=moves)
         if kind == "dynamic_update_slice" and not self._size_of(inputs[0]):  # into a donated argument
