@@ -1,6 +1,7 @@
-"""Estimated beside compiled peaks of the families' steps: `python -m benchmarks.estimates --topology h200:8`.
+"""Estimated beside compiled peaks of many models' steps: `python -m benchmarks.estimates --topology h200:8`.
 
-Each line of the result file is one family at one stage: the peak that `jzero.estimate_step_memory` reckons from the
+The families, from which the rules of the estimate were made, and the models of `unseen_models`, from which none was.
+Each line of the result file is one model at one stage: the peak that `jzero.estimate_step_memory` reckons from the
 trace, the peak of the compiled program, their ratio, and what is reckoned to be at the peak. Lines that are there
 already are not compiled again. `--again FILE` compiles nothing: it estimates anew what FILE compiled, such as after a
 change of the estimate. `--table before.jsonl after.jsonl` prints such files side by side.
@@ -21,8 +22,10 @@ from benchmarks.by_compilation import MIB
 from benchmarks.families import FAMILIES, batch_of, engine_of
 from benchmarks.gpt import AXIS
 from benchmarks.lines import add_line, lines_of
+from benchmarks.unseen_models import UNSEEN
 from jzero.machines.topologies import topology_devices
 
+MODELS = {**FAMILIES, **UNSEEN}
 STAGES = (3, 0, 1, 2)
 TOO_LARGE = {"llama_8b": (0, 1, 2)}
 """Stages at which a family does not fit any device, or takes very long to compile."""
@@ -31,7 +34,7 @@ WITHIN = 0.1
 
 def line_of(name: str, stage: int, topology: str, peak: int | None = None) -> dict[str, Any]:
     """Returns the figures of one family at one stage; compiles it unless its peak is given."""
-    family = FAMILIES[name]()
+    family = MODELS[name]()
     mesh = jzero.make_mesh(devices=topology_devices(topology), **{AXIS: -1})
     step, _, like = engine_of("cheap", family, stage, mesh)
     batch, where = batch_of(family, mesh), {"topology": topology, "mesh": mesh}
@@ -56,7 +59,7 @@ def table(files: dict[str, list[dict[str, Any]]]) -> str:
     by_file = {name: {tuple(x["key"].split("/")): x for x in lines} for name, lines in files.items()}
     keys = {key: None for lines in by_file.values() for key in lines}
     text = [f"| stage | family | compiled, MiB | {' | '.join(files)} |", "|---" * (3 + len(files)) + "|"]
-    for _, name, stage in sorted(keys, key=lambda key: (key[0], key[2], list(FAMILIES).index(key[1]))):
+    for _, name, stage in sorted(keys, key=lambda key: (key[0], key[2], list(MODELS).index(key[1]))):
         lines = [next((x for key, x in one.items() if key[1:] == (name, stage)), {}) for one in by_file.values()]
         compiled = next(x["compiled"] for x in lines if x)
         cells = [mark(x["ratio"]) if x else "" for x in lines]
@@ -74,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="h200:8")
     parser.add_argument("--stage", type=int, nargs="*", choices=STAGES, default=STAGES)
-    parser.add_argument("--family", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--family", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("estimates.jsonl"))
     parser.add_argument("--again", type=pathlib.Path, help="estimate this file's programs anew, compile nothing")
     parser.add_argument("--table", type=pathlib.Path, nargs="+", help="print these files, compile nothing")
