@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +41,19 @@ def checksums(arrays: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) ->
     """
     sums = np.zeros(len(arrays), np.uint32)
     partial = dict[int, jax.Array]()
-    for i, (x, shape) in enumerate(zip(map(_key_data, arrays), shapes, strict=True)):
-        natural = (*shape, *x.shape[len(shape) :])
-        if is_on_cpu(x):
-            sums[i] = _host_sum(x, natural)
-            continue
-        there = on_device(x)
-        partial[i] = _partial_sums(there, natural, there.sharding)
-        if there is not x:  # at most one copy at a time
-            jax.block_until_ready(partial[i])
+    here = dict[int, Future[int]]()
+    with ThreadPoolExecutor() as threads:  # NumPy computes without the interpreter's lock
+        for i, (x, shape) in enumerate(zip(map(_key_data, arrays), shapes, strict=True)):
+            natural = (*shape, *x.shape[len(shape) :])
+            if is_on_cpu(x):
+                here[i] = threads.submit(_host_sum, x, natural)
+                continue
+            there = on_device(x)
+            partial[i] = _partial_sums(there, natural, there.sharding)
+            if there is not x:  # at most one copy at a time
+                jax.block_until_ready(partial[i])
+    for i, of_host in here.items():
+        sums[i] = of_host.result()
     for i, y in partial.items():
         for shard in y.addressable_shards:
             sums[i : i + 1] += np.asarray(shard.data)  # arrays wrap around silently; NumPy's scalars warn
