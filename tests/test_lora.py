@@ -87,7 +87,7 @@ def test_adapters_are_divided_by_the_number_of_devices():
     """Of a Llama of 8B, in the layout of `finetune.py`: 4 bytes an element, 2 of gradient, 8 of moments."""
     sizes = cli_sizes.model_sizes("8B", {})
     state = jax.eval_shape(cli_decoder.make_state(sizes, rank=8, base_dtype="bfloat16"), jax.random.key(0))
-    args = argparse.Namespace(precision="bf16", persistence_threshold=100_000)
+    args = argparse.Namespace(precision="bf16", persistence_threshold=100_000, context=1)
     plan = jzero.plan_train_state(state, config=training.zero_config(args), trainable=ADAPTERS)
     each = {"q": 8192, "k": 5120, "v": 5120, "o": 8192, "gate": 18_432, "up": 18_432, "down": 18_432}  # rows + columns
     elements, count = 32 * 8 * sum(each.values()), 4  # Adam counts its steps
