@@ -47,7 +47,7 @@ from jzero.step.inputs import (
     optional_rng,
     place_inputs,
 )
-from jzero.step.keeping import Choice, kept_by
+from jzero.step.keeping import KeepingStep, kept_by
 from jzero.step.loss import Splitter, StepLoss, split_aux
 
 _WORDS = one_of(None, True, False, "cheap", "offload", "as_written")
@@ -277,7 +277,7 @@ class Step:
 
     def choice(
         self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None, hardware: Machine | None = None
-    ) -> Choice | None:
+    ) -> KeepingStep | None:
         """Returns what the step chooses to keep, see [Note: Kept by default]; `None` if the user said, or nothing."""
         return None
 

@@ -38,7 +38,7 @@ FREED = 0.5
 """The part of its activations that a recomputed block frees at least; the rest are results of products, which stay."""
 
 
-class Choice(NamedTuple):
+class KeepingStep(NamedTuple):
     """A step that keeps what fits.
 
     Attributes:
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
 def choose_kept(
     step: TrainStep, arguments: tuple[TrainStateLike, PyTree, PyTree], hardware: Machine | None, limit: int
-) -> Choice | None:
+) -> KeepingStep | None:
     """Returns the step that keeps what fits, see [Note: Kept by default]; `None` if that is nothing.
 
     Args:
@@ -80,11 +80,11 @@ def choose_kept(
         return None
     params = "all" if kept == cut else tuple(re.escape(leaf.param.path) for leaf in kept)
 
-    def keeping(blocks: int) -> Choice:
+    def keeping(blocks: int) -> KeepingStep:
         keep = Keep(params=params, blocks=blocks)
         candidate = step.with_remat(keep)
         candidate.loss.begin_with(dataclasses.replace(traced, remat=keep))
-        return Choice(candidate, keep, memory_of_step(candidate, arguments, hardware), limit)
+        return KeepingStep(candidate, keep, memory_of_step(candidate, arguments, hardware), limit)
 
     choice = keeping(total)
     if total and not choice.fits:

@@ -26,7 +26,7 @@ from jzero.state.train_state import map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
 from jzero.step.compiler_options import compiler_options as make_compiler_options
 from jzero.step.jitted import Step
-from jzero.step.keeping import Choice, choose_kept
+from jzero.step.keeping import KeepingStep, choose_kept
 from jzero.step.metrics import step_metrics
 from jzero.step.overflow import OverflowWatch, loss_scale_error
 from jzero.step.record_step import RecordStep
@@ -75,7 +75,7 @@ class TrainStep(Step):
         self.clip_norm = check("clip_norm", clip_norm, optional(number("a number > 0", lambda x: x > 0)))
         self._agreement.settings["clip_norm"] = clip_norm
         self._options["clip_norm"] = clip_norm
-        self._choices: dict[Hashable, Choice | None] = {}
+        self._choices: dict[Hashable, KeepingStep | None] = {}
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
@@ -95,7 +95,7 @@ class TrainStep(Step):
 
     def choice(
         self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None, hardware: Machine | None = None
-    ) -> Choice | None:
+    ) -> KeepingStep | None:
         """Returns what the step chooses to keep; `None` if the user said, or nothing."""
         if self.remat is not None:
             return None
