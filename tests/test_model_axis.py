@@ -110,3 +110,22 @@ def assert_each_part_travels_alone(report):
         assert 0 < moved.pop(("all-gather", "data")) <= (2 * held if plan.config.stage == 3 else held)
     assert list(moved) == [("all-reduce", "model")], "sums of partial products"
     assert not report.violations
+
+
+def test_states_are_born_cut_over_the_models_axis():
+    """`init_train_state` goes by the constraints in the function that makes the state."""
+    mesh = jzero.make_mesh(data=4, model=2)
+
+    def make_state(key):
+        draw = lambda key: jax.random.normal(key, (WIDTH, HIDDEN))
+        params = {name: draw(k) for name, k in zip("ab", jax.random.split(key), strict=True)}
+        params["a"] = jax.lax.with_sharding_constraint(params["a"], NamedSharding(mesh, P(None, "model")))
+        return jzero.TrainState.create(params=params, tx=optax.adam(0.1))
+
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=config, mesh=mesh)
+    wanted = {"a": P("data", "model"), "b": P(None, "data")}
+    for tree in (state.params, state.opt_state[0].mu):
+        assert jax.tree.map(lambda x: x.sharding.spec, tree) == wanted
+    plain = make_state(jax.random.key(0)).params
+    jax.tree.map(np.testing.assert_array_equal, jzero.gather_params(state), plain)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
 from jzero._compat import Atom
@@ -63,7 +63,8 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
     the leaves that go to the host, a few at a time. The values are the same on any mesh.
 
     Args:
-      make_state: Takes a PRNG key and returns a train state of any kind that `shard_train_state` takes.
+      make_state: Takes a PRNG key and returns a train state of any kind that `shard_train_state` takes. A parameter
+        stays cut over other mesh axes if it is the result of `jax.lax.with_sharding_constraint`.
       key: The key.
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
       config: What to partition, and how.
@@ -203,9 +204,18 @@ def _trace_factory(make_state: Callable[[jax.Array], State], key: jax.Array) -> 
         return adapters[-1].state
 
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
-    kinds = map(_compat.shape_struct_of, jaxpr.out_avals)  # with the Explicit axes that cut them
+    kinds = list(map(_compat.shape_struct_of, jaxpr.out_avals))  # with the Explicit axes that cut them
+    for i, sharding in _constraints(_compat.open_jaxpr(jaxpr)[0]).items():
+        kinds[i] = kinds[i].update(sharding=sharding)
     adapters[-1].state = jax.tree.unflatten(jax.tree.structure(shapes), kinds)
     return adapters[-1], jaxpr
+
+
+def _constraints(jaxpr: Jaxpr) -> dict[int, NamedSharding]:
+    """Returns the shardings of the outputs that are results of `jax.lax.with_sharding_constraint`, by number."""
+    constraints = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
+    said = {eqn.outvars[0]: _compat.sharding_said(eqn) for eqn in constraints}
+    return {i: x for i, v in enumerate(jaxpr.outvars) if not _compat.is_literal(v) and (x := said.get(v)) is not None}
 
 
 def _find_zeroed(pattern: str, plan: ZeroPlan, numbers: TrainStateLike, outvars: Sequence[Atom]) -> set[int]:
