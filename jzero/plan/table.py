@@ -167,7 +167,8 @@ def _placement(leaf: StateLeaf, plan: PlannedBytes) -> str:
         return f"{leaf.dtype} as {leaf.cut.blocks.kind}, cut on dim {leaf.cut.packed_dim}{where}"
     text = f"dims {leaf.cut.dim}.. flattened" if leaf.cut.flat else f"dim {leaf.cut.dim}"
     padding = f", padded {leaf.cut.natural_size}->{leaf.cut.stored_size}" if leaf.cut.is_padded else ""
-    return f"{leaf.dtype} cut on {text}{padding}{where}"
+    beside = [f", dim {d} over {'+'.join(jax.tree.leaves(names))}" for d, names in enumerate(leaf.base) if names]
+    return f"{leaf.dtype} cut on {text}{padding}{''.join(beside)}{where}"
 
 
 def _table(header: Row, items: Sequence[T], row: Callable[[T], Row], max_rows: int | None) -> str:
