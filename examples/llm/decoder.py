@@ -8,6 +8,7 @@ head, F hidden width, V vocabulary, L layers; of mixtures of experts also N = B 
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from attention import Places, attend, cap, divide, join, rotate, whole_rows
+from expert_parallel import Apart, own_rows
 from experts import WAYS
 from jzero.hf import ModelConfig
 from kv_cache import Cache
@@ -109,12 +112,14 @@ class Layer(nn.Module):
     lora: Lora | None
     product: str
     context: str | None
+    mesh: Mesh | None
 
     @nn.compact
     def __call__(
         self, carry: tuple[jax.Array, Cache | None], layer: PerLayer, places: Places, seen: Places
     ) -> tuple[tuple[jax.Array, Cache | None], None]:  # [B, S, D] and the cache, of one layer, [B, S], [B, T]
         x, cache = carry
+        x = own_rows(x, self.mesh)
         y, cache = self._attention(self._norm("attention_norm", x), cache, layer, places, seen)
         x = x + (self._norm("attention_post_norm", y) if self.config.post_norms else y)
         y = self._mlp(self._norm("mlp_norm", x))
@@ -149,7 +154,8 @@ class Layer(nn.Module):
         logits = self._project("router", x, config.experts.count, bias=config.experts.router_bias)  # [B, S, E]
         self.sow("router", "logits", logits)
         flat = x.reshape(-1, config.d_model)
-        experts = WAYS[self.product].of(logits.reshape(len(flat), -1), config.experts)
+        sort = WAYS[self.product].of if self.mesh is None else functools.partial(Apart.of, self.mesh, self.product)
+        experts = sort(logits.reshape(len(flat), -1), config.experts)
         return experts.collect(self._gated(experts.spread(flat), experts)).reshape(x.shape)
 
     def _gated(self, x: jax.Array, experts: Any = None) -> jax.Array:
@@ -186,6 +192,8 @@ class Decoder(nn.Module):
 
     With targets [B, S] the result is the cross entropy of each, fp32 [B, S]; the logits of one of `loss_chunks` parts
     of the tokens exist at a time. With `context`, devices along that mesh axis have S tokens each of the same rows.
+
+    With a `mesh`, devices along its axis `experts` have different ones (`expert_parallel.py`).
     """
 
     config: ModelConfig
@@ -193,6 +201,7 @@ class Decoder(nn.Module):
     product: str = "blocks"
     context: str | None = None
     loss_chunks: int = 1
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(
@@ -220,7 +229,7 @@ class Decoder(nn.Module):
             "length": config.num_layers,
         }
         scan = nn.scan(body, in_axes=(0, nn.broadcast, nn.broadcast), **axes)
-        scanned = scan(config, self.lora, self.product, self.context, name="layers")
+        scanned = scan(config, self.lora, self.product, self.context, self.mesh, name="layers")
         (x, cache), _ = scanned((x, cache), layers, places, seen)
         x = x if cache is None else x[:, -1:]
         x = Norm(config, name="norm")(x)

@@ -5,12 +5,15 @@ and multiplies a batch of matrices, as any backend can: at most twice the operat
 each group its own kernel (`jax.lax.ragged_dot`), with no more operations than needed on TPUs. Elsewhere jax 0.10 to
 0.12 multiply all that is sorted with every expert.
 
+With expert parallelism, E of them are on this device; those elsewhere add zeros to a sum.
+
 Shapes: N tokens, E experts, X experts that a token goes to, I input and O output features,
 K blocks of M rows.
 """
 
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -25,21 +28,25 @@ def route(logits: jax.Array, config: Experts) -> tuple[jax.Array, jax.Array]:
     return chosen, jnp.exp(best - jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True))
 
 
+FILLED: Any = {"unique_indices": True, "mode": "fill", "fill_value": 0}
+
+
 class Ragged(NamedTuple):
-    """Tokens, once for each of their experts, sorted by expert."""
+    """Tokens, once for each of their experts, sorted by expert; last come those whose expert is elsewhere."""
 
     shares: jax.Array  # [N, X]
     order: jax.Array  # [N X], into tokens repeated X times
-    experts: jax.Array  # [N X], sorted
+    experts: jax.Array  # [N X], sorted; E for those elsewhere
     sizes: jax.Array  # [E], tokens per expert
 
     @classmethod
-    def of(cls, logits: jax.Array, config: Experts) -> "Ragged":
-        """Returns the order of tokens by their experts."""
+    def of(cls, logits: jax.Array, config: Experts, first: Any = 0, count: int | None = None) -> "Ragged":
+        """Returns the order of tokens by their experts, of which `count` from the `first` are here; all by default."""
+        count = config.count if count is None else count
         chosen, shares = route(logits, config)
-        flat = chosen.reshape(-1)
+        flat = _numbers(chosen, first, count)
         order = jnp.argsort(flat)
-        return cls(shares, order, flat[order], jnp.bincount(flat, length=config.count))
+        return cls(shares, order, flat[order], jnp.bincount(flat, length=count))
 
     @property
     def count(self) -> int:
@@ -48,7 +55,8 @@ class Ragged(NamedTuple):
 
     def spread(self, x: jax.Array) -> jax.Array:
         """[N, I] -> [N X, I]."""
-        return jnp.repeat(x, self.shares.shape[1], axis=0).at[self.order].get(unique_indices=True)
+        order = self._or_outside(self.order, self.experts < self.count)
+        return jnp.repeat(x, self.shares.shape[1], axis=0).at[order].get(**FILLED)
 
     def multiply(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """[N X, I], [E, I, O] -> [N X, O]."""
@@ -56,58 +64,85 @@ class Ragged(NamedTuple):
 
     def rows(self, bias: jax.Array) -> jax.Array:
         """[E, O] -> [N X, O]."""
-        return bias[self.experts]
+        return bias.at[self.experts].get(mode="clip")
 
     def collect(self, y: jax.Array) -> jax.Array:
         """[N X, O] -> [N, O], the sum over a token's experts."""
-        back = y.at[jnp.argsort(self.order)].get(unique_indices=True)  # in the order of tokens
+        places = jnp.argsort(self.order)  # in the order of tokens
+        back = y.at[self._or_outside(places, places < self.sizes.sum())].get(**FILLED)
         return jnp.einsum("nxo,nx->no", back.reshape(*self.shares.shape, -1), self.shares.astype(y.dtype))
 
+    def _or_outside(self, indices: jax.Array, here: jax.Array) -> jax.Array:
+        return jnp.where(here, indices, indices + len(indices))
 
-class Blocks(NamedTuple):
+
+@flax.struct.dataclass
+class Blocks:
     """Tokens, once for each of their experts, in blocks of one expert each; zeros fill the last block of an expert."""
 
     shares: jax.Array  # [N, X]
-    places: jax.Array  # [N X], of tokens repeated X times, among the rows of all blocks
-    experts: jax.Array  # [K]
-    size: int  # M
-    count: int  # E
+    places: jax.Array  # [N X], of tokens repeated X times, among the rows of all blocks; K M and more: elsewhere
+    experts: jax.Array  # [K], sorted; E for blocks without tokens
+    size: int = flax.struct.field(pytree_node=False)  # M
+    count: int = flax.struct.field(pytree_node=False)  # E
 
     @classmethod
-    def of(cls, logits: jax.Array, config: Experts) -> "Blocks":
-        """Returns the blocks of tokens."""
+    def of(cls, logits: jax.Array, config: Experts, first: Any = 0, count: int | None = None) -> "Blocks":
+        """Returns the blocks of tokens, of whose experts `count` from the `first` are here; all by default."""
+        count = config.count if count is None else count
         chosen, shares = route(logits, config)
-        flat = chosen.reshape(-1)
+        flat = _numbers(chosen, first, count)
         size = -(-len(flat) // config.count)
-        num_blocks = min(len(flat), len(flat) // size + config.count)  # enough, however tokens are distributed
+        num_blocks = min(len(flat), len(flat) // size + count)  # enough, however tokens are distributed
+        num_blocks += -num_blocks % count if num_blocks > 2 * count else 0
         order = jnp.argsort(flat)
         own = flat[order]  # the expert of each row
-        sizes = jnp.bincount(own, length=config.count)
+        sizes = jnp.bincount(own, length=count)
         blocks = -(-sizes // size)  # [E]
         ends, starts = jnp.cumsum(blocks), jnp.cumsum(blocks) - blocks
         rank = jnp.arange(len(flat)) - (jnp.cumsum(sizes) - sizes)[own]  # among the rows of its expert
-        places = jnp.zeros_like(flat).at[order].set(starts[own] * size + rank)
+        here = jnp.where(own < count, starts[own] * size + rank, num_blocks * size + jnp.arange(len(flat)))
+        places = jnp.zeros_like(flat).at[order].set(here)
         experts = (jnp.arange(num_blocks)[:, None] >= ends[None]).sum(-1)
-        return cls(shares, places, jnp.minimum(experts, config.count - 1), size, config.count)
+        return cls(shares, places, experts, size, count)
 
     def spread(self, x: jax.Array) -> jax.Array:
         """[N, I] -> [K, M, I]."""
         rows = jnp.zeros((len(self.experts) * self.size, x.shape[1]), x.dtype)
-        rows = rows.at[self.places].set(jnp.repeat(x, self.shares.shape[1], axis=0), unique_indices=True)
+        rows = rows.at[self.places].set(jnp.repeat(x, self.shares.shape[1], axis=0), unique_indices=True, mode="drop")
         return rows.reshape(len(self.experts), self.size, -1)
 
     def multiply(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """[K, M, I], [E, I, O] -> [K, M, O]."""
-        return x @ kernel[self.experts]
+        """[K, M, I], [E, I, O] -> [K, M, O]; of many more blocks than experts, parts without tokens are left out."""
+
+        def of_some(x: jax.Array, experts: jax.Array) -> jax.Array:
+            return x @ kernel.at[experts].get(mode="clip")
+
+        if len(x) <= 2 * self.count:
+            return of_some(x, self.experts)
+
+        @jax.checkpoint  # kernels are taken from the stack again
+        def of_part(x: jax.Array, experts: jax.Array) -> jax.Array:
+            empty = jnp.zeros((*x.shape[:-1], kernel.shape[-1]), x.dtype)
+            return jax.lax.cond(experts[0] < self.count, of_some, lambda *_: empty, x, experts)
+
+        parts = jax.tree.map(lambda x: x.reshape(-1, self.count, *x.shape[1:]), (x, self.experts))
+        return jax.lax.map(lambda part: of_part(*part), parts).reshape(*x.shape[:-1], -1)
 
     def rows(self, bias: jax.Array) -> jax.Array:
         """[E, O] -> [K, 1, O]."""
-        return bias[self.experts][:, None]
+        return bias.at[self.experts].get(mode="clip")[:, None]
 
     def collect(self, y: jax.Array) -> jax.Array:
         """[K, M, O] -> [N, O], the sum over a token's experts."""
-        back = y.reshape(-1, y.shape[-1]).at[self.places].get(unique_indices=True)
+        back = y.reshape(-1, y.shape[-1]).at[self.places].get(**FILLED)
         return jnp.einsum("nxo,nx->no", back.reshape(*self.shares.shape, -1), self.shares.astype(y.dtype))
 
 
 WAYS: dict[str, Any] = {"blocks": Blocks, "ragged": Ragged}
+
+
+def _numbers(chosen: jax.Array, first: Any, count: int) -> jax.Array:
+    """Returns the experts of tokens by their numbers here, and `count` for those elsewhere. [N, X] -> [N X]."""
+    flat = chosen.reshape(-1) - first
+    return jnp.where((flat >= 0) & (flat < count), flat, count)

@@ -22,6 +22,7 @@ import jzero.data
 import jzero.hf
 from balance import make_step
 from decoder import Decoder
+from expert_parallel import EXPERTS, check_parts, cut_by_expert, of_experts
 from jzero.machines.limits import this_machine
 from training import (
     add_options,
@@ -61,18 +62,19 @@ def main() -> None:
     args = parse_args()
     start(cluster=args.cluster)
     model = Decoder(jzero.hf.read_config(args.config), product=args.products)
-    loader, held_out = (load_data(paths, model, args) for paths in (args.data, args.held_out))
+    mesh = make_mesh(model, args)
+    loader, held_out = (load_data(paths, model, args, mesh) for paths in (args.data, args.held_out))
     args.steps = args.steps or loader.batches_per_epoch
     tx = make_optimizer(args.lr, args.steps)
 
     def make_state(key: jax.Array) -> jzero.TrainState:
         params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        params = params if args.experts == 1 else cut_by_expert(params, mesh)
         return jzero.TrainState.create(params=params, tx=tx)
 
-    mesh = jzero.make_mesh(**mesh_axes(args))
     state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=zero_config(args), mesh=mesh)
     say(jzero.plan_of(state))
-    parts = of_parts(model, args)
+    parts = of_parts(model, args).clone(mesh=None if args.experts == 1 else mesh)
     evaluate = make_evaluate(parts)
     train(
         state,
@@ -85,7 +87,17 @@ def main() -> None:
     )
 
 
-def load_data(paths: Any, model: Decoder, args: argparse.Namespace) -> jzero.data.Loader | None:
+def make_mesh(model: Decoder, args: argparse.Namespace) -> jax.sharding.Mesh:
+    """Returns the mesh of a run: over nodes, tokens go between devices with different experts, which are more."""
+    if args.experts == 1:
+        return jzero.make_mesh(**mesh_axes(args))
+    check_parts(model.config, args.experts)
+    return jzero.make_mesh(**{EXPERTS: args.experts}, **mesh_axes(args))
+
+
+def load_data(
+    paths: Any, model: Decoder, args: argparse.Namespace, mesh: jax.sharding.Mesh
+) -> jzero.data.Loader | None:
     """Returns a loader of files of tokens, `None` without any; those to train on repeat, each time in another order."""
     if not paths:
         return None
@@ -93,7 +105,7 @@ def load_data(paths: Any, model: Decoder, args: argparse.Namespace) -> jzero.dat
     open_file = functools.partial(TokenFile, dtype=args.token_dtype, **sizes)
     source = jzero.data.FileSource(map(str, sorted(paths)), open_file=open_file)
     epochs = {"num_epochs": None, "shuffle": True, "seed": args.seed} if paths is args.data else {}
-    return jzero.data.make_loader(source, batch_size=args.batch, mesh=jzero.make_mesh(**mesh_axes(args)), **epochs)
+    return jzero.data.make_loader(source, batch_size=args.batch, mesh=mesh, **epochs)
 
 
 def flops_per_token(model: Decoder, seq: int) -> float:
@@ -102,8 +114,8 @@ def flops_per_token(model: Decoder, seq: int) -> float:
     config, kernels = model.config, 0
     for path, x in jax.tree_util.tree_leaves_with_path(shapes):
         size = x.size if path[-1].key == "kernel" or (config.tied and path[-1].key == "embedding") else 0
-        of_experts = config.experts is not None and path[-2].key in ("gate", "up", "gate_up", "down")
-        kernels += size * config.experts.per_token // config.experts.count if of_experts else size
+        some = config.experts is not None and of_experts(path)
+        kernels += size * config.experts.per_token // config.experts.count if some else size
     attended = sum(min(seq / 2, window or seq) for window in config.windows)  # tokens, summed over layers
     scores = 2 * attended * config.num_heads * config.head_dim  # multiplied with queries, then with values
     return 6 * (kernels + scores)
@@ -133,6 +145,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="files of tokens")
     parser.add_argument("--held-out", type=pathlib.Path, nargs="+", help="files of tokens to evaluate on")
     parser.add_argument("--token-dtype", choices=["uint16", "uint32"], default="uint16")
+    parser.add_argument("--experts", type=int, default=1, help="devices that share the experts of a mixture")
     add_options(parser, lr=3e-4)
     return parser.parse_args(argv)
 

@@ -1,0 +1,141 @@
+"""Experts on a mesh axis of their own beside ZeRO, `examples/llm/expert_parallel.py`, against one device."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import jzero.hf
+from tests import hf_models, shared
+from tests.example_runs import EXAMPLES
+from tests.tiers import default_for
+
+sys.path.insert(0, str(EXAMPLES / "llm"))
+import balance
+import decoder
+import expert_parallel
+import pretrain
+import training
+
+TX = shared.sgd(1.0)
+TOKENS, WIDTH, HIDDEN = 48, 10, 14
+
+
+def draw(shapes, scale=1.0):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) * np.float32(scale), shapes)
+
+
+def born(params, mesh, config):
+    """Returns a state whose experts are cut by what the function that makes it says."""
+
+    def make_state(key):
+        arrays = jax.tree.map(jnp.asarray, params)
+        return jzero.TrainState.create(params=expert_parallel.cut_by_expert(arrays, mesh), tx=TX)
+
+    return jzero.init_train_state(make_state, jax.random.key(0), config=config, mesh=mesh)
+
+
+LAYERS = [("blocks", 4, 3.0), ("ragged", 4, 0.0), ("ragged", 2, 3.0), ("blocks", 4, 0.0), ("blocks", 2, 3.0)]
+
+
+@pytest.mark.parametrize(("product", "size", "preferred"), default_for(LAYERS[:2], LAYERS))
+def test_a_layer_of_experts_equals_products_with_all_of_them(product, size, preferred):
+    """One of 8 experts may be `preferred`, so that most blocks are on one device."""
+    kind = jzero.hf.Experts(count=8, per_token=3, normalized=True, aux_coef=0.0)
+    shapes = {"up": (1, 8, WIDTH, HIDDEN), "down": (1, 8, HIDDEN, WIDTH)}
+    params = {name: {"kernel": draw(jax.ShapeDtypeStruct(shape, np.float32), 0.3)} for name, shape in shapes.items()}
+    x = draw(jax.ShapeDtypeStruct((TOKENS, WIDTH + 8), np.float32))
+    x[:, WIDTH + 6] += preferred
+    mesh = jzero.make_mesh(experts=size, data=8 // size)
+
+    def of_each(p, x):  # dense: each token with every expert
+        every = jnp.einsum("neh,ehd->ned", jnp.sin(jnp.einsum("nd,edh->neh", x[:, :WIDTH], p["up"])), p["down"])
+        best = jnp.sort(x[:, WIDTH:], axis=-1)[:, -3:-2]
+        shares = jax.nn.softmax(jnp.where(x[:, WIDTH:] >= best, x[:, WIDTH:], -jnp.inf), axis=-1)
+        return jnp.einsum("ned,ne->nd", every, shares)
+
+    def of_sorted(p, x):
+        x = expert_parallel.own_rows(x, mesh)
+        experts = expert_parallel.Apart.of(mesh, product, x[:, WIDTH:], kind)
+        hidden = jnp.sin(experts.multiply(experts.spread(x[:, :WIDTH]), p["up"]))
+        return experts.collect(experts.multiply(hidden, p["down"]))
+
+    def loss_with(layer):
+        return lambda p, x: jnp.square(layer(jax.tree.map(lambda k: k[0], {n: p[n]["kernel"] for n in p}), x)).mean()
+
+    want, grads = jax.jit(jax.value_and_grad(loss_with(of_each)))(params, x)
+    state = born(params, mesh, jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    assert state.params["up"]["kernel"].sharding.spec[:2] == (None, "experts")
+    step = jzero.make_train_step(loss_with(of_sorted))
+    report = jzero.analyze(step, state, x)
+    report.verify()
+    held = sum(k.size for k in jax.tree.leaves(params)) // size
+    sent = {(row.kind, row.axis): row.elements for row in report.collectives}
+    assert held <= sent["reduce-scatter", "data"] < 1.2 * held, "a device's own experts alone, up to padding"
+    new, metrics = step(state, x)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
+    got = jzero.gather_params(new)
+    jax.tree.map(lambda p, a, g: np.testing.assert_allclose(p - a, g, atol=1e-6), params, got, grads)
+
+
+DECODERS = [
+    ("mixtral", "blocks", 4, 1),
+    ("mixtral", "ragged", 4, 2),
+    ("qwen3_moe", "blocks", 2, 2),
+    ("gpt_oss", "ragged", 2, 1),
+    ("gpt_oss", "blocks", 4, 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "product", "size", "micro_batches"), DECODERS)
+def test_the_decoder_trains_as_on_one_device(family, product, size, micro_batches, tmp_path):
+    """With the router's loss of the whole batch; one row only fills it."""
+    count = {"qwen3_moe": "num_experts"}.get(family, "num_local_experts")
+    config = hf_models.write_folder(tmp_path, family, **{count: 4, "num_hidden_layers": 2})
+    options = [f"--config={tmp_path}", "--data=x", f"--experts={size}", "--precision=fp32", f"--products={product}"]
+    args = pretrain.parse_args([*options, "--persistence-threshold=0", f"--accumulate-steps={micro_batches}"])
+    model, num_rows = decoder.Decoder(config), 8 * micro_batches
+    tokens = np.random.default_rng(1).integers(0, 61, (num_rows, 10)).astype(np.int32)
+    batch = {"tokens": tokens, "weights": np.float32([1] * (num_rows - 1) + [0])}
+    params = draw(jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 4), np.int32))["params"], 1 / 3)
+
+    def mean(p):
+        loss = jax.vmap(lambda p: balance.balanced_loss(model)(p, batch), None, axis_name=balance.AXIS, axis_size=1)(p)
+        return loss.sum[0] / loss.weight[0]
+
+    want, grads = jax.jit(jax.value_and_grad(mean))(params)
+    mesh = pretrain.make_mesh(model, args)
+    state = born(params, mesh, training.zero_config(args))
+    step = balance.make_step(training.of_parts(model, args).clone(product=product, mesh=mesh), args)
+    new, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=2e-6)
+    shrink = 1 / np.maximum(1, optax.tree.norm(grads))  # the step clips
+    got = jzero.gather_params(new)
+    jax.tree.map(lambda p, a, g: np.testing.assert_allclose(p - a, g * shrink, atol=2e-6), params, got, grads)
+
+
+def test_the_plan_says_both_axes():
+    mesh = jzero.make_mesh(experts=4, data=2)
+    params = {
+        "up": {"kernel": np.zeros((3, 4, 10, 12), np.float32)},
+        "router": {"kernel": np.zeros((10, 4), np.float32)},
+    }
+    plan = jzero.plan_of(born(params, mesh, jzero.ZeroConfig(stage=3, persistence_threshold=0)))
+    assert "float32 cut on dim 2, dim 1 over experts" in str(plan)
+    assert plan.bytes_per_device.params == 4 * (3 * 4 * 10 * 12 // 8 + 10 * 4 // 2)
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path):
+    for family, text in (("mixtral", "5 experts have no 4 equal parts: change --experts"), ("llama", "has no experts")):
+        model = decoder.Decoder(hf_models.write_folder(tmp_path / family, family))
+        args = pretrain.parse_args([f"--config={tmp_path / family}", "--data=x", "--experts=4"])
+        with pytest.raises(ValueError, match=text):
+            pretrain.make_mesh(model, args)
+    with pytest.raises(ValueError, match="6 rows of the devices along --experts have no 4 equal parts"):
+        expert_parallel.own_rows(np.zeros((6, 3)), jzero.make_mesh(experts=4, data=2))
