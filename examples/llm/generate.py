@@ -26,7 +26,6 @@ import jzero.hf
 from adapters import read_lora
 from chat_data import load_tokenizer, without_end
 from decoder import Decoder
-from experts import WAYS
 from generation import Sampling, generate, left_padded
 from layouts import choose_mesh, shardings
 from training import model_folder, start
@@ -54,7 +53,7 @@ def complete(args: argparse.Namespace, tokenizer: Any) -> list[str]:
         stop=stop_tokens(args.model, tokenizer),
     )
     lora = None if args.adapter is None else read_lora(args.adapter)
-    model = Decoder(jzero.hf.read_config(args.model), lora, args.products)
+    model = Decoder(jzero.hf.read_config(args.model), lora)
     num_places = max(map(len, prompts)) + args.num_tokens
     mesh = choose_mesh(model, num_rows=len(prompts), num_places=num_places, dtype=args.dtype, divide_by=args.divide_by)
     num_rows = -(-len(prompts) // mesh.shape["data"]) * mesh.shape["data"]
@@ -119,7 +118,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0, help="choose among tokens of so much probability")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--divide-by", type=int, help="devices that share the weights; 1: whole on each")
-    parser.add_argument("--products", choices=[*WAYS], default="blocks", help="of experts; ragged on TPUs")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
