@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import Mesh
 
 import jzero
 import jzero.hf
@@ -35,6 +36,7 @@ class Pairs(nn.Module):
     product: str
     context: str | None = None
     loss_chunks: int = 1
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, tokens, positions=None, targets=None):
