@@ -142,7 +142,8 @@ def test_large_models_fit(model, topology, hbm_bytes):
     limit = None if hbm_bytes is None else int(hbm_bytes)
     choice = jzero.fit(*getattr(decoder_models, model)(), topology=topology, hbm_bytes=limit, config=config)
     last_loser = choice.tried[choice.tried.index(choice.chosen) - 1]
-    assert choice.chosen.compiled_peak <= choice.limit < last_loser.compiled_peak
+    # What is estimated to be far above the limit is not compiled.
+    assert choice.chosen.compiled_peak <= choice.limit < (last_loser.compiled_peak or last_loser.memory.peak)
     assert choice.chosen.memory.peak == pytest.approx(choice.chosen.compiled_peak, rel=0.15)
 
 
