@@ -120,8 +120,8 @@ def test_reckoned_peak_is_that_of_the_compiler(topology, model, stage):
 def test_states_fall_with_the_number_of_tpus(topology):
     """Stage 3 over 8, 64 and 512 chips: what the compiler takes as arguments is 12 bytes per parameter over N.
 
-    For 1.4B parameters. Those of 124M come in shards of 12 rows and fewer, which tiles of 8 or 16 rows make 18 % larger
-    at 64 chips and 25 % at 512: `analyze` notes it.
+    For 1.4B parameters. Those of 124M come in shards of 12 rows and fewer, which tiles of 8 or 16 rows make up to a
+    third larger at 64 chips: `analyze` notes it.
     """
     config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0)
     make_state, loss_fn, _ = decoder_models.gpt_1_4b()
@@ -148,14 +148,15 @@ def test_large_models_fit(model, topology, hbm_bytes):
 
 
 def test_tiles_are_noted():
-    """Shards of 12 rows on 64 chips; see above."""
+    """Shards of 12 rows on 64 chips, which tiles of 8 or 16 rows make a third larger; some leaves have other shards."""
     make_state, _, _ = decoder_models.gpt_124m()
     plain = jax.eval_shape(make_state, jax.random.key(0))
     loss_fn = lambda params, batch: batch.mean() * sum(x.sum() for x in jax.tree.leaves(params))
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
     batch = jax.ShapeDtypeStruct((64, 8), jnp.float32)
     report = jzero.analyze(jzero.make_train_step(loss_fn), plain, batch, topology="v5p:4x4x4", config=config)
-    assert any("18 % more than" in note for note in report.notes), report.notes
+    (note,) = (note for note in report.notes if "more than their elements" in note)
+    assert 15 <= int(note.split("take ")[1].split(" %")[0]) <= 33, note
 
 
 def offloaded(
