@@ -16,7 +16,7 @@ from jzero.estimate.step_memory import memory_of_step
 from jzero.estimate.traced_collectives import traced_collectives
 from jzero.machines import limits
 from jzero.machines.machine import machine
-from jzero.step import train_step
+from jzero.step import keeping, train_step
 from tests import shared
 from tests.shared import whole
 from tests.test_keep import (
@@ -24,7 +24,6 @@ from tests.test_keep import (
     loss_fn,
     make_batch,
     make_params,
-    make_state,
     on_one_device,
     scan_loss,
     stacked_params,
@@ -86,6 +85,18 @@ def test_as_many_blocks_stay_as_fit(memory):
     assert f"kept between passes: all parameters, {kept.blocks} of {LAYERS} blocks" in str(step.plan(state, batch))
     memory.limit = low / 0.7
     assert jzero.make_train_step(loss_fn).plan(state, batch).kept is None
+
+
+def test_an_estimate_that_fails_stops_no_step(memory, checks_may_fail, monkeypatch, caplog):
+    def fail(*args):
+        raise NotImplementedError("an equation that no estimate knows")
+
+    monkeypatch.setattr(keeping, "memory_of_step", fail)
+    memory.limit = 2**30
+    step, state, batch = jzero.make_train_step(loss_fn), make_state(), make_batch()
+    assert step.recomputation(state, batch) == "cheap"
+    assert np.isfinite(step(state, batch)[1]["loss"])
+    assert "A check failed, and the step goes on without it" in caplog.text
 
 
 def test_a_larger_batch_is_decided_anew(memory, monkeypatch):

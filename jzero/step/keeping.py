@@ -5,8 +5,8 @@ Stage 3 can gather parameters again for the backward pass and recompute cheap ac
 mostly lies idle. So a training step whose user said nothing about recomputation keeps what fits, by the estimate of its
 own trace, without a compiler: all parameters and all blocks if that takes at most `KEPT_SHARE` of what a step may use
 of a device; else as many blocks as fit, if the estimate of a second trace agrees; else nothing, as `remat="cheap"`
-does. Rows of stacks are not kept: loops would have to write and read the stacks. The plan, shapes and the kind of
-device decide, so all processes decide alike.
+does, also where an estimate fails, which the log says. Rows of stacks are not kept: loops would have to write and read
+the stacks. The plan, shapes and the kind of device decide, so all processes decide alike.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from jzero._guard import attempt
 from jzero._types import PyTree, TrainStateLike
 from jzero.config.keep import Keep
 from jzero.engine.gradients import MicroBatches, bytes_of_kept_blocks
@@ -70,8 +71,28 @@ def choose_kept(
       hardware: The machine, if it is known.
       limit: What a step may use of a device, in bytes.
     """
-    plan: ZeroPlan = arguments[0].tx.plan
     traced, _ = step.loss.trace(*arguments)
+    choice = attempt(_most_that_fits, step, arguments, traced, hardware, limit)
+    if choice is not None:
+        params = choice.keep.params
+        logging.getLogger("jzero").info(
+            "The step keeps %s parameters and %s blocks between its passes: %s of %s (estimated).",
+            params if params == "all" else len(params),
+            choice.keep.blocks,
+            format_bytes(choice.memory.peak),
+            format_bytes(limit),
+        )
+    return choice
+
+
+def _most_that_fits(
+    step: TrainStep,
+    arguments: tuple[TrainStateLike, PyTree, PyTree],
+    traced: TracedLoss,
+    hardware: Machine | None,
+    limit: int,
+) -> KeepingStep | None:
+    plan: ZeroPlan = arguments[0].tx.plan
     cut = [leaf for leaf in plan.leaves if leaf.param.cut is not None]
     kept = [leaf for leaf in cut if leaf.scan_dim is None]
     num_bytes = sum(array_bytes(math.prod(leaf.param.shape), leaf.compute_dtype) for leaf in kept)
@@ -91,17 +112,7 @@ def choose_kept(
         excess = choice.memory.peak - KEPT_SHARE * limit
         blocks = total - math.ceil(excess / max(1, FREED * choice.memory.activation_bytes / total))
         choice = keeping(blocks) if blocks >= 0 else choice
-    if not choice.fits:
-        return None
-    logging.getLogger("jzero").info(
-        "The step keeps %s parameters and %s of %s blocks between its passes: %s of %s (estimated).",
-        len(kept),
-        choice.keep.blocks,
-        total,
-        format_bytes(choice.memory.peak),
-        format_bytes(limit),
-    )
-    return choice
+    return choice if choice.fits else None
 
 
 def check_keep(remat: Remat | None, plan: ZeroPlan) -> None:
