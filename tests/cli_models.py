@@ -34,14 +34,6 @@ def concrete():
     return [make_state(jax.random.key(0)), loss_fn, jnp.ones((BATCH, WIDTH))]
 
 
-def with_rng():
-    return (
-        make_state,
-        lambda params, batch, rng: loss_fn(params, batch + jax.random.normal(rng, batch.shape)),
-        factory()[2],
-    )
-
-
 def make_nnx(key):
     model = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=nnx.Rngs(params=key))
     return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)

@@ -30,15 +30,6 @@ LAYERS, WIDTH, PSI = cli_models.LAYERS, cli_models.WIDTH, cli_models.PARAMS
 # estimate
 
 
-@pytest.mark.parametrize("function", ["factory", "concrete"])
-def test_estimate_counts_a_model(run, function):
-    found = data_of(run(f"estimate --deepspeed users:{function} --num-gpus-per-node 2 --json"))
-    assert (found["total_params"], found["largest_layer_params"]) == (PSI, PSI // LAYERS)
-    last = found["rows"][-1]
-    assert last["gpu_bytes"] == 18 * PSI // 2 + 4 * PSI // LAYERS
-    assert data_of(run(f"estimate users:{function} --devices 2 --json"))["deepspeed_bytes"] == last["gpu_bytes"]
-
-
 def test_estimate_takes_deepspeeds_machine_from_the_topology(run):
     text = text_of(run("estimate --deepspeed --params 7B --topology h100:16"))
     assert "Setup with 2 nodes, 8 GPUs per node" in text
@@ -62,33 +53,7 @@ def test_plan_prints_the_table_of_this_machine(run):
     assert text_of(run("plan users:concrete --stage 1")).endswith(f"\n\n{jzero.plan_train_state(state, stage=1)}\n")
 
 
-def test_plan_of_an_nnx_pair_that_is_made_from_a_key(run):
-    found = data_of(run("plan users:nnx_pair --devices 8 --persistence-threshold 0 --json"))
-    assert [(row["path"], row["shape"]) for row in found["parameters"]] == [("kernel", [WIDTH, 4 * WIDTH])]
-    assert found["bytes_per_device"]["params"] == WIDTH * 4 * WIDTH * 4 // 8
-
-
 # analyze
-
-
-def test_analyze_as_json(run):
-    """By default, what is kept of a layer are its input and its product."""
-    result = run("analyze users:factory --json --verify")
-    found = data_of(result)
-    assert found["communication_elements"] == pytest.approx(3 * PSI, rel=0.02)
-    assert (found["num_devices"], found["plan"]["stage"], found["violations"]) == (8, 3, [])
-    state, batch = 3 * 4 * PSI // 8 + 8, cli_models.BATCH * WIDTH * 4 // 8
-    assert found["memory"]["arguments"] == pytest.approx(state + batch, rel=0.01)
-    assert "a module that prints" in result.stderr
-    kept = 4 * cli_models.BATCH // 8 * (LAYERS * 5 + 1) * WIDTH  # on one device, and of the last layer its result
-    assert found["estimated"]["activation_bytes"] == pytest.approx(kept, abs=8)
-
-
-@pytest.mark.slow
-def test_analyze_options(run):
-    found = text_of(run("analyze users:with_rng --stage 1 --accumulate-steps 2 --precision bf16 --cpu-devices 8"))
-    assert "ZeRO stage 1 over 8" in found
-    assert f"2.00 × {PSI:,} parameters" in found
 
 
 def test_analyze_ends_with_1_if_the_program_departs_from_the_plan(run, monkeypatch):
@@ -103,19 +68,6 @@ def test_analyze_ends_with_1_if_the_program_departs_from_the_plan(run, monkeypat
 
 
 # fit
-
-
-@pytest.mark.usefixtures("fit_tries_little")
-def test_fit_as_json(run):
-    """16Ψ bytes of states at stage 0 do not fit into 10Ψ; cut over 8 devices they do."""
-    found = data_of(run(f"fit users:factory --topology h200:8 --hbm-bytes {10 * PSI} --no-confirm --json"))
-    assert found["limit"] == 10 * PSI
-    assert found["chosen"]["verdict"] == "chosen"
-    assert found["chosen"]["stage"] > 0
-    whole = next(x for x in found["tried"] if x["stage"] == 0)
-    assert whole["estimated_peak"] > 12 * PSI
-    assert whole["verdict"].endswith("too much")
-    assert found["notes"][0] == "Nothing was compiled: the figures are estimated."
 
 
 @pytest.mark.usefixtures("fit_tries_little")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import pathlib
 from collections.abc import Callable
@@ -111,67 +110,41 @@ def deviation(run: Run, expected: Run) -> Deviation:
     return Deviation(relative(run.losses, expected.losses), relative(run.grad_norms, expected.grad_norms))
 
 
-def check(run: Run, peers: tuple[str, ...], tolerance: Deviation) -> None:
-    """Asserts that a run is near each of the recorded ones."""
-    found = {peer: deviation(run, recorded(peer)) for peer in peers}
-    assert all(x.loss < tolerance.loss and x.norm < tolerance.norm for x in found.values()), found
-
-
-def cells(*settings: Any, peers: tuple[str, ...]) -> list[Any]:
-    """A row of a table: a run of jzero, and the recorded runs that it must be near."""
-    return [pytest.param(*settings, peers, id="-".join(map(str, settings)))]
-
-
-FP32 = cells(3, 1, None, peers=("ds_main_z3_fp32_g1_clip0",))
-for z, g in itertools.product(range(4), (1, 2)):
-    same = (f"ds_main_z{z}_fp32_g{g}", f"fsdp_main_fp32_g{g}")
-    FP32 += cells(z, g, 1.0, peers=same)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "accumulate_steps", "clip_norm", "peers"), FP32)
-def test_fp32(stage, accumulate_steps, clip_norm, peers):
-    run = run_jzero("fp32", stage, accumulate_steps, clip_norm)
+TOLERANCES = {
     # PyTorch's own fp32 runs are 8e-7 (loss) and 2e-6 (norm) from float64, so nothing can be much nearer to them.
-    check(run, peers, Deviation(2e-6, 1e-5))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
-def test_float64(stage):
-    run = run_jzero("fp64", stage, 1, 1.0)
+    "fp32": Deviation(2e-6, 1e-5),
     # The order of summation costs a few units in the last place, 2e-16 each; any wrong term costs orders more.
-    check(run, ("ref_main_fp64",), Deviation(1e-14, 1e-13))
-    assert abs(run.params_l2 / recorded("ref_main_fp64").params_l2 - 1) < 1e-14
-
-
-BF16 = cells("bf16", 0, 1, peers=("ds_main_z0_fp32_g1",))  # DeepSpeed's own first takes a step with no gradient
-for z in (1, 2, 3):
-    same = (f"ds_main_z{z}_bf16_g1", "fsdp_main_bf16_g1", f"ds_main_z{z}_fp32_g1")
-    BF16 += cells("bf16", z, 1, peers=same)
-    summed = (f"ds_main_z{z}_bf16_g2_acc32", f"ds_main_z{z}_fp32_g2")
-    BF16 += cells("bf16_acc32", z, 2, peers=summed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "stage", "accumulate_steps", "peers"), BF16)
-def test_bf16(precision, stage, accumulate_steps, peers):
-    run = run_jzero(precision, stage, accumulate_steps, 1.0)
+    "fp64": Deviation(1e-14, 1e-13),
     # Rounding noise: DeepSpeed's and FSDP2's runs are up to 8e-4 and 9e-3 from each other and from fp32, and the
     # norm of a control that sums other slices up to 1.2e-2; jzero's are up to 7e-4 and 1.1e-2 (8e-3 if LLVM optimizes).
     # With jax 0.12, whose bf16 products are YNNPACK's on CPUs, the control's loss is up to 1.8e-3 away, jzero's 2.1e-3.
     # Forgetting to clip would cost 2e-2 and 1.3e-1.
-    loss = 1e-3 if jax.__version_info__ < (0, 11) else 2.5e-3
-    check(run, peers, Deviation(loss, 1.3e-2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fp16(stage):
-    run, peer = run_jzero("fp16", stage, 1, 1.0), "ds_main_z1_fp16_g1"
+    "bf16": Deviation(1e-3 if jax.__version_info__ < (0, 11) else 2.5e-3, 1.3e-2),
     # Three bits more than bf16: DeepSpeed's run is 1e-4 and 2e-3 from fp32.
-    check(run, (peer,), Deviation(3e-4, 6e-3))
-    np.testing.assert_array_equal(run.loss_scales, recorded(peer).loss_scales)
+    "fp16": Deviation(3e-4, 6e-3),
+}
+
+
+@pytest.mark.slow  # `test_a_file_trains_as_deepspeed_did` has stage 3 in fp32 and float64
+@pytest.mark.parametrize(
+    ("precision", "stage", "accumulate_steps", "clip_norm", "peers"),
+    [
+        ("fp32", 3, 1, None, "ds_main_z3_fp32_g1_clip0"),
+        ("fp32", 1, 2, 1.0, "ds_main_z1_fp32_g2 fsdp_main_fp32_g2"),
+        ("fp64", 2, 1, 1.0, "ref_main_fp64"),
+        ("bf16", 1, 1, 1.0, "ds_main_z1_bf16_g1 fsdp_main_bf16_g1 ds_main_z1_fp32_g1"),
+        ("bf16_acc32", 3, 2, 1.0, "ds_main_z3_bf16_g2_acc32 ds_main_z3_fp32_g2"),
+        ("fp16", 2, 1, 1.0, "ds_main_z1_fp16_g1"),
+    ],
+)
+def test_a_run_is_near_the_recorded_ones(precision, stage, accumulate_steps, clip_norm, peers):
+    run, tolerance = run_jzero(precision, stage, accumulate_steps, clip_norm), TOLERANCES[precision.partition("_")[0]]
+    found = {peer: deviation(run, recorded(peer)) for peer in peers.split()}
+    assert all(x.loss < tolerance.loss and x.norm < tolerance.norm for x in found.values()), found
+    if precision == "fp64":
+        assert abs(run.params_l2 / recorded("ref_main_fp64").params_l2 - 1) < 1e-14
+    if precision == "fp16":
+        np.testing.assert_array_equal(run.loss_scales, recorded(peers).loss_scales)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

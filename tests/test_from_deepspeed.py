@@ -12,10 +12,8 @@ import json
 import types
 import warnings
 
-import hypothesis.strategies as st
 import optax
 import pytest
-from hypothesis import given
 
 import jzero
 from jzero.deepspeed.facts import BatchSizes, solve_batch
@@ -79,18 +77,6 @@ def missing(block, rows, prefix=""):
             yield from missing(value, rows, f"{path}.") if isinstance(value, dict) else [path]
 
 
-@pytest.mark.parametrize(
-    ("block", "size", "expected"),
-    [({}, 50_000_000, 100_000_000), ({}, 0, 0), ({"offload_param": {"device": "cpu"}}, 50_000_000, None)],
-)
-def test_what_is_gathered_ahead_is_in_bytes_of_the_dtype_that_travels(block, size, expected):
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": size, **block}
-    config, report = jzero.from_deepspeed({"bf16": {"enabled": True}, "zero_optimization": zero})
-    assert config.prefetch_bytes == expected
-    verdict = "compiler" if expected is None else "honoured"
-    assert verdicts(report)["zero_optimization.stage3_prefetch_bucket_size"] == verdict
-
-
 @pytest.mark.parametrize(("verdict", "says"), [("refused", "does not"), ("open", "Nothing decides")])
 def test_one_warning_names_all_that_is_refused_or_open(imported, verdict, says):
     refused = [key for key, found in imported.expected["verdicts"].items() if found == verdict]
@@ -118,25 +104,6 @@ def test_the_dictionary_stays_as_it_is():
 
 
 # Batch sizes
-
-sizes = st.none() | st.integers(1, 12)
-
-
-@given(sizes, sizes, sizes, st.integers(1, 6))
-def test_batch_sizes_without_devices_contradict_no_number_of_them(train, micro, accumulate, num_devices):
-    """What is solved without a number of devices is right for every one; what is refused is wrong for every one."""
-    sizes = BatchSizes(train, micro, accumulate)
-    try:
-        partly = solve_batch(sizes, None)
-    except ValueError:
-        with pytest.raises(ValueError, match="`train_batch_size`"):
-            solve_batch(sizes, num_devices)
-        return
-    try:
-        wholly = solve_batch(sizes, num_devices)
-    except ValueError:
-        return
-    assert all(x in (None, y) for x, y in zip(partly, wholly, strict=True))
 
 
 def test_batch_sizes_are_deepspeeds():

@@ -38,6 +38,9 @@ BF16 = {"bf16": {"enabled": True}}
         (zero(mics_shard_size=-1), "replica_axis", None),
         (zero(mics_shard_size=2), "replica_axis", "replica"),
         # Buckets are in bytes of what is sent.
+        (zero(stage3_prefetch_bucket_size=1000), "prefetch_bytes", 4000),
+        (BF16 | zero(stage3_prefetch_bucket_size=1000), "prefetch_bytes", 2000),
+        (zero(stage3_prefetch_bucket_size=1000, offload_param={"device": "cpu"}), "prefetch_bytes", None),
         (zero(reduce_bucket_size=1000), "reduce_bucket_bytes", 4000),
         (BF16 | zero(2, reduce_bucket_size=1000), "reduce_bucket_bytes", 2000),
         (BF16 | zero(2, reduce_bucket_size=1000) | {"communication_data_type": "fp32"}, "reduce_bucket_bytes", 4000),
