@@ -120,12 +120,12 @@ def test_every_field_of_peft_is_decided():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"use_rslora": True}, {"target_modules": r".*(q|down)_proj"}])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
-def test_logits_are_those_of_peft(fields, tmp_path):
+def test_logits_are_those_of_peft(tmp_path):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    model, adapter = tmp_path / "model", write_adapters(tmp_path / "adapter", **fields)
+    model, fields = tmp_path / "model", {"use_rslora": True, "target_modules": r".*(q|down)_proj"}
+    adapter = write_adapters(tmp_path / "adapter", **fields)
     config = hf_models.write_folder(model, "mistral")
     there = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     there = peft.PeftModel.from_pretrained(there, adapter).eval()

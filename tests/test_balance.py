@@ -77,7 +77,7 @@ def published(params, batch):
 
 @pytest.mark.parametrize(
     ("sizes", "micro_batches"),
-    [({"data": 3}, 1), ({"data": 2, "context": 3}, 3), slow({"data": 2}, 3), slow({"data": 1, "context": 2}, 1)],
+    [({"data": 2, "context": 3}, 3), slow({"data": 3}, 1)],
 )
 def test_the_loss_of_parts_is_that_of_the_whole_batch(sizes, micro_batches):
     batch = make_batch(12)
@@ -97,10 +97,9 @@ def test_the_loss_of_parts_is_that_of_the_whole_batch(sizes, micro_batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_it_is_that_of_transformers(family, tmp_path):
+def test_it_is_that_of_transformers(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    config = hf_models.write_folder(tmp_path, family)
+    config = hf_models.write_folder(tmp_path, "mixtral")
     there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = np.random.default_rng(0).integers(1, 61, (3, 10))
     with torch.no_grad():

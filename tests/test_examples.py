@@ -43,10 +43,7 @@ def logged_steps(path: pathlib.Path) -> list[int | str]:
     return [line["step"] if "loss" in line else "validation" for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("framework", "layers", "steps"),
-    [("nnx", "--no-scan", 4), slow("nnx", "--scan", 20), slow("linen", "--scan", 20), slow("linen", "--no-scan", 20)],
-)
+@pytest.mark.parametrize(("framework", "layers", "steps"), [("nnx", "--no-scan", 4), slow("linen", "--scan", 20)])
 def test_example_learns_and_shows_what_zero_saves(framework, layers, steps, tmp_path, monkeypatch, capsys):
     saving = (f"--checkpoints={tmp_path / 'checkpoints'}", f"--save-every={steps // 2}")
     log = tmp_path / "log.jsonl"
@@ -71,7 +68,7 @@ def test_example_learns_and_shows_what_zero_saves(framework, layers, steps, tmp_
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert f"step {steps}/{steps}  loss " in output, "progress"
     assert logged_steps(log) == [*range(1, steps + 1), "validation"]
-    if (framework, layers) == ("linen", "--scan"):
+    if framework == "linen":
         shutil.rmtree(tmp_path / "checkpoints" / "20")  # as if it had been stopped after step 10
         again = run(*options, "--stage=1")
         assert "resuming from step 10" in again

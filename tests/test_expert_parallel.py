@@ -40,7 +40,7 @@ def born(params, mesh, config):
     return jzero.init_train_state(make_state, jax.random.key(0), config=config, mesh=mesh)
 
 
-LAYERS = [("blocks", 4, 3.0), ("ragged", 4, 0.0), ("ragged", 2, 3.0), ("blocks", 4, 0.0), ("blocks", 2, 3.0)]
+LAYERS = [("blocks", 4, 3.0), ("ragged", 4, 0.0), ("ragged", 2, 3.0)]
 
 
 @pytest.mark.parametrize(("product", "size", "preferred"), default_for(LAYERS[:2], LAYERS))
@@ -83,21 +83,13 @@ def test_a_layer_of_experts_equals_products_with_all_of_them(product, size, pref
     jax.tree.map(lambda p, a, g: np.testing.assert_allclose(p - a, g, atol=1e-6), params, got, grads)
 
 
-DECODERS = [
-    ("mixtral", "blocks", 4, 1),
-    ("mixtral", "ragged", 4, 2),
-    ("qwen3_moe", "blocks", 2, 2),
-    ("gpt_oss", "ragged", 2, 1),
-    ("gpt_oss", "blocks", 4, 2),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "product", "size", "micro_batches"), DECODERS)
+@pytest.mark.parametrize(
+    ("family", "product", "size", "micro_batches"), [("mixtral", "ragged", 4, 2), ("gpt_oss", "blocks", 2, 1)]
+)
 def test_the_decoder_trains_as_on_one_device(family, product, size, micro_batches, tmp_path):
     """With the router's loss of the whole batch; one row only fills it."""
-    count = {"qwen3_moe": "num_experts"}.get(family, "num_local_experts")
-    config = hf_models.write_folder(tmp_path, family, **{count: 4, "num_hidden_layers": 2})
+    config = hf_models.write_folder(tmp_path, family, num_local_experts=4, num_hidden_layers=2)
     options = [f"--config={tmp_path}", "--data=x", f"--experts={size}", "--precision=fp32", f"--products={product}"]
     args = pretrain.parse_args([*options, "--persistence-threshold=0", f"--accumulate-steps={micro_batches}"])
     model, num_rows = decoder.Decoder(config), 8 * micro_batches

@@ -68,27 +68,26 @@ def test_adapters_on_integers_learn_and_are_merged(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["--quantize=int8 --merge", "--lora-modules=q|down"])
-def test_what_is_written_answers_as_the_run_did(kind, tmp_path, capsys):
-    out, model = tmp_path / "tuned", tmp_path / "model"
-    finetune_run.main(*options(tmp_path, *kind.split(), "--sample=3+4", "--sample-tokens=8", f"--out={out}"))
+def test_what_is_written_answers_as_the_run_did(tmp_path, capsys):
+    """Merged into what was stored as integers; `test_transformers_and_peft_continue_as_generate_does` has adapters."""
+    out, asked = tmp_path / "tuned", ("--quantize=int8", "--merge", "--sample=3+4", "--sample-tokens=8")
+    finetune_run.main(*options(tmp_path, *asked, f"--out={out}"))
     output = capsys.readouterr().out
     losses = [float(x) for x in re.findall(r"\bloss ([\d.]+)", output)]
     assert losses[-1] < losses[0] / 2
 
-    def answer(folders):
-        asked = f"{folders} --prompt=3+4 --prompt=66+1 --num-tokens=8 --dtype=float32 --divide-by=2"
+    def answer(folder):
+        asked = f"--model={folder} --prompt=3+4 --prompt=66+1 --num-tokens=8 --dtype=float32 --divide-by=2"
         return generate.complete(generate.parse_args(asked.split()), ByteTokenizer())[0]
 
-    found = answer(f"--model={out}" if "--merge" in kind else f"--model={model} --adapter={out}")
+    found = answer(out)
     assert f"sample: {found!r}" in output
-    assert answer(f"--model={model}") != found
+    assert answer(tmp_path / "model") != found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["--quantize=int8 --precision=bf16", "--lora-rank=0"])
-def test_a_killed_run_ends_as_if_it_had_not_been_killed(kind, tmp_path):
-    saving = (*kind.split(), "--save-every=5", "--steps=60", "--eval-every=60")
+def test_a_killed_run_ends_as_if_it_had_not_been_killed(tmp_path):
+    saving = ("--quantize=int8", "--precision=bf16", "--save-every=5", "--steps=60", "--eval-every=60")
 
     def start(name):
         folders = (f"--checkpoints={tmp_path / name}", f"--out={tmp_path / name}_out")

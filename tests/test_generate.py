@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 from tests import byte_tokenizer, hf_models
 from tests.example_runs import EXAMPLES
-from tests.tiers import default_for, slow
+from tests.tiers import default_for
 
 sys.path.insert(0, str(EXAMPLES / "llm"))
 import decoder
@@ -88,10 +88,8 @@ def compiled(model, sampling):
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    default_for(
-        [("mistral", "tensor 2")],  # other tests stop and sample with llama, whole and in an eval step
-        itertools.product(WANT, ("whole", "tensor 2", "tensor 4", "eval step")),
-    ),
+    # Each family in one layout. By default one: other tests stop and sample with llama, whole and in an eval step.
+    default_for([("mistral", "tensor 2")], zip(WANT, itertools.cycle(("tensor 2", *DIVIDE_BY, "eval step")))),
 )
 def test_tokens_are_those_of_transformers(family, layout, folders):
     folder = folders(family)
@@ -108,7 +106,7 @@ def test_tokens_are_those_of_transformers(family, layout, folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", default_for(["eval step"], ["whole", "tensor 2", "eval step"]))
+@pytest.mark.parametrize("layout", ["tensor 2", "eval step"])
 def test_rows_end_at_their_own_stop_tokens(layout, folders):
     """Devices whose rows have ended wait for the others, or do not."""
     state, model = loaded("llama", folders("llama"))
@@ -120,14 +118,13 @@ def test_rows_end_at_their_own_stop_tokens(layout, folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", [(), slow(("whole", "tensor 2"))])
-def test_a_key_repeats_its_sample_in_every_layout(others, folders):
+def test_a_key_repeats_its_sample_in_every_layout(folders):
     state, model = loaded("llama", folders("llama"))
     sampling = Sampling(num_tokens=5, temperature=1.5, top_k=30, top_p=0.95)
     prompts = PROMPTS[3:] + PROMPTS[:3]  # the longest first, so that it alone is of the same shape
     sample = functools.partial(run, state, model, sampling=sampling)
     first = sample("eval step", key=1, prompts=prompts)
-    for layout in others:
+    for layout in ("whole", "tensor 2"):
         np.testing.assert_array_equal(sample(layout, key=1, prompts=prompts), first)
     assert (sample("eval step", key=2, prompts=prompts) != first).any()
     alone = sample("eval step", key=1, prompts=prompts[:1])

@@ -74,15 +74,15 @@ def test_logits_are_those_of_transformers(family, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("product", decoder.WAYS)
-@pytest.mark.parametrize("num_devices", [8, 3])
-@pytest.mark.parametrize("family", [name for name in hf_models.FAMILIES if "experts" in str(hf_models.FAMILIES[name])])
-def test_experts_give_these_logits_at_every_stage(family, num_devices, product, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "num_devices", "product"),
+    [("mixtral", 8, "ragged"), ("qwen3_moe", 3, "blocks"), ("olmoe", 8, "blocks"), ("gpt_oss", 3, "blocks")],
+)
+def test_experts_give_these_logits_from_shards(family, num_devices, product, tmp_path):
     config = hf_models.write_folder(tmp_path, family)
-    for stage in range(4):
-        state, model = born(config, num_devices, stage=stage, product=product)
-        state = jzero.load_params(state, tmp_path, mapping="auto", donate=True)
-        np.testing.assert_allclose(logits(state, model), LOGITS[family], rtol=0, atol=1e-5, err_msg=f"stage {stage}")
+    state, model = born(config, num_devices, product=product)
+    state = jzero.load_params(state, tmp_path, mapping="auto", donate=True)
+    np.testing.assert_allclose(logits(state, model), LOGITS[family], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,6 @@ def test_experts_give_these_logits_at_every_stage(family, num_devices, product, 
         ("gemma2", 1, 3, {}),
         slow("llama3", 2, 8, {"precision": "bf16"}),
         ("gemma2", 3, 8, {"offload": jzero.Offload(params="host", optimizer="host")}),
-        *(slow(family, 0, 8, {}) for family in ("llama3", "gemma2")),
     ],
 )
 def test_every_layout_holds_the_same_parameters(family, stage, num_devices, options, tmp_path):
@@ -110,11 +109,10 @@ def test_every_layout_holds_the_same_parameters(family, stage, num_devices, opti
         np.testing.assert_allclose(logits(state, model), LOGITS[family], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["int8", slow("nf4")])
-def test_experts_and_their_adapters_over_a_rounded_base(kind, tmp_path):
+def test_experts_and_their_adapters_over_a_rounded_base(tmp_path):
     config = hf_models.write_folder(tmp_path, "mixtral", num_hidden_layers=1)
     adapters = {"lora": decoder.Lora(rank=2, alpha=4.0, modules="up|down"), "trainable": r".*/lora_[ab]"}
-    state, model = born(config, 3, quantization=jzero.Quantization(frozen=kind), **adapters)
+    state, model = born(config, 3, quantization=jzero.Quantization(frozen="int8"), **adapters)
     state = jzero.load_params(state, tmp_path, mapping="auto", paths=r"(?!.*/lora_[ab]).*", donate=True)
     for path, shape in {
         "up/lora_a": (36, 2),
@@ -129,27 +127,13 @@ def test_experts_and_their_adapters_over_a_rounded_base(kind, tmp_path):
         [hf_models.tensors(config)[f"model.layers.0.block_sparse_moe.experts.{i}.w3.weight"].T for i in range(5)]
     )
     rounded = np.abs(whole["layers"]["up"]["kernel"][0] - up).max()
-    assert 0 < rounded < np.abs(up).max() * (1 / 127 if kind == "int8" else 0.2)
+    assert 0 < rounded < np.abs(up).max() / 127
     merged = jzero.lora.merged(2, 4.0)
     for name in ("up", "down"):
         leaves = whole["layers"][name]
         whole["layers"][name] = {"kernel": merged(f"layers/{name}/kernel", leaves)}
     wanted = compiled(decoder.Decoder(config, product="blocks"))(whole, hf_models.TOKENS)
     np.testing.assert_allclose(logits(state, model), wanted, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_frozen_parameters_become_integers(tmp_path):
-    config = hf_models.write_folder(tmp_path, "qwen3")
-    adapters = {"lora": decoder.Lora(rank=2, alpha=4.0), "trainable": r".*/lora_[ab]"}
-    state, _ = born(config, quantization=jzero.Quantization(frozen="int8"), **adapters)
-    before = np.asarray(jzero.get_full_param(state, "layers/q/lora_a"))
-    state = jzero.load_params(state, tmp_path, mapping="auto", paths=r"(?!.*/lora_[ab]).*", donate=True)
-    np.testing.assert_array_equal(jzero.get_full_param(state, "layers/q/lora_a"), before)
-    q = np.stack([hf_models.tensors(config)[f"model.layers.{i}.self_attn.q_proj.weight"].T for i in range(3)])
-    rounded = np.asarray(jzero.get_full_param(state, "layers/q/kernel"))
-    assert 0 < np.abs(rounded - q).max() < np.abs(q).max() / 127
-    assert "int8" in jzero.plan_of(state).table()
 
 
 def test_each_byte_of_a_cut_leaf_is_read_once(tmp_path, monkeypatch):
@@ -181,11 +165,3 @@ def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
     loaded = jzero.load_params(state, tmp_path, mapping="auto")
     embedding = jzero.get_full_param(loaded, "embed/embedding")
     np.testing.assert_array_equal(embedding, there["model.embed_tokens.weight"])
-
-
-def test_an_untied_model_takes_both(tmp_path):
-    config = hf_models.write_folder(tmp_path, "llama")
-    state = jzero.load_params(born(config)[0], tmp_path, mapping="llama")
-    there = hf_models.tensors(config)
-    np.testing.assert_array_equal(jzero.get_full_param(state, "head/kernel"), there["lm_head.weight"].T)
-    np.testing.assert_array_equal(jzero.get_full_param(state, "embed/embedding"), there["model.embed_tokens.weight"])

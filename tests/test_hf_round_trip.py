@@ -43,12 +43,10 @@ def tensors_in(folder):
 @pytest.mark.parametrize(
     ("family", "stage", "num_devices"),
     [
-        ("gemma3_text", 3, 8),
+        slow("gemma3_text", 3, 8),
         pytest.param("llama", 3, 3, marks=pytest.mark.smoke),
         ("qwen2", 1, 8),
         ("mixtral", 3, 3),
-        *itertools.starmap(slow, [("llama", 3, 8), ("llama", 1, 8), ("qwen2", 3, 8), ("qwen2", 3, 3)]),
-        *itertools.starmap(slow, [("gemma3_text", 3, 3), ("gemma3_text", 1, 8)]),
     ],
 )
 def test_what_was_loaded_is_written_again(family, stage, num_devices, tmp_path):
@@ -95,6 +93,12 @@ def test_a_checkpoint_is_written_as_its_state_is(tmp_path):
     short = {name: x.astype(ml_dtypes.bfloat16).tobytes() for name, x in there.items()}
     assert {name: x.tobytes() for name, x in tensors_in(tmp_path / "short").items()} == short
     assert json.loads((tmp_path / "short/config.json").read_text())["dtype"] == "bfloat16"
+    words = ["export", str(tmp_path / "checkpoint"), str(tmp_path / "alone"), "--mapping"]
+    assert CliRunner().invoke(commands.app, [*words, "gemma2"]).exit_code == 0
+    assert "model.layers.2.mlp.down_proj.weight" in tensors_in(tmp_path / "alone")
+    refused = CliRunner().invoke(commands.app, [*words, "mistake"])
+    assert refused.exit_code == 2
+    assert "`--mapping` must be" in refused.stderr
 
 
 def test_damage_is_noticed_while_a_checkpoint_is_written(tmp_path, monkeypatch):
@@ -157,7 +161,7 @@ TURNED = {"conv": numbers(2, 3, 4)}, {"kernel": From("conv", (1, 2, 0))}, {"kern
 """An order that is not its own inverse, always among the cases."""
 
 
-@pytest.mark.parametrize("num_cases", [3, slow(60)])
+@pytest.mark.parametrize("num_cases", [3, slow(20)])
 def test_any_mapping_is_undone_by_its_export(tmp_path_factory, num_cases):
     settings(max_examples=num_cases, deadline=None)(given(cases())(example(TURNED)(undo)))(tmp_path_factory)
 
@@ -246,10 +250,9 @@ def lora_state(folder, **options):
     return state, model
 
 
-@pytest.mark.parametrize("family", ["llama", slow("qwen2")])  # with a head of its own, and without
-def test_what_paths_leaves_out_is_copied(family, tmp_path):
+def test_what_paths_leaves_out_is_copied(tmp_path):
     """From a state and from a checkpoint, to the byte, whatever the state has there."""
-    hf_models.write_folder(tmp_path / "like", family)
+    hf_models.write_folder(tmp_path / "like", "llama")
     state, _ = born(jzero.hf.read_config(tmp_path / "like"))  # with other numbers
     jzero.save_checkpoint(tmp_path / "checkpoint", state)
     how = {"mapping": "auto", "like": tmp_path / "like", "paths": "layers/(up|down)/kernel", "max_file_bytes": 30_000}
@@ -317,18 +320,6 @@ def test_adapters_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert not [*(tmp_path / "adapter").iterdir()]
 
 
-def test_the_command_takes_a_family_without_a_folder(tmp_path):
-    hf_models.write_folder(tmp_path / "like", "mistral")
-    state, _ = born(jzero.hf.read_config(tmp_path / "like"))
-    jzero.save_checkpoint(tmp_path / "saved", state)
-    words = ["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--mapping"]
-    assert CliRunner().invoke(commands.app, [*words, "mistral"]).exit_code == 0
-    assert "model.layers.2.mlp.down_proj.weight" in tensors_in(tmp_path / "out")
-    refused = CliRunner().invoke(commands.app, [*words, "mistake"])
-    assert refused.exit_code == 2
-    assert "`--mapping` must be" in refused.stderr
-
-
 def reference(folder):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -339,7 +330,7 @@ def reference(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "stage", "num_devices"), [("qwen3", 3, 8), ("gemma2", 2, 3), ("llama3", 3, 3)])
+@pytest.mark.parametrize(("family", "stage", "num_devices"), [("qwen3", 3, 8), ("gemma2", 2, 3)])
 def test_four_steps_are_those_of_torch(family, stage, num_devices, tmp_path):
     torch, there = reference(hf_models.write_folder(tmp_path / "like", family) and tmp_path / "like")
     config = jzero.hf.read_config(tmp_path / "like")
@@ -374,7 +365,7 @@ def test_four_steps_are_those_of_torch(family, stage, num_devices, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # of stacks, which it sets
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "gpt_oss"])
 def test_peft_reads_adapters(family, tmp_path):
     peft = pytest.importorskip("peft")
     torch, there = reference(hf_models.write_folder(tmp_path / "like", family) and tmp_path / "like")

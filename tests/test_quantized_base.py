@@ -42,12 +42,7 @@ KINDS = {"gather": "int8", "reduce": "int8"}
 
 @pytest.mark.parametrize(
     ("sizes", "precision", "kinds", "frozen"),
-    [
-        (TWO, "bf16", KINDS, "nf4"),
-        slow(TWO, "fp32", {}, "int8"),
-        slow({"data": 3}, "bf16", KINDS, "int8"),
-        slow(FLAT, "fp32", {}, "nf4"),
-    ],
+    [(TWO, "bf16", KINDS, "nf4"), slow({"data": 3}, "fp32", {}, "int8")],
 )
 def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds, frozen):
     """As dense training on the rounded base; its bytes and gathers are those of integers."""
@@ -78,10 +73,9 @@ def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds, froze
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", [slow("int8"), "nf4"])
-def test_an_integer_base_keeps_its_bits(tmp_path, frozen):
+def test_an_integer_base_keeps_its_bits(tmp_path):
     """To other numbers of devices and back, through checkpoints, as numbers and as integers again."""
-    config = config_of(frozen=frozen)
+    config = config_of(frozen="nf4")
     state = lora_state(config)
     bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
     natural = np.asarray(jzero.get_full_param(state, "base/w"))
@@ -109,10 +103,9 @@ def test_an_integer_base_keeps_its_bits(tmp_path, frozen):
     np.testing.assert_array_equal(np.asarray(jax.tree.leaves(born.params["base"]["w"])[0]), bits)
 
 
-@pytest.mark.parametrize("shape", [slow((2, 64, 48)), (40, 63), slow((2, 5, 66, 48))])
-def test_an_integer_base_keeps_its_bits_where_its_numbers_would_be_cut_otherwise(shape):
-    """8 divides one dimension of each, 3 another."""
-    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+def test_an_integer_base_keeps_its_bits_where_its_numbers_would_be_cut_otherwise():
+    """8 divides one dimension, 3 the other."""
+    x = np.random.default_rng(0).normal(size=(40, 63)).astype(np.float32)
     state = jzero.TrainState.create(params={"base": x, "adapter": np.ones(3, np.float32)}, tx=TX)
     meshes = [jzero.make_mesh(devices=jax.devices()[:n]) for n in (8, 3, 8)]
     plans = [jzero.plan_train_state(state, config=config_of(), mesh=mesh) for mesh in meshes]

@@ -46,7 +46,6 @@ MUTANTS = [
         "copied = [tensor for name, tensor in there.items() if name in left_out and name not in made]",
         "copied = []",
         "test_hf_round_trip.py::test_what_paths_leaves_out_is_copied",
-        "[llama]",
     ),
     Mutant(
         "sections_of_tensors_start_at_0",

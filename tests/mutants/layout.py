@@ -69,7 +69,6 @@ MUTANTS = [
         "        self.check_alive()\n",
         "",
         "test_nnx.py::test_pair_trains_like_plain_nnx",
-        "[3]",
     ),
     Mutant(
         "arguments_that_an_optimizer_refuses_are_errors",
