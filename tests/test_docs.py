@@ -21,7 +21,6 @@ from tests.pages import BLOCK, DOCS, PAGES, ROOT, blocks
 from tests.site_hooks import hook
 
 IN_TWO_PROCESSES = "guides/multi_host.md"
-CODE_WIDTH = 88  # columns; `.md-grid` in docs/stylesheets/extra.css makes room for them
 RUN_ELSEWHERE = {  # with more to say about what comes out
     IN_TWO_PROCESSES,
     "guides/command_line.md",  # test_cli.py
@@ -107,12 +106,6 @@ def test_every_python_block_is_one_that_is_run():
         ]
         assert not odd, (page, odd)
         assert path.read_text().count("```python") == sum(language == "python" for language, _, _ in blocks(page)), page
-
-
-def test_code_fits_beside_the_table_of_contents():
-    for page in PAGES:
-        lines = [line for language, _, text in blocks(page) if language != "text" for line in text.splitlines()]
-        assert not [line for line in lines if len(line) > CODE_WIDTH], page
 
 
 def test_no_output_is_shown_where_none_is_compared(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What the documentation names is there: names, arguments, options, files, places to go to."""
+"""What the documentation names is there: names, arguments, options, files."""
 
 import dataclasses
 import importlib
@@ -142,26 +142,6 @@ def test_files_and_modules_exist():
     assert len(modules) > 20
     assert not [where for name, where, _ in files if not list(ROOT.glob(name.rstrip("/.")))]
     assert not [where for name, where, _ in modules if importlib.util.find_spec(name) is None]
-
-
-def slugs(text):
-    """Returns the names of the headings, as mkdocs and GitHub make them."""
-    headings = re.findall(r"^#+ (.*?)(?: \{ #([\w-]+) \})?$", text, re.MULTILINE)
-    return {name or re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower())) for title, name in headings}
-
-
-def test_links_lead_somewhere():
-    """Without mkdocs, and in texts that are not in the site; names in the reference are for mkdocs to check."""
-    links = found_in_texts(r"\]\(((?!https?:|mailto:)[^)\s]+)\)")
-    assert len(links) > 100
-    for link, where, _ in links:
-        path = ROOT / where.partition(":")[0]
-        name, _, heading = link.partition("#")
-        target = (path.parent / name).resolve() if name else path
-        if target.parent.name == "notebooks":
-            target = ROOT / "notebooks" / f"{target.stem}.ipynb"  # which docs/render.py makes a page of
-        assert target.exists(), where
-        assert not heading or "." in heading or heading in slugs(target.read_text()), where
 
 
 def numbers_of(text):

@@ -93,17 +93,3 @@ def test_every_message_that_is_explained_exists():
 def test_the_form_of_messages():
     found = [f"{at}: {text}\n  {', '.join(faults(text))}" for at, text in messages() if faults(text)]
     assert not found, "\n".join(found)
-
-
-def test_heads_of_messages():
-    call = 'ValueError(f"`x` must be {a}{b} (or so: {c}): got {d!r}. Do" + what(" more") + " of it.")'
-    assert head(template(ast.parse(call, mode="eval").body.args[0])) == "`x` must be … (or so: …)"
-    assert head("Step …: all is lost. Stop.") == "Step …: all is lost"
-    assert head("…") == "…"
-
-
-def test_what_a_remedy_and_a_fault_look_like():
-    assert REMEDY.search("There is no step … in …: it has ….")
-    assert not REMEDY.search("The sink … failed at step …: …")
-    assert not faults("`x` must be of one device's rows: got offload=…, 'a_b'. Do:\n… jzero does so.")
-    assert list(map(len, map(faults, ("jzero.fit needs `x`: call make_mesh().", "Please wait!")))) == [1, 2]

@@ -2,11 +2,8 @@
 
 import importlib
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import matplotlib.pyplot as plt
 import pytest
@@ -21,30 +18,6 @@ VARIES = "# The output varies with versions and machines.\n"
 """Stands in a cell whose output is not compared."""
 MAX_BYTES = 300 * 1024
 MACHINE_PATH = re.compile(r"(?<![\w.])(?:/(?:home|root|tmp|usr|opt|var|work|mnt|Users|private)/|[A-Z]:\\)")
-
-
-def run_python(*args: str, num_devices: int = 8, timeout: float = 300) -> str:
-    """Runs Python in the notebooks' folder, as a reader without accelerators would; returns what it prints.
-
-    It compiles with the flags of `tests/conftest.py`: most of the time goes into compiling.
-    """
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(num_devices),
-    }
-    environment.pop("MPLBACKEND", None)  # in a kernel it would keep figures out of the outputs
-    finished = subprocess.run(
-        [sys.executable, *args],
-        cwd=FOLDER,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr
-    return finished.stdout
 
 
 def outputs_of(path: pathlib.Path) -> list[dict]:
