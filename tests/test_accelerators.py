@@ -6,7 +6,6 @@ python -m pytest -m slow tests/test_accelerators.py -k "v5e or v5p"      # needs
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 import pathlib
@@ -42,9 +41,6 @@ def compiled_text(topology, stage, precision, *, scan, cast=False):
     return step.lower(state, batch).compile().as_text()
 
 
-compiled_text = functools.cache(compiled_text)
-
-
 def results(text, kind):
     """`(dtype, elements)` of every array that collectives of this kind return, async ones included."""
     found = []
@@ -58,35 +54,26 @@ def results(text, kind):
     return found
 
 
-CASES = [
-    (1, "bf16", False, False),
-    (2, "bf16", True, False),
-    (3, "bf16", True, False),
-    (3, "bf16", False, False),
-    (3, "fp16", True, False),
-    (3, "fp32", True, True),  # the model casts by itself
-    (3, "fp32", False, True),
-]
-
-
 @pytest.mark.parametrize(
     ("topology", "stage", "precision", "scan", "cast"),
-    [*(("h200:8", *case) for case in CASES), *(("v5e:2x4", *case) for case in CASES if case[0] == 3)],
+    [
+        ("h200:8", 1, "bf16", False, False),
+        ("h200:8", 3, "bf16", True, False),
+        ("h200:8", 3, "fp32", False, True),  # the model casts by itself
+        ("v5e:2x4", 3, "fp16", False, False),
+        ("v5e:2x4", 3, "fp32", True, True),
+    ],
 )
 def test_no_parameter_is_gathered_in_fp32(topology, stage, precision, scan, cast):
-    """XLA may move a cast behind the gather (jax issue 23543); what it compiled here did not."""
+    """XLA may move a cast behind the gather (jax issue 23543); what it compiled here did not. Nor are sums wider."""
     text = compiled_text(topology, stage, precision, scan=scan, cast=cast)
     gathered = [(dtype, size) for dtype, size in results(text, "all-gather") if size > 1024]
     assert sum(size for _, size in gathered) > 1_000_000
     assert {dtype for dtype, _ in gathered} <= {"bf16", "f16"}, gathered
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_are_reduced_in_16_bits(stage):
-    text = compiled_text("h200:8", stage, "bf16", scan=stage != 1)
-    reduced = [(dtype, size) for dtype, size in results(text, "reduce-scatter") if size > 1024]
-    assert reduced
-    assert {dtype for dtype, _ in reduced} == {"bf16"}, reduced
+    if topology == "h200:8" and precision == "bf16":
+        reduced = [(dtype, size) for dtype, size in results(text, "reduce-scatter") if size > 1024]
+        assert reduced
+        assert {dtype for dtype, _ in reduced} == {"bf16"}, reduced
 
 
 # Peak memory as reckoned beside the compiler's: bytes of states are exact, what XLA schedules is not.
@@ -95,43 +82,20 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 decoder_models = importlib.import_module("decoder_models")
 
 
-def off_by(model, topology, stage):
+@pytest.mark.parametrize(
+    ("topology", "model", "stage"),
+    [
+        *(("h200:8", "gpt_124m", stage) for stage in range(3)),
+        *((topology, "gpt_1_4b", 3) for topology in ("h200:8", "v5p:2x2x2")),
+    ],
+)
+def test_reckoned_peak_is_that_of_the_compiler(topology, model, stage):
     make_state, loss_fn, batch = getattr(decoder_models, model)()
     plain = jax.eval_shape(make_state, jax.random.key(0))
     config = jzero.ZeroConfig(stage=stage, precision="bf16")
     report = jzero.analyze(jzero.make_train_step(loss_fn), plain, batch, topology=topology, config=config)
     assert report.memory.arguments == pytest.approx(report.estimated.arguments, rel=1e-3)
-    return report.estimated.peak / report.memory.peak - 1
-
-
-@pytest.mark.parametrize(
-    ("topology", "model", "stage"),
-    [
-        *(("h200:8", "gpt_124m", stage) for stage in range(4)),
-        *(("v5p:2x2x2", "gpt_124m", stage) for stage in (1, 3)),
-        *((topology, "gpt_1_4b", 3) for topology in ("h200:8", "v5p:2x2x2")),
-    ],
-)
-def test_reckoned_peak_is_that_of_the_compiler(topology, model, stage):
-    assert abs(off_by(model, topology, stage)) < 0.10
-
-
-@pytest.mark.parametrize("topology", ["v5p:2x2x2", "v5p:4x4x4", "v5p:8x8x8"])
-def test_states_fall_with_the_number_of_tpus(topology):
-    """Stage 3 over 8, 64 and 512 chips: what the compiler takes as arguments is 12 bytes per parameter over N.
-
-    For 1.4B parameters. Those of 124M come in shards of 12 rows and fewer, which tiles of 8 or 16 rows make up to a
-    third larger at 64 chips: `analyze` notes it.
-    """
-    config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0)
-    make_state, loss_fn, _ = decoder_models.gpt_1_4b()
-    plain = jax.eval_shape(make_state, jax.random.key(0))
-    num_devices = math.prod(map(int, topology.removeprefix("v5p:").split("x")))
-    batch = jax.ShapeDtypeStruct((num_devices, 257), jnp.int32)
-    report = jzero.analyze(jzero.make_train_step(loss_fn), plain, batch, topology=topology, config=config)
-    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(plain.params))
-    assert report.num_devices == num_devices
-    assert report.memory.arguments * num_devices == pytest.approx(12 * num_params, rel=0.02)
+    assert report.estimated.peak == pytest.approx(report.memory.peak, rel=0.10)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +142,7 @@ def offloaded(
 CHUNK = 2**20
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("topology", ["v5p:2x2x2", "h200:8"])
+@pytest.mark.parametrize(("topology", "precision"), [("v5p:2x2x2", "bf16"), ("h200:8", "fp32")])
 def test_optimizer_state_on_the_host_leaves_the_devices(topology, precision):
     # Nothing is gathered ahead: what loops carry is packed so differently in these two that it hides a layer's size.
     before = offloaded(topology, jzero.Offload(), precision, ahead=0)
@@ -196,13 +159,12 @@ def test_optimizer_state_on_the_host_leaves_the_devices(topology, precision):
     assert more <= 4 * CHUNK
 
 
-@pytest.mark.parametrize("topology", ["v5p:2x2x2"])
 @pytest.mark.parametrize("scan", [True, False])
-def test_parameters_on_the_host_leave_the_devices(topology, scan):
+def test_parameters_on_the_host_leave_the_devices(scan):
     all_away = jzero.Offload(optimizer="host", params="host", chunk_bytes=CHUNK)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    before = offloaded(topology, jzero.Offload(), scan=scan, tx=tx)
-    after = offloaded(topology, all_away, scan=scan, tx=tx)
+    before = offloaded("v5p:2x2x2", jzero.Offload(), scan=scan, tx=tx)
+    after = offloaded("v5p:2x2x2", all_away, scan=scan, tx=tx)
     assert after.memory.arguments < 0.01 * before.memory.arguments
     assert after.memory.peak < before.memory.peak - 0.8 * before.memory.arguments
     # 16-bit gradients pass through the host.
@@ -210,8 +172,10 @@ def test_parameters_on_the_host_leave_the_devices(topology, scan):
     assert 0.98 * state < after.memory.host < 1.02 * (state + 2 * grads)
 
 
-@pytest.mark.parametrize("sizes", [{"vocab": 5027, "d_model": 120, "heads": 5}, {"vocab": 777, "d_model": 328}])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "sizes"),
+    [("bf16", {"vocab": 5027, "d_model": 120, "heads": 5}), ("fp32", {"vocab": 777, "d_model": 328})],
+)
 def test_odd_sizes_are_cut_into_chunks_that_tpus_can_slice(precision, sizes):
     away = jzero.Offload(optimizer="host", chunk_bytes=20_000)
     for scan in (True, False):
@@ -219,8 +183,7 @@ def test_odd_sizes_are_cut_into_chunks_that_tpus_can_slice(precision, sizes):
         assert report.memory.host >= report.plan.host_bytes_per_device.total
 
 
-@pytest.mark.parametrize("topology", ["v5p:2x2x2", "h200:8"])
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(("topology", "delay"), [("v5p:2x2x2", 1), ("h200:8", 1), ("h200:8", 0)])
 def test_updates_on_the_hosts_cpu_are_calls_of_it(topology, delay):
     """The compilers accept them, what lies on the host is overwritten in place, and no loop brings it to the device."""
     options = {"xla_gpu_enable_latency_hiding_scheduler": True} if topology.startswith("h200") else None
@@ -266,8 +229,9 @@ def test_activations_on_the_host():
 LEVELS = {"node_axis": "node", "secondary_params": True}
 
 
-@pytest.mark.parametrize("topology", ["h200:16", "v5e:2x4*2"])
-@pytest.mark.parametrize("kinds", [{}, {"gather": "int8", "reduce": "int4"}])
+@pytest.mark.parametrize(
+    ("topology", "kinds"), [("h200:16", {"gather": "int8", "reduce": "int4"}), ("h200:16", {}), ("v5e:2x4*2", {})]
+)
 def test_what_crosses_nodes_is_the_part_of_a_device(topology, kinds):
     """(M-1)/M · Ψ/D, gathered once and reduced once, and a reduction of zeros on GPUs; on TPUs a slice is a node."""
     mesh = jzero.make_mesh(devices=topology_devices(topology), node=2, data=-1)
@@ -289,15 +253,3 @@ def test_what_crosses_nodes_is_the_part_of_a_device(topology, kinds):
     if kinds:
         exact = sum(r.nic_bytes for r in report.collectives if r.level == "between" and r.dtype != "s8")
         assert exact < 0.1 * report.nic_bytes, "vectors"
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_new_parameters_of_stages_1_and_2_take_the_place_of_the_old(stage):
-    """Temporary memory is 0.62 of the parameters; with stacks gathered as a whole, and state copied, it was 0.99."""
-    mesh = jzero.make_mesh(devices=topology_devices("h200:8"))
-    model = models.GPT(vocab=1024, d_model=1024, heads=8, layers=16, scan=True)
-    plain = jax.eval_shape(lambda: models.gpt_state(model, optax.adamw(1e-3)))
-    state = abstract_train_state(plain, config=jzero.ZeroConfig(stage=stage, precision="bf16"), mesh=mesh)
-    batch = jax.ShapeDtypeStruct((mesh.size, models.SEQ + 1), jnp.int32)
-    report = jzero.analyze(jzero.make_train_step(models.gpt_loss(model)), state, batch, topology="h200:8")
-    assert report.memory.temporaries < 0.75 * report.plan.bytes_per_device.params

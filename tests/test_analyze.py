@@ -10,15 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from tests import light_decoder, models
 from tests.compiled import analyze
-from tests.drawn import initializer
 from tests.light_decoder import loss_fn
-from tests.tiers import slow, stages
+from tests.tiers import slow
 
 LAYERS, WIDTH, VOCAB = 3, 64, 256
 TOKENS = models.tokens(16, vocab=VOCAB)
@@ -64,7 +62,7 @@ def size(plan, wanted=lambda leaf: True):
 SCALARS = 2 * 2  # loss and norm of the gradient are summed
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(2, "fp32"), slow(1, "bf16"), slow(1, "fp32"), slow(2, "bf16")])
+@pytest.mark.parametrize(("stage", "precision"), [(2, "fp32"), slow(1, "bf16")])
 def test_stages_1_and_2_are_clean_and_move_two_psi(stage, precision):
     report = report_of(stage, precision=precision)
     report.verify()
@@ -101,19 +99,6 @@ def test_memory_is_that_of_the_plan():
     assert report.memory.host == 0
 
 
-@pytest.mark.slow
-def test_nnx_state_is_laid_out_anew_and_stays_as_it_is():
-    module = nnx.Linear(WIDTH, VOCAB, kernel_init=initializer(0), rngs=nnx.Rngs(0))
-    pair = (module, nnx.Optimizer(module, SGD, wrt=nnx.Param))
-    pair = jzero.shard_train_state(pair, stage=3)
-    step = jzero.make_train_step(lambda module, batch: jnp.square(module(batch)).mean())
-    report = analyze(step, pair, ROWS, config=jzero.ZeroConfig(stage=2))
-    report.verify()
-    assert report.communication_elements == 2 * (WIDTH * VOCAB + VOCAB) + SCALARS
-    assert jzero.plan_of(pair).config.stage == 3
-    step.trace(pair, ROWS)
-
-
 def test_plain_jitted_function():
     mesh = jzero.make_mesh()
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -138,10 +123,9 @@ def violations(report):
     return "\n".join(report.violations)
 
 
-@stages(3, of=(2, 3))
-def test_all_reduce_of_gradients_is_found(stage):
+def test_all_reduce_of_gradients_is_found():
     """GSPMD on the CPU backend sums whole gradients and slices."""
-    state = small_state(jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    state = small_state(jzero.ZeroConfig(stage=3, persistence_threshold=0))
     batch = jax.device_put(ROWS, NamedSharding(jzero.plan_of(state).mesh, PartitionSpec("data")))
     step = lambda s, b: s.apply_gradients(grads=jax.grad(small_loss)(jzero.natural_params(s), b))
     found = violations(analyze(jax.jit(step, donate_argnums=0), state, batch))
@@ -181,11 +165,9 @@ def test_stack_cut_where_it_is_scanned_is_found():
 # What becomes of a report.
 
 
-@pytest.mark.parametrize("suffix", ["png", slow("svg")])
-def test_figure(suffix, tmp_path):
-    path = tmp_path / f"report.{suffix}"
-    report_of(2).save_figure(str(path))
-    assert path.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml"}[suffix])
+def test_figure(tmp_path):
+    report_of(2).save_figure(str(tmp_path / "report.png"))
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_figure_names_the_extra_that_it_needs(monkeypatch, tmp_path):

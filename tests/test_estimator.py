@@ -29,16 +29,6 @@ OLD, NEW = "documented", "deepspeed-0.19"
 HEAD = (
     "Estimated memory needed for params, optim states and gradients for a:\nHW: Setup with 1 node, 8 GPUs per node.\n"
 )
-ZERO3_T5_3B_COLD = f"""{HEAD}\
-SW: Model with 2851M total params, 32M largest layer params.
-  per CPU  |  per GPU |   Options
-   71.69GB |   0.12GB | offload_param=cpu , offload_optimizer=cpu , zero_init=1
-  127.45GB |   0.12GB | offload_param=cpu , offload_optimizer=cpu , zero_init=0
-   63.72GB |   0.78GB | offload_param=none, offload_optimizer=cpu , zero_init=1
-  127.45GB |   0.78GB | offload_param=none, offload_optimizer=cpu , zero_init=0
-    1.43GB |   6.09GB | offload_param=none, offload_optimizer=none, zero_init=1
-  127.45GB |   6.09GB | offload_param=none, offload_optimizer=none, zero_init=0
-"""
 ZERO2_T5_3B_COLD = f"""{HEAD}\
 SW: Model with 2851M total params.
   per CPU  |  per GPU |   Options
@@ -54,12 +44,6 @@ SW: Model with 2851M total params, 32M largest layer params.
   127.48GB |   0.79GB | offload_param=none, offload_optimizer=cpu , zero_init=0
     1.47GB |   6.10GB | offload_param=none, offload_optimizer=none, zero_init=1
   127.48GB |   6.10GB | offload_param=none, offload_optimizer=none, zero_init=0
-"""
-ZERO2_T5_3B = f"""{HEAD}\
-SW: Model with 2851M total params.
-  per CPU  |  per GPU |   Options
-  127.48GB |   5.31GB | offload_optimizer=cpu
-  127.48GB |  15.93GB | offload_optimizer=none
 """
 
 
@@ -90,11 +74,9 @@ T5_3B = t5(d_ff=16384, d_kv=128, heads=32)
     ("call", "table"),
     [
         (lambda: ZERO3_LIVE(T5_3B, num_gpus_per_node=8, num_nodes=1), ZERO3_T5_3B),
-        (lambda: ZERO3_COLD(total_params=2851e6, largest_layer_params=32e6, num_gpus_per_node=8), ZERO3_T5_3B_COLD),
-        (lambda: ZERO2_LIVE(T5_3B, num_gpus_per_node=8, num_nodes=1), ZERO2_T5_3B),
         (lambda: ZERO2_COLD(total_params=2851e6, num_gpus_per_node=8, num_nodes=1), ZERO2_T5_3B_COLD),
     ],
-    ids=["zero3-live", "zero3-cold", "zero2-live", "zero2-cold"],
+    ids=["zero3-live", "zero2-cold"],
 )
 def test_deepspeeds_tables_are_printed_and_returned(call, table, capsys):
     estimate = call()
@@ -242,13 +224,3 @@ def test_errors_name_the_argument_its_value_and_the_rule(call):
                 call(**{name: value})
             assert str(caught.value).startswith(f"`{name}` {rules[name]}")
             assert str(caught.value).endswith(f": got {value!r}.")
-
-
-@pytest.mark.parametrize("name", ["cpu_offload", "cpu_offload_params", "zero_init"])
-def test_switches_are_booleans(name):
-    functions = [(ZERO3, (9, 3))] + ([(ZERO1, (9,)), (ZERO2, (9,))] if name == "cpu_offload" else [])
-    for function, arguments in functions:
-        for value in ("none", "cpu", None, 2, 1.0, np.ones(2)):
-            with pytest.raises(ValueError, match=f"^`{name}` must be True or False"):
-                function(*arguments, **{name: value})
-        assert function(*arguments, **{name: 0}) == function(*arguments, **{name: np.bool_(False)})

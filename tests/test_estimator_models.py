@@ -146,16 +146,6 @@ def test_nnx_train_states(is_pair):
     assert count(jzero.shard_train_state(make(), config=config))[0] == TIED[0]
 
 
-class Cyclic(nnx.Module, pytree=False):
-    def __init__(self):
-        self.weight = nnx.Param(jnp.ones(3))
-        self.me = self
-
-
-def test_nnx_modules_that_are_no_trees():
-    assert count(Cyclic()) == (3, 3)
-
-
 @pytest.mark.parametrize("function", [ZERO3, ZERO3_COLD])
 def test_the_largest_layer_is_part_of_the_model(function):
     for value in (-1, math.nan, True, "3"):

@@ -22,7 +22,6 @@ from jzero.machines.machine import machine
 from tests import shared
 from tests.fit_models import reckoned_once
 from tests.test_keep import loss_fn, make_params, scan_loss, stacked_params
-from tests.tiers import default_for
 
 ROWS, LAYERS = 1024, 3
 PATHS = 1 + 2 * LAYERS  # an embedding, and two of each layer
@@ -113,7 +112,7 @@ def test_weights_that_are_used_many_times_come_first():
     assert [path for path, _ in order] == ["shared", "last"]  # the first is not needed again
 
 
-@pytest.mark.parametrize("error", default_for([1.3, None], [0.9, 1.0, 1.1, 1.3, None]))
+@pytest.mark.parametrize("error", [1.3, None])
 def test_the_compiler_has_the_last_word(monkeypatch, error):
     """Whatever the compiler says of a program in place of what is reckoned, the choice is the longest that fits.
 
@@ -211,10 +210,9 @@ def test_rows_of_stacks_stay_partitioned_where_links_have_time():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["as_written", False])
-def test_a_given_remat_stays(remat):
-    _, found = filled(None, remat=remat)
-    assert found.remat == jzero.Keep(params="all", remat=remat)
+def test_a_given_remat_stays():
+    _, found = filled(None, remat="as_written")
+    assert found.remat == jzero.Keep(params="all", remat="as_written")
 
 
 def test_a_step_can_be_filled_again():

@@ -26,7 +26,6 @@ from jzero.plan.table import format_bytes
 from tests import cli_models
 from tests.cli_runs import fit_tries_little  # noqa: F401  # a fixture
 from tests.pages import PAGES
-from tests.tiers import slow
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "llm"))
 import decoder
@@ -81,9 +80,8 @@ def message_of(line):
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("fit_tries_little")
-@pytest.mark.parametrize("options", [slow(""), "--lora-rank 3 --precision bf16 --quantize int8"])
-def test_all_four_agree_on_the_states_to_the_byte(ask, options):
-    asked = f"--params {TINY_PARAMS} {TINY} --seq 16 --batch 8 --stage 3 {options}"
+def test_all_four_agree_on_the_states_to_the_byte(ask):
+    asked = f"--params {TINY_PARAMS} {TINY} --seq 16 --batch 8 --stage 3 --lora-rank 3 --precision bf16 --quantize int8"
     sizes, leaves = ask(f"estimate {asked} --devices 8"), ask(f"plan {asked} --devices 8")
     chosen = ask(f"fit {asked} --topology h100:8 --no-confirm")
     compiled = ask(f"analyze {asked} --verify")
@@ -166,15 +164,6 @@ def test_estimate_of_7b(ask, topology, options, states):
     assert "GB" not in text.replace("GiB", "")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fit_tries_little")
-def test_fit_says_by_how_much_nothing_fits():
-    line = f"fit --params {TINY_PARAMS} {TINY} --stage 0 --topology h100:1 --seq 16 --hbm-bytes 1e4 --no-confirm"
-    result = CliRunner().invoke(app, shlex.split(line))
-    assert result.exit_code == 1
-    assert re.search(r"device +usable +9.77 KiB  does not fit: the step takes [\d.]+ KiB more", result.stdout)
-
-
 def test_known_names_have_the_published_parameters():
     assert {name: count(model_sizes(name, {})) for name in NAMED} == {
         "1B": 1_235_814_400,
@@ -196,17 +185,11 @@ def test_other_numbers_come_as_near_as_the_guide_says():
     named = {text for guide in guides.values() for text in re.findall(r"--params ([\w.]+)", guide)}
     assert "2851e6" in named
     numbers = {parse_count(text) for text in named} - {parse_count(text) for text in NAMED}
-    numbers |= {round(x) for x in np.geomspace(parse_count(start), 10**12, 11)}
+    numbers |= {round(x) for x in np.geomspace(parse_count(start), 10**12, 5)}
     for number in numbers:
         sizes = model_sizes(str(number), {})
         assert count(sizes) == pytest.approx(number, rel=int(near) / 100)
         assert sizes.d_model == sizes.num_heads * 128
-
-
-def test_a_number_of_heads_is_that_of_keys_too():
-    sizes = model_sizes("20M", {"num_heads": 4})
-    assert (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (4, 4, sizes.d_model // 4)
-    assert model_sizes("20M", {"num_heads": 4, "num_kv_heads": 2}).num_kv_heads == 2
 
 
 # Wrong input.

@@ -16,9 +16,6 @@ import jzero
 from jzero.debug import inspect
 from jzero.plan.plan import ZeroPlan
 from tests.plan_states import STAGES, abstract_mesh, abstract_state, gpt_shapes, plan_for
-from tests.tiers import singles
-
-SIZES = (1, 2, 5, 7, 8, 64, 511, 512)
 
 
 def rows(tree):
@@ -30,7 +27,7 @@ def rows(tree):
 # What is cut.
 
 
-@singles(num_shards=SIZES, stage=STAGES)
+@pytest.mark.parametrize(("stage", "num_shards"), [(0, 7), (1, 64), (2, 1), (3, 5), (3, 511)])
 def test_specs_are_trees_like_the_state(stage, num_shards):
     tx = optax.adamw(1e-3)
     plan = plan_for(gpt_shapes(scanned=True), num_shards=num_shards, tx=tx, stage=stage, persistence_threshold=0)
@@ -92,7 +89,7 @@ def test_mesh_of_a_machine_that_is_not_there_needs_no_more_than_names_and_sizes(
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [2, 3])
 def test_sharded_state_carries_its_plan_and_every_value(stage):
     params = {"w": jnp.linspace(0, 1, 512 * 257).reshape(512, 257), "odd": jnp.arange(117.0), "b": jnp.arange(13)}
     state = jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
@@ -291,18 +288,17 @@ def test_looking_at_a_plan_takes_time_in_proportion_to_its_leaves(look):
     assert num_leaves <= Counted.taken <= 20 * num_leaves  # every leaf for each parameter: 150 times as many
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_plans_are_values(stage):
+def test_plans_are_values():
     config = {"persistence_threshold": 10, "rules": {"w": jzero.LeafRule(dim=0)}}
-    first, second = (plan_for({"w": (64, 37), "b": (5,)}, stage=stage, **config) for _ in range(2))
+    first, second = (plan_for({"w": (64, 37), "b": (5,)}, stage=3, **config) for _ in range(2))
     assert first == second
     assert hash(first) == hash(second)
     assert len({first, second}) == 1
     others = [
-        plan_for({"w": (64, 37), "b": (5,)}, stage=(stage + 1) % 4, **config),
-        plan_for({"w": (64, 37), "b": (6,)}, stage=stage, **config),
-        plan_for({"w": (64, 37), "b": (5,)}, stage=stage, num_shards=7, **config),
-        plan_for({"w": (64, 37), "b": (5,)}, stage=stage, tx=optax.lion(1e-3), **config),
+        plan_for({"w": (64, 37), "b": (5,)}, stage=2, **config),
+        plan_for({"w": (64, 37), "b": (6,)}, stage=3, **config),
+        plan_for({"w": (64, 37), "b": (5,)}, stage=3, num_shards=7, **config),
+        plan_for({"w": (64, 37), "b": (5,)}, stage=3, tx=optax.lion(1e-3), **config),
     ]
     assert all(other != first for other in others)
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -10,7 +10,6 @@ import pytest
 import jzero
 from jzero.plan.table import format_bytes
 from tests.plan_states import OPTIMIZERS, PARAMS, RULES, STAGES, gpt_shapes, plan_for
-from tests.tiers import singles
 
 
 def device_bytes(tree):
@@ -23,12 +22,12 @@ def device_bytes(tree):
 # Bytes.
 
 
-@singles(name=list(OPTIMIZERS), stage=[1, 3], devices=[8, 5])
+@pytest.mark.parametrize(
+    ("name", "stage", "devices"), [("adamw", 3, 5), ("adafactor", 1, 8), ("masked by function", 3, 8)]
+)
 def test_bytes_per_device_are_those_of_the_live_buffers(name, stage, devices):
     tx = OPTIMIZERS[name]()
     params = {k: jnp.ones(shape) for k, shape in PARAMS.items()} | {"half": jnp.ones((24, 8), jnp.bfloat16)}
-    if name in ("masked", "multi_transform"):  # their masks name the parameters
-        del params["half"]
     state = jzero.TrainState.create(params=params, tx=tx)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, rules=RULES)
     mesh = jzero.make_mesh(devices=jax.devices()[:devices])
@@ -39,7 +38,9 @@ def test_bytes_per_device_are_those_of_the_live_buffers(name, stage, devices):
     assert plan.bytes_per_device.total == sum(plan.bytes_per_device)
 
 
-@singles(stage=STAGES, num_shards=[8, 64], scanned=[False, True])
+@pytest.mark.parametrize(
+    ("stage", "num_shards", "scanned"), [(0, 8, False), (1, 64, True), (2, 8, True), (3, 64, False)]
+)
 def test_bytes_agree_with_the_arithmetic_of_zero(stage, num_shards, scanned):
     plan = plan_for(gpt_shapes(scanned=scanned), num_shards=num_shards, stage=stage, persistence_threshold=0)
     psi = sum(math.prod(leaf.param.shape) for leaf in plan.leaves)
@@ -93,7 +94,7 @@ def test_plans_of_whole_parameters_tell_what_stage_3_would_hold(stage, precision
 # Text.
 
 
-def test_text_shows_every_section(capsys):
+def test_text_shows_every_section():
     params = {
         "embed": (1000, 64),
         "odd": (37, 129),
@@ -102,15 +103,11 @@ def test_text_shows_every_section(capsys):
         "stack": {"w": (6, 64, 64), "s": (6, 64)},
     }
     plan = plan_for(params, stage=3, persistence_threshold=64)
-    print(plan)  # noqa: T201  # this is how people read it
-    text = capsys.readouterr().out
-    lines = text.splitlines()
+    lines = str(plan).splitlines()
     assert lines[0].startswith("ZeRO stage 3 over 'data' (N=8)")
     assert "data=8" in lines[0]
     for heading in ("bytes per device", "parameter", "whole on every device", "gathered per step"):
         assert any(line.startswith(heading) for line in lines), heading
-    for term in ("params", "grads", "opt_state", "total", "this plan", "replicated"):
-        assert term in text
     row = {line.split()[0]: line for line in lines if line}
     assert "cut on dim 0" in row["embed"]
     assert "(1000, 64)" in row["embed"]

@@ -1,8 +1,6 @@
 """`estimate_step_memory` and `make_train_step(remat=)`: against hand arithmetic and compiled programs."""
 
 import importlib
-import itertools
-import json
 import math
 import pathlib
 
@@ -31,7 +29,6 @@ from tests.step_memory_models import (
     stack_loss,
     stack_state,
 )
-from tests.tiers import default_for, slow
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -68,9 +65,7 @@ def test_one_function_per_block_however_often_it_is_called():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "accumulate_steps"), default_for([(1, 2), (3, 1)], itertools.product(range(4), (1, 2)))
-)
+@pytest.mark.parametrize(("stage", "accumulate_steps"), [(1, 2), (2, 1), (3, 2)])
 def test_sent_bytes_are_those_of_the_compiled_program(stage, accumulate_steps):
     """Scans in fp32 on CPUs, where XLA keeps every collective of the trace, and gathers updated parameters."""
     state = stack_state(config_of(stage))
@@ -147,23 +142,6 @@ def test_states_fall_with_the_number_of_devices():
         )
         assert (memory.params + memory.opt_state) * n == pytest.approx(12 * num_params, rel=0.02)
         assert memory.communication_seconds > 0
-
-
-def test_rates_are_those_of_the_slowest_link():
-    """fp32 at stage 3 moves 3Ψ: within a node at 450 GB/s, between two at 8 ports of 50 GB/s per node."""
-    loss = lambda params, batch: jnp.square(batch @ params["position"]["w"]).mean()
-    plain = jzero.TrainState.create(params={"position": {"w": jnp.ones((1024, 512))}}, tx=optax.sgd(0.1))
-    seconds = {}
-    for n in (8, 16):
-        memory = jzero.estimate_step_memory(
-            jzero.make_train_step(loss), plain, np.ones((16, 1024), np.float32), topology=f"h200:{n}",
-            config=config_of(3),
-        )  # fmt: skip
-        sent = 2 * 1024 * 512 * 4 * (n - 1) / n  # one gather, as its gradient needs no parameter, one reduce-scatter
-        assert memory.sent_bytes == pytest.approx(sent, rel=1e-3)
-        seconds[n] = memory.communication_seconds / sent
-    assert seconds[8] == pytest.approx(1 / 450e9, rel=1e-3)
-    assert seconds[16] == pytest.approx(1 / 400e9, rel=1e-3)
 
 
 def test_abstract_mesh_and_replicas():
@@ -243,35 +221,17 @@ def reckoned_peak(topology, model, stage, monkeypatch):
     return jzero.estimate_step_memory(step, plain, batch, topology=topology, config=config).peak / MIB
 
 
-PEAKS = [(*row, stage) for row in COMPILED_PEAKS for stage in range(4)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "model", "compiled", "stage"), default_for([PEAKS[0], PEAKS[10]], PEAKS))
+@pytest.mark.parametrize(
+    ("topology", "model", "compiled", "stage"),
+    [(*row, stage) for row, stage in zip(COMPILED_PEAKS, (0, 3, 1, 2), strict=True)],
+)
 def test_peaks_are_those_that_the_compilers_gave(topology, model, compiled, stage, monkeypatch):
     assert reckoned_peak(topology, model, stage, monkeypatch) == pytest.approx(compiled[stage], rel=0.09)
 
 
-@pytest.mark.parametrize(
-    ("topology", "model", "stage", "compiled"),
-    [
-        slow("h100:8", "llama_7b", 1, 31.23 * 1024),
-        slow("h200:64", "llama_70b", 2, 162.89 * 1024),  # above what the scheduler plans with
-        ("h200:64", "llama_70b", 3, 34.18 * 1024),
-    ],
-)
-def test_peaks_of_models_that_the_rules_were_not_made_from(topology, model, stage, compiled, monkeypatch):
-    assert reckoned_peak(topology, model, stage, monkeypatch) == pytest.approx(compiled, rel=0.13)
-
-
-def test_json_and_table():
-    memory = reckoned(stack_loss, stack_state(config_of(3)))
-    data = json.loads(memory.to_json())
-    assert data["peak"] == memory.peak == data["arguments"] + data["temporaries"]
-    assert sum(row["num_bytes"] for row in data["activations"]) == data["activation_bytes"]
-    text = str(memory)
-    assert "optimizer state" in text
-    assert "kept for the backward pass" in text
+def test_the_peak_of_a_model_that_the_rules_were_not_made_from(monkeypatch):
+    assert reckoned_peak("h200:64", "llama_70b", 3, monkeypatch) == pytest.approx(34.18 * 1024, rel=0.13)
 
 
 def test_errors():
