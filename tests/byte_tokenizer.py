@@ -63,7 +63,13 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < USER).decode(errors="replace")
 
 
-def tokenizer_of_transformers(chat_template: str, *, ends: bool = False) -> Any:
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tokenizer_of_transformers(chat_template: str = TEMPLATE, *, ends: bool = False) -> Any:
     """Returns such a tokenizer by `transformers`, with this template; skips the test where that is not installed.
 
     With `ends`, it ends each text itself.

@@ -6,17 +6,15 @@ python -m pytest -m slow tests/test_accelerators.py -k "v5e or v5p"      # needs
 
 from __future__ import annotations
 
-import importlib
 import math
-import pathlib
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
+import decoder_models
 import jzero
 from jzero.machines.topologies import topology_devices
 from jzero.state.init import lower_init
@@ -77,9 +75,6 @@ def test_no_parameter_is_gathered_in_fp32(topology, stage, precision, scan, cast
 
 
 # Peak memory as reckoned beside the compiler's: bytes of states are exact, what XLA schedules is not.
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
-decoder_models = importlib.import_module("decoder_models")
 
 
 @pytest.mark.parametrize(

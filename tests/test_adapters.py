@@ -3,23 +3,19 @@
 import argparse
 import dataclasses
 import json
-import sys
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import jzero
-import jzero.hf
-from tests import hf_models, shared
-from tests.example_runs import EXAMPLES
-
-sys.path.insert(0, str(EXAMPLES / "llm"))
 import adapters
 import decoder
 import generate
+import jzero
+import jzero.hf
 import layouts
+from tests import hf_models, shared
 
 SAID = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
 SHAPES = {"self_attn.q_proj": (36, 60), "mlp.down_proj": (56, 36)}  # of Mistral, [in, out]

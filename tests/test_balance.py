@@ -1,7 +1,6 @@
 """The load-balancing loss of mixtures of experts, `examples/llm/balance.py`: that of the whole batch, as published."""
 
 import argparse
-import sys
 import types
 
 import jax
@@ -10,17 +9,14 @@ import numpy as np
 import optax
 import pytest
 
+import balance
+import decoder
 import jzero
 from jzero.hf import Experts
 from tests import hf_models
-from tests.example_runs import EXAMPLES
 from tests.shared import whole
 from tests.test_hf_parity import born
 from tests.tiers import slow
-
-sys.path.insert(0, str(EXAMPLES / "llm"))
-import balance
-import decoder
 
 LAYERS, WIDTH, VOCABULARY = 2, 8, 11
 EXPERTS = Experts(count=5, per_token=2, normalized=True, aux_coef=0.7)

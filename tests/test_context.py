@@ -1,7 +1,6 @@
 """Devices along `ZeroConfig.context_axis` have parts of the same rows, in `examples/llm` and in a user's own loss."""
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +8,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jzero
-from tests import hf_models, shared
-from tests.example_runs import EXAMPLES
-from tests.tiers import default_for
-
-sys.path.insert(0, str(EXAMPLES / "llm"))
 import attention
 import chat_data
 import decoder
+import jzero
 import packing
 import pretrain
 import training
+from tests import hf_models, shared
+from tests.tiers import default_for
 
 ROWS, WIDTH = (8, 24), 10
 TX = shared.sgd(1.0)

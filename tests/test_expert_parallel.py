@@ -1,25 +1,20 @@
 """Experts on a mesh axis of their own beside ZeRO, `examples/llm/expert_parallel.py`, against one device."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-import jzero
-import jzero.hf
-from tests import hf_models, shared
-from tests.example_runs import EXAMPLES
-from tests.tiers import default_for
-
-sys.path.insert(0, str(EXAMPLES / "llm"))
 import balance
 import decoder
 import expert_parallel
+import jzero
+import jzero.hf
 import pretrain
 import training
+from tests import hf_models, shared
+from tests.tiers import default_for
 
 TX = shared.sgd(1.0)
 TOKENS, WIDTH, HIDDEN = 48, 10, 14

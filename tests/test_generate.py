@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import pathlib
-import sys
 
 import jax
 import numpy as np
@@ -13,17 +12,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jzero
-from tests import byte_tokenizer, hf_models
-from tests.example_runs import EXAMPLES
-from tests.tiers import default_for
-
-sys.path.insert(0, str(EXAMPLES / "llm"))
 import decoder
 import generate as generate_file
 import generation
+import jzero
 import layouts
 from generation import Sampling, generate, left_padded
+from tests import byte_tokenizer, hf_models
+from tests.tiers import default_for
 
 TOKENS = pathlib.Path(__file__).parent / "data" / "hf_tokens.json"
 PROMPTS = [[5, 9, 3], [7, 2, 8, 1, 40, 33, 2], [11], [3, 4, 50, 6, 27, 8, 9, 10, 11, 12], [60, 0, 0, 60]]

@@ -2,22 +2,18 @@
 
 import argparse
 import json
-import sys
 
 import jax
 import numpy as np
 import pytest
 
+import decoder
 import jzero
 import jzero.hf
+import training
 from jzero.cli import decoder as cli_decoder
 from jzero.cli import sizes as cli_sizes
 from tests import hf_models
-from tests.example_runs import EXAMPLES
-
-sys.path.insert(0, str(EXAMPLES / "llm"))
-import decoder
-import training
 
 ADAPTERS = r"layers/.*/lora_[ab]"
 LORA = decoder.Lora(rank=3, alpha=6.0, modules="q|v|down")

@@ -5,13 +5,13 @@ import json
 import pathlib
 import re
 import shlex
-import sys
 
 import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import decoder
 import jzero
 import jzero.hf
 from jzero.analysis.memory_table import MemoryTable
@@ -26,9 +26,7 @@ from jzero.plan.table import format_bytes
 from tests import cli_models
 from tests.cli_runs import fit_tries_little  # noqa: F401  # a fixture
 from tests.pages import PAGES
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "llm"))
-import decoder
+from tests.tiers import default_for
 
 ROOT = pathlib.Path(__file__).parents[1]
 GIB = 2**30
@@ -227,7 +225,7 @@ def test_what_would_do_does(ask):
 COUNTS = json.loads((pathlib.Path(__file__).parent / "data" / "parameter_counts.json").read_text())
 
 
-@pytest.mark.parametrize("family", COUNTS)
+@pytest.mark.parametrize("family", default_for(("qwen3", "gemma3_text", "mixtral", "gpt_oss"), COUNTS))
 def test_what_is_reckoned_with_has_the_leaves_of_the_decoder_that_trains(tmp_path, family):
     """And their base the parameters that `transformers` counts."""
     (tmp_path / "config.json").write_text(json.dumps(COUNTS[family]["config"]))

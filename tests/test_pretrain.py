@@ -9,15 +9,12 @@ import pytest
 from flax import linen as nn
 from jax.sharding import Mesh
 
+import decoder
 import jzero
 import jzero.hf
+import pretrain
 from jzero.machines.machine import machine
 from tests import hf_models
-from tests.example_runs import EXAMPLES
-
-sys.path.insert(0, str(EXAMPLES / "llm"))
-import decoder
-import pretrain
 
 
 @pytest.fixture

@@ -11,23 +11,18 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import chat_data
+import generate
 from jzero.cli.commands import app
 from tests import finetune_run, hf_models
 from tests.byte_tokenizer import NUM_TOKENS, ByteTokenizer, tokenizer_of_transformers
 from tests.example_runs import EXAMPLES, ROOT, environment
-
-import chat_data  # isort: skip  # of the examples, which `finetune_run` puts on the path
-import generate  # isort: skip
 
 README = (ROOT / "README.md").read_text()
 SECTION = README[README.index("## Fine-tune a published model") : README.index("## Use it")]
 (COMMANDS,), (LINE,) = (re.findall(rf"^```{name}\n(.*?)^```$", SECTION, re.M | re.S) for name in ("bash", "json"))
 INSTALL, DOWNLOAD, ESTIMATE, FINETUNE, GENERATE = COMMANDS.splitlines()
 FOLDER = shlex.split(DOWNLOAD)[-1]
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 @pytest.fixture
@@ -63,7 +58,7 @@ def test_each_command_of_the_road_is_understood(home):
 @pytest.mark.slow
 def test_the_road_runs_to_the_letter(home):
     """Only the download is another: a program `hf` that puts the tiny model where it is told to."""
-    tokenizer_of_transformers(TEMPLATE).save_pretrained(home / FOLDER)
+    tokenizer_of_transformers().save_pretrained(home / FOLDER)
     (home / FOLDER).rename(home / "hub")
     programs = {"python": "", "jzero": "-m jzero"}
     scripts = {name: f'exec "{sys.executable}" {module} "$@"' for name, module in programs.items()}
