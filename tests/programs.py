@@ -1,19 +1,18 @@
-"""Compares what is traced and lowered for fixed train steps, before and after a change that must not show there.
+"""Writes what is traced and lowered for fixed train steps, before and after a change that must not show there.
 
-    python -m tests.programs --dump before        # on the code as it was
-    python -m tests.programs --compare before     # on the code as it is: exits with 1 if a program differs
+    python -m tests.programs before     # on the code as it was
+    python -m tests.programs after      # on the code as it is
+    diff -rq before after
 
 Texts hold no addresses, source lines or modules of `jzero`, so that files may move.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,50 +120,18 @@ def normalized(text: str) -> str:
     return re.sub(r"\bjzero(\.\w+)+\.(?=\w)", "jzero.", text)
 
 
-def all_texts() -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of each file."""
-    for name, program in PROGRAMS.items():
-        for end, text in texts(program).items():
-            yield f"{name}.{end}", text
-
-
-def first_differences(before: str, after: str, count: int = 6) -> list[str]:
-    """Returns the first lines that differ."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=0)
-    return [f"    {line[:160]}" for _, line in zip(range(count + 2), lines, strict=False)][2:]
-
-
-def dump(directory: Path) -> int:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in all_texts():
-        (directory / name).write_text(text)
-        print(f"{name:40} {len(text):>9,} characters", flush=True)
-    return 0
-
-
-def compare(directory: Path) -> int:
-    found = False
-    for name, text in all_texts():
-        file = directory / name
-        before = file.read_text() if file.exists() else None
-        found |= before != text
-        print(f"{name:40} {'missing' if before is None else 'same' if before == text else 'DIFFERS'}", flush=True)
-        if before not in (None, text):
-            print("\n".join(first_differences(before, text)))
-    return int(found)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--dump", type=Path, metavar="DIR", help="write all programs there")
-    what.add_argument("--compare", type=Path, metavar="DIR", help="compare all programs with those that are there")
-    args = parser.parse_args()
+def main() -> None:
+    """Writes each text into a file of its own."""
+    (folder,) = map(Path, sys.argv[1:])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    return dump(args.dump) if args.dump else compare(args.compare)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, program in PROGRAMS.items():
+        for end, text in texts(program).items():
+            (folder / f"{name}.{end}").write_text(text)
+            print(f"{name}.{end}: {len(text):,} characters", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
