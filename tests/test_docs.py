@@ -1,12 +1,8 @@
 """The documentation: its code runs, prints what it says, and leaves out no name and no note."""
 
 import ast
-import os
 import re
-import socket
-import subprocess
 import sys
-import time
 import xml.etree.ElementTree
 
 import jax.numpy as jnp
@@ -17,6 +13,7 @@ import jzero.data
 import jzero.hf
 import jzero.lora
 from tests import pages
+from tests.example_runs import run_example
 from tests.pages import BLOCK, DOCS, PAGES, ROOT, blocks
 from tests.site_hooks import hook
 
@@ -41,40 +38,16 @@ def test_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     pages.run(page)
 
 
-def wait_for(processes, *, seconds):
-    """Waits until all have ended, or one has failed, since the others would wait for that one; ends what is left."""
-    deadline = time.monotonic() + seconds
-    try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if any(process.poll() for process in processes):
-                break
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 @pytest.mark.slow  # as the other pages
 def test_page_about_several_hosts_runs_in_two_processes(tmp_path):
+    """The launcher of the examples starts them; the page has its own names for what that says."""
+    names = {"COORDINATOR": "COORDINATOR_ADDRESS", "NUM_PROCESSES": "NUM_PROCESSES", "PROCESS_ID": "PROCESS_ID"}
+    given = f"import os\nos.environ |= {{name: os.environ['JAX_' + of] for name, of in {names}.items()}}"
     script = tmp_path / "page.py"
-    script.write_text("\n".join(text for language, _, text in blocks(IN_TWO_PROCESSES) if language == "python"))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    here = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    outputs = [tmp_path / f"output_{index}" for index in range(2)]
-    processes = []
-    for index, output in enumerate(outputs):
-        who = {"COORDINATOR": address, "NUM_PROCESSES": "2", "PROCESS_ID": str(index)}
-        with output.open("w") as file:
-            command = [sys.executable, "-W", "error", script]
-            processes.append(subprocess.Popen(command, env=os.environ | here | who, stdout=file, stderr=file))
-    wait_for(processes, seconds=120)
-    text = [output.read_text() for output in outputs]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(text)
-    assert "4 devices in 2 processes" in text[0]
+    code = [text for language, _, text in blocks(IN_TWO_PROCESSES) if language == "python"]
+    script.write_text("\n".join([given, *code]))
+    launcher = ("multi_process/launch_local.py", "--processes=2", "--devices=2", f"--script={script}")
+    assert "4 devices in 2 processes" in run_example(*launcher)
 
 
 def test_every_code_block_stands_once():
