@@ -167,19 +167,6 @@ def test_what_takes_longer_is_not_kept(monkeypatch, fastest):
     assert found.remat == kept[fastest]
 
 
-def test_what_is_compiled_already_is_not_compiled_again(monkeypatch):
-    """`fit` has compiled the step that it fills."""
-    asked = []
-    made = lambda filling, number: asked.append(number) or CompiledStep(filling.estimated(number).peak, seconds=1.0)
-    monkeypatch.setattr(Filling, "_compile", made)
-    state, step = default_state(), shared.make_train_step(loss_fn)
-    facts = {"plan": jzero.plan_of(state), "machine": machine("h200:8"), "topology": "h200:8"}
-    known = {0: CompiledStep(1000, seconds=2.0)}
-    filling = Filling(step=step, arguments=(state, make_batch(), None), compiled=known, **facts)
-    assert filling.confirmed(10**9) > 0
-    assert sorted(asked) == [len(filling.paths), len(filling.paths) + LAYERS]
-
-
 @pytest.mark.compilers
 def test_the_choice_fits_by_the_compiler_for_gpus():
     layers = 5

@@ -114,16 +114,6 @@ def test_leaf_sharded_over_another_axis_keeps_that():
     assert plan.bytes_per_device.params == 64 * 64 * 4 // 8
 
 
-def test_replica_axis_holds_copies():
-    mesh = abstract_mesh(replica=2, data=4)
-    state = abstract_state({"w": jnp.ones((64, 64))}, optax.sgd(0.1))
-    config = jzero.ZeroConfig(stage=3, replica_axis="replica", persistence_threshold=0)
-    plan = jzero.plan_train_state(state, config=config, mesh=mesh)
-    assert plan.params == {"w": P("data")}
-    assert plan.num_shards == 4
-    assert plan.bytes_per_device.params == 64 * 64 * 4 // 4
-
-
 # What stays whole.
 
 
