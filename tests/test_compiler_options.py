@@ -1,10 +1,8 @@
 """XLA options of one step's program, and what the program is without any."""
 
 import dataclasses
-import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -67,32 +65,6 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
         jzero.make_train_step(models.mlp_loss, compiler_options="fast")
     with pytest.raises(ValueError, match=r"`reduce_bucket_bytes` .*: got 0"):
         jzero.ZeroConfig(reduce_bucket_bytes=0)
-
-
-@pytest.mark.slow
-@pytest.mark.smoke
-@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
-def test_no_product_of_a_bf16_step_is_left_to_a_slow_kernel_on_cpus(scanned):
-    """With jax 0.12 XLA gives bf16 products to YNNPACK, but not those that it merges with a transpose."""
-    params = {"table": jnp.ones((32, 64)), "w": jnp.ones((2, 64, 64))}
-
-    def loss_fn(params, tokens):  # [B, S]
-        x, ws = params["table"][tokens], params["w"]  # [B, S, D], [L, D, D]
-        block = lambda x, w: (jnp.sin(x @ w), None)
-        x = jax.lax.scan(block, x, ws)[0] if scanned else block(block(x, ws[0])[0], ws[1])[0]
-        return jnp.mean(jnp.square(x @ params["table"].T))
-
-    state = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(persistence_threshold=0, precision="bf16"))
-    text = jzero.make_train_step(loss_fn).lower(state, np.ones((16, 16), np.int32)).compile().as_text()
-    fused = set(re.findall(r"kind=kCustom, calls=(%\S+?),", text))
-    kernels, name = [], ""
-    for line in text.splitlines():
-        name = line.split()[0] if line.startswith("%") else name
-        kernels += [name in fused] if re.search(r"= bf16\S* dot\(", line) else []
-    assert all(kernels)
-    if jax.__version_info__[:2] == (0, 12):
-        assert len(kernels) == (6 if scanned else 9), "forward; gradients of kernels and of activations"
 
 
 @pytest.mark.filterwarnings("ignore:The mesh has one device")

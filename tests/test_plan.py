@@ -13,9 +13,16 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.debug import inspect
-from jzero.plan.plan import ZeroPlan
-from tests.plan_states import STAGES, abstract_mesh, abstract_state, gpt_shapes, plan_for
+from tests.plan_states import (
+    OPTIMIZERS,
+    PARAMS,
+    RULES,
+    STAGES,
+    abstract_mesh,
+    abstract_state,
+    momentum_that_looks_into_the_parameters,
+    plan_for,
+)
 
 
 def rows(tree):
@@ -25,24 +32,6 @@ def rows(tree):
 
 
 # What is cut.
-
-
-@pytest.mark.parametrize(("stage", "num_shards"), [(0, 7), (1, 64), (2, 1), (3, 5), (3, 511)])
-def test_specs_are_trees_like_the_state(stage, num_shards):
-    tx = optax.adamw(1e-3)
-    plan = plan_for(gpt_shapes(scanned=True), num_shards=num_shards, tx=tx, stage=stage, persistence_threshold=0)
-    assert plan.num_shards == num_shards
-    params = jax.tree.structure(gpt_shapes(scanned=True), is_leaf=lambda x: isinstance(x, tuple))
-    assert jax.tree.structure(plan.params) == jax.tree.structure(plan.grads) == params
-    assert jax.tree.structure(plan.padding) == params
-    abstract = jax.eval_shape(tx.init, params.unflatten([jnp.zeros(())] * params.num_leaves))
-    assert jax.tree.structure(plan.opt_state) == jax.tree.structure(abstract)
-    specs = [*jax.tree.leaves(plan.params), *jax.tree.leaves(plan.opt_state)]
-    leaves = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves]
-    for spec, leaf in zip(specs, leaves, strict=True):
-        assert isinstance(spec, P)
-        assert len(spec) <= len(leaf.stored_shape)
-        assert all(leaf.stored_shape[d] % num_shards == 0 for d, name in enumerate(spec) if name == "data")
 
 
 @pytest.mark.smoke
@@ -247,37 +236,6 @@ def test_rules_for_a_dimension_and_a_scanned_one_are_obeyed():
 # Plans are values.
 
 
-def all_opt_indices(plan):
-    return [inspect._opt_index(plan, leaf.path, "mu") for leaf in tuple(plan.leaves)]
-
-
-class Counted(tuple):
-    """A tuple that counts how many of its items are taken."""
-
-    taken = 0
-
-    def __iter__(self):
-        Counted.taken += len(self)
-        return super().__iter__()
-
-    def __getitem__(self, key):
-        found = super().__getitem__(key)
-        Counted.taken += len(found) if isinstance(key, slice) else 1
-        return Counted(found) if isinstance(key, slice) else found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("look", [str, ZeroPlan.to_json, all_opt_indices])
-def test_looking_at_a_plan_takes_time_in_proportion_to_its_leaves(look):
-    config = {"stage": 3, "persistence_threshold": 0, "precision": "bf16", "offload": jzero.Offload(optimizer="host")}
-    plan = plan_for({f"w{i}": (64, 8) for i in range(150)}, **config)
-    plan = dataclasses.replace(plan, leaves=Counted(plan.leaves), opt_leaves=Counted(plan.opt_leaves))
-    Counted.taken = 0
-    look(plan)
-    num_leaves = len(plan.leaves) + len(plan.opt_leaves)
-    assert num_leaves <= Counted.taken <= 20 * num_leaves  # every leaf for each parameter: 150 times as many
-
-
 def test_plans_are_values():
     config = {"persistence_threshold": 10, "rules": {"w": jzero.LeafRule(dim=0)}}
     first, second = (plan_for({"w": (64, 37), "b": (5,)}, stage=3, **config) for _ in range(2))
@@ -333,3 +291,54 @@ def test_on_one_device_the_plan_says_so():
     for num_devices, told in ((1, True), (2, False)):
         plan = jzero.plan_train_state(plain, stage=3, mesh=jax.sharding.AbstractMesh((num_devices,), ("data",)))
         assert ("nothing is partitioned" in str(plan)) == told
+
+
+# Who owns a leaf of the optimizer, whatever it is named.
+
+
+def owner_by_name(path):
+    """The parameter that an optimizer leaf belongs to. All names here are unlike any of optax's own."""
+    names = [name for name in path.split("/") if name in PARAMS]
+    assert len(names) <= 1
+    return names[0] if names else None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_leaf_is_cut_like_its_parameter(name):
+    tx = OPTIMIZERS[name]()
+    plan = plan_for(PARAMS, num_shards=8, tx=tx, stage=3, persistence_threshold=0, rules=RULES)
+    grads = {leaf.path: leaf.grad for leaf in plan.leaves}
+    owned = set()
+    for leaf in plan.opt_leaves:
+        owner = owner_by_name(leaf.path)
+        assert (None if leaf.owner is None else plan.leaves[leaf.owner].path) == owner, leaf.path
+        if owner is None:
+            assert leaf.cut is None, leaf.path
+        elif leaf.shape == PARAMS[owner]:
+            owned.add(owner)
+            assert leaf.spec == grads[owner].spec, leaf.path
+            assert leaf.stored_shape == grads[owner].stored_shape, leaf.path
+        else:  # such as adafactor's vectors
+            expected = next((d for d, size in enumerate(leaf.shape) if size % 8 == 0 and leaf.size >= 8), None)
+            assert leaf.cut is None if expected is None else leaf.cut.dim == expected, leaf.path
+            assert leaf.stored_shape == leaf.shape, "never padded"
+    assert owned, "some leaves have their parameter's shape"
+    assert grads["first"].spec != grads["second"].spec
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_parameter_named_like_another_or_like_a_field_of_the_optimizer_is_not_confused(by_hand):
+    params = {"w": (64, 128), "mu": {"w": (128, 64)}, "nu": {"w": (64, 64), "mu": (96,)}, "count": (64,)}
+    tx = optax.chain(momentum_that_looks_into_the_parameters() if by_hand else optax.adam(1e-3))
+    plan = plan_for(params, num_shards=8, tx=tx, stage=3, persistence_threshold=0)
+    (state,) = plan.opt_state
+    assert (state["mu"] if by_hand else state[0].mu) == plan.params
+    if not by_hand:
+        assert state[0].nu == plan.params
+        assert state[0].count == P()
+
+
+def test_parameters_may_be_one_array():
+    plan = plan_for((64, 128), num_shards=8, stage=3, persistence_threshold=0)
+    assert plan.params == P(None, "data")
+    assert plan.opt_state[0].mu == plan.opt_state[0].nu == P(None, "data")

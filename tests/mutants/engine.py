@@ -45,7 +45,7 @@ MUTANTS = [
         "step/inputs.py",
         "max(plan.config.persistence_threshold, SMALL)",
         "plan.config.persistence_threshold",
-        "test_errors_in_losses.py::test_small_arrays_that_the_loss_closes_over_are_fine",
+        "test_errors.py::test_small_arrays_that_the_loss_closes_over_are_fine",
     ),
     Mutant(
         "values_around_the_step_refused",

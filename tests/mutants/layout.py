@@ -240,7 +240,7 @@ MUTANTS = [
         "plan/opt_leaves.py",
         "base=grad.base, cut=grad.cut, reason=grad.reason)",
         "base=grad.base, reason=grad.reason)",
-        "test_plan_owners.py::test_optimizer_leaf_is_cut_like_its_parameter",
+        "test_plan.py::test_optimizer_leaf_is_cut_like_its_parameter",
         "adamw",
     ),
     # The mesh that a program has set, and Explicit axes.
