@@ -1,5 +1,7 @@
 """Loops that a monitor watches, with a clock of their own."""
 
+import contextlib
+import resource
 import types
 
 import numpy as np
@@ -52,3 +54,14 @@ def run(monitor, *, steps, error=None):
             monitor.log({"loss": 1.0})
         if error is not None:
             raise error
+
+
+@contextlib.contextmanager
+def disk_of(size):
+    """As if files of so many bytes fitted on the disk, and no longer ones."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

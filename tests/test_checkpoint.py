@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import itertools
 import pathlib
 
 import jax
@@ -17,7 +16,6 @@ import jzero
 from tests import disk_states, models
 from tests.checkpoint_states import (
     ONE_DEVICE,
-    STAGES,
     Numbers,
     arrays,
     assert_holds,
@@ -29,7 +27,7 @@ from tests.checkpoint_states import (
     pointers,
     sharded,
 )
-from tests.tiers import default_for, slow
+from tests.tiers import slow
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "checkpoint_v1"
 
@@ -41,11 +39,10 @@ def plain():
 
 READERS = {1: (1, 2, 5, 8), 3: (5, 1, 8, 2), 8: (8, 5, 2, 1)}
 """The numbers of devices that read at each stage, by the number that wrote."""
-WRITERS = list(itertools.product(STAGES, READERS))
 
 
 @ONE_DEVICE
-@pytest.mark.parametrize(("writer_stage", "writer_num"), default_for([(2, 3)], WRITERS))
+@pytest.mark.parametrize(("writer_stage", "writer_num"), [(2, 3), slow(0, 8), slow(1, 1), slow(3, 3)])
 def test_any_layout_reads_what_any_other_wrote(writer_stage, writer_num, tmp_path):
     expected = arrays(nnx.state(nnx_state()))
     jzero.save_checkpoint(tmp_path / "c", sharded(nnx_state(), writer_stage, writer_num))
@@ -55,22 +52,6 @@ def test_any_layout_reads_what_any_other_wrote(writer_stage, writer_num, tmp_pat
         assert_holds(nnx.state((model, optimizer)), expected)
         assert jzero.plan_of((model, optimizer)).num_shards == num
         assert model.tied.kernel is model.first.kernel
-
-
-PRECISIONS = [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "bf16")]
-FROM_AND_TO = [(*pair, stages) for pair in PRECISIONS for stages in ((1, 3), (3, 2))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("writer", "reader", "stages"), default_for([FROM_AND_TO[0], FROM_AND_TO[7]], FROM_AND_TO))
-def test_precision_of_the_writer_does_not_show(writer, reader, stages, plain, tmp_path):
-    jzero.save_checkpoint(tmp_path / "c", sharded(plain, stages[0], 3, precision=writer))
-    assert_same_bits(arrays(read_by_plain_orbax(tmp_path / "c" / "default", plain)), arrays(plain))
-    restored = jzero.restore_checkpoint(tmp_path / "c", like(plain, stages[1], 8, precision=reader))
-    assert_same_bits(arrays(jzero.unshard_train_state(restored)), arrays(plain))
-    if reader != "fp32" and stages[1] == 2:  # 16-bit copies, rounded from the masters
-        rounded = jax.tree.map(lambda x: x.astype(restored.params["first"]["kernel"].dtype), plain.params)
-        assert_same_bits(arrays(restored.params), arrays(rounded))
 
 
 def test_edited_parameters_are_saved_as_the_optimizer_would_take_them(plain, tmp_path):
@@ -83,13 +64,7 @@ def test_edited_parameters_are_saved_as_the_optimizer_would_take_them(plain, tmp
     np.testing.assert_array_equal(restored.params["first"]["kernel"], plain.params["first"]["kernel"])
 
 
-def read_by_plain_orbax(path, plain):
-    return ocp.StandardCheckpointer().restore(path, jax.eval_shape(lambda: plain))
-
-
 def test_plain_orbax_reads_ours(plain, tmp_path):
-    jzero.save_checkpoint(tmp_path / "c", sharded(plain, 3))
-    assert_same_bits(arrays(read_by_plain_orbax(tmp_path / "c" / "default", plain)), arrays(plain))
     with jzero.CheckpointManager(tmp_path / "run") as manager:
         manager.save(sharded(plain, 3), extra={"note": "x", "array": np.ones(3)}, data_iterator=Numbers())
     with ocp.CheckpointManager(tmp_path / "run") as manager:
@@ -97,19 +72,16 @@ def test_plain_orbax_reads_ours(plain, tmp_path):
     assert_same_bits(arrays(restored), arrays(plain))
 
 
-@pytest.mark.parametrize("how", ["checkpointer", "manager", "numpy", "v1"])
+@pytest.mark.parametrize("how", ["checkpointer", "manager", "v1"])
 def test_we_read_plain_orbax(how, plain, tmp_path):
-    state = plain
     if how == "manager":
         with ocp.CheckpointManager(tmp_path / "run") as manager:
-            manager.save(7, args=ocp.args.StandardSave(state))
+            manager.save(7, args=ocp.args.StandardSave(plain))
     elif how == "v1":
-        ocp.v1.save(tmp_path / "run", state)
+        ocp.v1.save(tmp_path / "run", plain)
     else:
-        if how == "numpy":
-            state = jax.tree.map(np.asarray, plain).replace(step=1)
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "run", state)
+            checkpointer.save(tmp_path / "run", jax.tree.map(np.asarray, plain).replace(step=1))
     restored = jzero.restore_checkpoint(tmp_path / "run", like(plain, 3, 5))
     assert_holds(restored, arrays(plain))
 
@@ -131,19 +103,12 @@ def mixed_state(stage, precision):
     return jzero.shard_train_state(state, config=config)
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [
-        slow(3, "fp32"),
-        slow(2, "fp16"),
-        (1, jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")),
-    ],
-    ids=["fp32", "fp16", "stochastic"],
-)
-def test_going_on_equals_never_having_stopped(stage, precision, tmp_path):
+def test_going_on_equals_never_having_stopped(tmp_path):
+    """Where rounding draws random bits, too."""
+    precision = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
     step = disk_states.step_of()
     batches = [models.mlp_batch(24, seed=i) for i in range(8)]
-    state = mixed_state(stage, precision)
+    state = mixed_state(1, precision)
     for batch in batches[:3]:
         state, _ = step(state, batch)
     with jzero.CheckpointManager(tmp_path) as manager:
@@ -152,7 +117,7 @@ def test_going_on_equals_never_having_stopped(stage, precision, tmp_path):
         for batch in batches[3:]:
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
-        start = jzero.abstract_train_state(mixed_state(stage, precision), config=jzero.plan_of(state).config)
+        start = jzero.abstract_train_state(mixed_state(1, precision), config=jzero.plan_of(state).config)
         restored = manager.restore(start)
     again = []
     for batch in batches[3:]:

@@ -69,7 +69,7 @@ PASSING = {
 }
 
 
-CASES = [*((error, "open", 1) for error in PASSING), ("stale", "open", 1000), ("broken", "stat", 1)]
+CASES = [("late", "open", 1), ("forbidden", "open", 1), ("stale", "open", 1000), ("broken", "stat", 1)]
 
 
 @pytest.mark.parametrize(("error", "call", "times"), CASES)
@@ -233,6 +233,9 @@ worker.join(60)
 assert worker.exitcode == 0, worker.exitcode  # its end has run the hooks
 assert signal.getsignal(signal.SIGTERM) == ours
 print(manager.all_steps())
+unclosed = jzero.CheckpointManager(sys.argv[1] + "/unclosed")
+unclosed.save(make_state())
+raise ValueError("mine")
 """
 
 
@@ -241,4 +244,7 @@ def test_a_forked_process_has_neither_handlers_nor_hooks(tmp_path):
     ran = subprocess.run(
         command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=300, check=False
     )
-    assert (ran.returncode, ran.stdout, "Error" in ran.stderr) == (0, "[0]\n", False), ran.stderr
+    assert (ran.returncode, ran.stdout) == (1, "[0]\n"), ran.stderr
+    assert "\nValueError: mine\n" in ran.stderr
+    assert ran.stderr.count("Error") == 1, ran.stderr
+    assert jzero.inspect_checkpoint(tmp_path / "unclosed", verify=True).damaged == {}, "complete in spite of the error"

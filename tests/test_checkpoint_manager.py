@@ -12,7 +12,6 @@ import pytest
 import jzero
 from jzero.checkpoint import orbax_io
 from tests.checkpoint_states import numbered, sharded
-from tests.tiers import slow
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +22,6 @@ def plain():
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
-        slow({}, [1, 2, 3, 4, 5, 6, 7]),  # by default, other tests look at all that they saved
-        slow({"max_to_keep": 2}, [6, 7]),
         ({"max_to_keep": 1, "keep_every_steps": 3}, [3, 6, 7]),
         ({"save_interval_steps": 3, "max_to_keep": 2}, [3, 6]),
         ({"max_to_keep": 2, "best_metric": "loss"}, [2, 4, 7]),
@@ -54,7 +51,7 @@ def test_saving_again_and_out_of_turn(plain, tmp_path):
         assert not manager.save(numbered(state, 3), force=True)
         assert not manager.save(numbered(state, 4))
         assert manager.save(numbered(state, 4), force=True)
-        assert manager.save(state, step=10), "a step that the loop counts"
+        assert manager.save(state, step=np.int64(10)), "a step that the loop counts"
         with pytest.raises(jzero.CheckpointError, match="holds step 10, so step 7"):
             manager.save(state, step=7)
     with jzero.CheckpointManager(tmp_path, save_interval_steps=10) as manager:
@@ -85,15 +82,6 @@ def test_steps_that_are_none(step, plain, tmp_path):
             with pytest.raises(ValueError, match="`step` must be"):
                 use()
         assert manager.all_steps() == []
-
-
-def test_whole_numbers_of_other_libraries_are_steps(plain, tmp_path):
-    state = sharded(plain, 1, 2)
-    with jzero.CheckpointManager(tmp_path) as manager:
-        for step in (0, np.int64(3), jnp.int32(4), np.array(5, np.uint8)):
-            assert manager.save(state, step=step)
-        assert manager.all_steps() == [0, 3, 4, 5]
-        manager.restore(state, step=np.int64(3))
 
 
 def test_going_back_sets_later_steps_aside(plain, tmp_path):

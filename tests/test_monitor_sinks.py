@@ -1,11 +1,9 @@
 """Where a monitor writes: JSON lines, CSV, TensorBoard, a terminal."""
 
-import contextlib
 import csv
 import io
 import json
 import re
-import resource
 import subprocess
 import sys
 import threading
@@ -18,7 +16,7 @@ import pytest
 import jzero
 from jzero.monitor import monitor as monitor_module
 from jzero.monitor import sinks as sinks_module
-from tests.monitor_runs import Clock, quiet
+from tests.monitor_runs import Clock, disk_of, quiet
 
 
 def test_json_lines_read_back(tmp_path):
@@ -67,17 +65,6 @@ def test_json_lines_go_on_after_a_crash(tmp_path):
     sink(3, {"loss": 1.0})
     sink.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-
-
-@contextlib.contextmanager
-def disk_of(size):
-    """As if files of so many bytes fitted on the disk, and no longer ones."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.filterwarnings("ignore:The last line of")
