@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jzero.disk import files
-from jzero.disk.files import PAGE, free_bytes, page_aligned
+from jzero.disk.files import PAGE, page_aligned
 from jzero.disk.pipeline import Pipeline
 from jzero.disk.stores import RamStore
 
@@ -98,26 +98,13 @@ def pipeline_threads(before):
     return [thread.name for thread in threading.enumerate() if is_pipeline_thread(thread) and thread not in before]
 
 
-def start_python(text, *args):
-    """Starts a script that has the names of these modules."""
-    names = "".join(f"from tests.{module} import *\n" for module in MODULES)
-    script = f"{names}{text}"
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-c", script, *map(str, args)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes)
-
-
 def run_python(text, *args):
-    """Runs a script that has the names of these modules, and checks that it succeeds; returns its output."""
-    process = start_python(text, *args)
-    try:
-        output, errors = process.communicate(timeout=WAIT)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0, errors
-    return output
+    """Runs a script that has the names of these modules, and checks that it succeeds."""
+    names = "".join(f"from tests.{module} import *\n" for module in MODULES)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    command, environment = [sys.executable, "-c", f"{names}{text}", *map(str, args)], os.environ | {"PYTHONPATH": path}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def wait_until(condition):
@@ -125,8 +112,3 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline, "waited for too long"
         time.sleep(0.002)
-
-
-def much_space(folder):
-    """So many bytes that what others take and free meanwhile does not matter, but not all."""
-    return min(2**31, free_bytes(folder) // 8 // PAGE * PAGE)

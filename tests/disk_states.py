@@ -75,7 +75,6 @@ OPTIMIZERS = {
     # Not a ratio of sums, in which a factor of all of them cancels.
     "clipped steps": lambda: optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.5), optax.scale(-1e-2)),
     "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
-    "lion": lambda: optax.lion(1e-3),
     "lamb": lambda: optax.lamb(1e-2),  # sums over what is on disk, then the update
     "lars": lambda: optax.lars(1e-2),
     "prodigy": optax.contrib.prodigy,

@@ -1,6 +1,5 @@
 """Checkpoints of states with optimizer state on disk: the same tree as from memory, in the memory of a few records."""
 
-import itertools
 import json
 import math
 import os
@@ -36,7 +35,7 @@ from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
     values,
     whole,
 )
-from tests.tiers import default_for, slow
+from tests.tiers import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -91,12 +90,12 @@ def test_chunks_of_several_processes_end_where_parts_end(on_disk, several, monke
 
 STREAMED = ("disk", 3, "bf16", 2)
 READERS = [STREAMED, ("host", 2, "bf16", 8), ("none", 3, "fp32", 5), ("disk", 1, "fp32", 3)]
-QUICK = [("host", 1, "bf16", 2), ("none", 3, "fp32", 2)]
-WRITERS = list(itertools.product(("disk", "host", "none"), (3, 1, 0), ("bf16", "fp32", "fp16"), (2,)))
 CASES = [
     (STREAMED, READERS[3:]),  # what else reads it sees the same tree: the values and notes that tests here compare
-    *((writer, READERS[:1]) for writer in QUICK),
-    *(slow(writer, READERS if writer[:2] == ("disk", 3) else READERS[:1]) for writer in WRITERS if writer not in QUICK),
+    (("none", 3, "fp32", 2), READERS[:1]),
+    slow(("disk", 0, "fp16", 2), READERS),
+    slow(("host", 1, "bf16", 2), READERS[:1]),
+    slow(("none", 1, "fp16", 2), READERS[:1]),
 ]
 
 
@@ -125,27 +124,13 @@ def assert_parameters_are_rounded(state, plain):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(exact.astype(leaf.param.dtype)), err_msg=leaf.path)
 
 
-@pytest.mark.parametrize("how", default_for(["v1"], ["standard", "v1"]))
-def test_what_plain_orbax_wrote(how, plain, expected, like, tmp_path):
-    if how == "v1":
-        ocp.v1.save(tmp_path / "c", plain)
-    else:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "c", plain)
+def test_what_plain_orbax_wrote(plain, expected, like, tmp_path):
+    ocp.v1.save(tmp_path / "c", plain)
     assert_same_bits(whole(jzero.restore_checkpoint(tmp_path / "c", like())), expected)
 
 
-def test_the_notes_are_those_of_a_state_in_memory(plain, on_disk, tmp_path):
-    jzero.save_checkpoint(tmp_path / "near", jzero.shard_train_state(plain, **layout("none", 3, "bf16", 2)))
-    jzero.save_checkpoint(tmp_path / "far", on_disk())
-    near, far = (json.loads((tmp_path / name / "jzero" / "metadata").read_text()) for name in ("near", "far"))
-    assert near["checksums"] == far["checksums"]
-    assert not jzero.inspect_checkpoint(tmp_path / "far", verify=True).damaged
-
-
-@pytest.mark.parametrize("stage", default_for([3], [3, 1]))
-def test_edited_parameters_are_saved_as_the_optimizer_would_take_them(stage, plain, expected, on_disk, like, tmp_path):
-    state = on_disk(stage)
+def test_edited_parameters_are_saved_as_the_optimizer_would_take_them(plain, expected, on_disk, like, tmp_path):
+    state = on_disk()
     params = {**state.params, "flat": state.params["flat"] * 2, "rows": state.params["rows"].at[3, 5].set(7)}
     jzero.save_checkpoint(tmp_path / "c", state.replace(params=params))
     found = whole(jzero.restore_checkpoint(tmp_path / "c", like("none", 3, "fp32")))

@@ -18,7 +18,7 @@ from jzero.disk.rows import RowReader, StoredRow, take_row
 from jzero.disk.stores import DiskStore, RamStore
 from jzero.state.record_states import records_of
 from tests.checkpoint_states import assert_same_bits, whole
-from tests.tiers import default_for
+from tests.tiers import slow
 
 LAYERS, D, F = 3, 29, 29
 N = 2  # devices; the programs of a record are compiled for each
@@ -101,10 +101,10 @@ OPTIMIZERS = {
     "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
     "sgd": lambda: optax.sgd(1e-2),  # in fp32, a record is the parameter alone
 }
-CASES = [(name, precision, steps) for name in OPTIMIZERS for precision in ("fp32", "bf16", "fp16") for steps in (1, 2)]
+CASES = [("adamw", "bf16", 2), slow("lamb", "fp32", 1), slow("momentum", "fp16", 2), slow("sgd", "fp32", 1)]
 
 
-@pytest.mark.parametrize(("name", "precision", "accumulate_steps"), default_for([("adamw", "bf16", 2)], CASES))
+@pytest.mark.parametrize(("name", "precision", "accumulate_steps"), CASES)
 def test_parameters_on_disk_train_like_those_in_memory(scratch, name, precision, accumulate_steps):
     found = []
     for offload in (jzero.Offload(), on_disk(scratch)):
@@ -199,11 +199,10 @@ def test_reading_editing_and_moving_rows(scratch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", default_for(["bf16"], ["bf16", "fp32"]))
-def test_checkpoints_are_those_of_states_in_memory(tmp_path, scratch, precision):
-    state, _ = train(made(on_disk(scratch), precision), [0])
+def test_checkpoints_are_those_of_states_in_memory(tmp_path, scratch):
+    state, _ = train(made(on_disk(scratch)), [0])
     jzero.save_checkpoint(tmp_path / "rows", state)
-    near = jzero.restore_checkpoint(tmp_path / "rows", made(jzero.Offload(), precision))
+    near = jzero.restore_checkpoint(tmp_path / "rows", made(jzero.Offload()))
     assert_same_bits(whole(near), whole(state))
     jzero.save_checkpoint(tmp_path / "near", near)
     back = jzero.restore_checkpoint(tmp_path / "near", jzero.abstract_train_state(state))
