@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 import jzero.data
-from tests.data_examples import Source, examples, ids, make, whole_lines, with_noise
+from tests.data_examples import Source, examples, make, whole_lines, with_noise
 
 
 @pytest.mark.parametrize(
@@ -70,40 +70,6 @@ def test_training_on_a_padded_remainder_equals_optax_on_the_examples():
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     for name, x in jzero.gather_params(state).items():
         np.testing.assert_allclose(x, params[name], rtol=2e-6)
-
-
-@pytest.mark.slow
-def test_checkpoint_manager_keeps_the_position(tmp_path):
-    source = examples(20)
-    params = {"w": jnp.zeros(3)}
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    loss_fn = lambda params, batch: jzero.Weighted(
-        (batch["x"] @ params["w"]) @ batch["weights"], batch["weights"].sum()
-    )
-    state = jzero.shard_train_state(plain, stage=3)
-    step, seen = jzero.make_train_step(loss_fn), []
-    with (
-        jzero.CheckpointManager(tmp_path) as manager,
-        iter(jzero.data.make_loader(source, batch_size=8, shuffle=True, prefetch=2)) as batches,
-    ):
-        batch = next(batches)
-        state, _ = step(state, batch)
-        seen += ids(batch)
-        manager.save(state, data_iterator=batches)
-        assert len(ids(next(batches))) == 8, "which is lost"
-    mesh = jzero.make_mesh(devices=jax.devices()[:4])
-    again = iter(jzero.data.make_loader(source, batch_size=4, shuffle=True, mesh=mesh))
-    restored = jzero.CheckpointManager(tmp_path).restore(
-        jzero.abstract_train_state(plain, stage=2, mesh=mesh), data_iterator=again
-    )
-    assert int(restored.step) == 1
-    for batch in again:
-        restored, _ = step(restored, batch)
-        seen += ids(batch)
-    assert sorted(seen) == list(range(20))
-    other = iter(jzero.data.make_loader(source[:19], batch_size=8, shuffle=True))
-    with pytest.raises(ValueError, match="num_examples: saved 20, here 19"):
-        jzero.CheckpointManager(tmp_path).restore(state, data_iterator=other)
 
 
 def test_positions_of_other_data_are_refused(tmp_path):

@@ -1,17 +1,12 @@
 """Profiles of steps of a loop."""
 
 import contextlib
-import gzip
-import json
-import pathlib
 
 import jax
 import pytest
 
 import jzero
 from jzero.monitor import progress as progress_module
-from tests import shared
-from tests.models import mlp_batch, mlp_loss
 from tests.monitor_runs import Reading, Record, quiet, run
 
 
@@ -75,19 +70,3 @@ def test_profile_that_was_not_taken_is_a_warning(monkeypatch):
     with pytest.warns(UserWarning, match="after 3 steps, .*, 10"):
         run(quiet(profile_dir="p"), steps=3)
     assert not traces
-
-
-def test_a_real_profile_holds_the_scopes(tmp_path):
-    state, step = shared.mlp_state(3), shared.make_train_step(mlp_loss)
-    with quiet(profile_dir=tmp_path, profile_steps=(2, 3)) as monitor:
-        for seed in range(4):
-            state, metrics = step(state, mlp_batch(16, seed))
-            monitor.log(metrics)
-    (space,) = tmp_path.rglob("*.xplane.pb")
-    content = space.read_bytes()
-    for scope in (b"zero_gather", b"zero_compute", b"zero_reduce", b"zero_update"):
-        assert scope in content, scope
-    (events,) = pathlib.Path(tmp_path).rglob("*.trace.json.gz")
-    events = json.loads(gzip.decompress(events.read_bytes()))["traceEvents"]
-    numbers = {x["args"]["step_num"] for x in events if x.get("name") == "train"}
-    assert {str(x) for x in numbers} == {"2", "3"}
