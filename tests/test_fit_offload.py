@@ -76,16 +76,6 @@ def test_the_host_is_compared_from_the_start_if_asked():
     assert row["host_seconds"] > 0 < row["host_bytes"]
 
 
-def test_where_the_link_to_the_host_is_unknown_offload_comes_last():
-    choice = jzero.fit(
-        jax.eval_shape(make_state, jax.random.key(0)), stack_loss, BATCH, topology="v5e:2x4", config=MASTERS,
-        hbm_bytes=1e9, remat=("as_written",), confirm=False, offload=True, stages=(1, 2),
-    )  # fmt: skip
-    kinds = [x.config.offload.optimizer for x in choice.tried]
-    assert kinds == sorted(kinds, reverse=True)
-    assert {x.host_seconds for x in choice.tried if x.memory.host} == {None}
-
-
 def test_a_delayed_update_waits_for_what_a_step_leaves():
     offload = jzero.Offload(optimizer="disk", path="/local/scratch", compute="host", delay=1)
     config = dataclasses.replace(MASTERS, offload=offload)

@@ -12,7 +12,7 @@ import pytest
 
 import jzero
 from tests.disk_states import two_devices
-from tests.tiers import default_for
+from tests.tiers import slow
 
 WEIGHTS = {"w": np.linspace(-1, 1, 5 * 27, dtype=np.float32).reshape(5, 27)}
 BATCH = np.sin(np.arange(16 * 5, dtype=np.float32)).reshape(16, 5)
@@ -62,8 +62,9 @@ class Reference:
             self.params = optax.apply_updates(self.params, updates)
 
 
-@pytest.mark.parametrize("layout", default_for(["disk", "delayed"], LAYOUTS))
-@pytest.mark.parametrize("stage", default_for([3], [1, 3]))
+@pytest.mark.parametrize(
+    ("layout", "stage"), [("disk", 3), ("delayed", 3), slow("near", 3), slow("host", 1), slow("flow", 1)]
+)
 def test_each_state_and_step_keeps_its_own(layout, stage, tmp_path):
     fields = LAYOUTS[layout] | ({"path": str(tmp_path)} if layout == "disk" else {})
     waits = layout in ("delayed", "flow")
@@ -86,7 +87,8 @@ def test_each_state_and_step_keeps_its_own(layout, stage, tmp_path):
             np.testing.assert_allclose(got[leaf], want, rtol=0, atol=1e-6, err_msg=f"{name}, {leaf}")
 
 
-@pytest.mark.parametrize("layout", default_for(["disk"], ["near", "disk", "delayed"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["disk", "delayed"])
 def test_a_step_that_overflows_is_skipped_by_an_optimizer_with_norms(layout, tmp_path):
     """LAMB reads records twice; a step that changes nothing reads none, and has none of its sums."""
     fields = LAYOUTS[layout] | ({"path": str(tmp_path)} if layout == "disk" else {})

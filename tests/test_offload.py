@@ -4,12 +4,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jzero
 from jzero.layout import mesh as _mesh
 from tests import models
-from tests.checkpoint_states import arrays, assert_same_bits, nnx_state, sharded
+from tests.checkpoint_states import arrays, assert_same_bits
 
 ADAMW = optax.adamw(1e-2)
 
@@ -36,17 +35,6 @@ def test_evaluation_needs_the_parameters_alone():
         evaluate(gone, models.mlp_batch(24))
     there = arrays(jzero.gather_params(gone))  # which takes copies
     assert_same_bits(arrays(jzero.gather_params(jzero.reload_train_state(gone))), there)
-
-
-def test_a_pair_of_nnx():
-    pair = sharded(nnx_state(), 3)
-    before = arrays(nnx.state(pair))
-    away = jzero.offload_train_state(pair)
-    model, optimizer = away
-    assert model.first.kernel[...].sharding.memory_kind == "pinned_host"
-    assert model.tied.kernel is model.first.kernel
-    assert optimizer.opt_state[0].mu.first.kernel[...].sharding.memory_kind == "pinned_host"
-    assert_same_bits(arrays(nnx.state(jzero.reload_train_state(away))), before)
 
 
 def test_fields_that_are_not_there():

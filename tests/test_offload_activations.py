@@ -14,7 +14,6 @@ from jzero.engine.recompute import recompute
 from jzero.jaxpr.primitives import REMAT
 from tests import light_decoder, models
 from tests.test_offload_params import device_puts
-from tests.tiers import slow
 
 LAYERS, WIDTH = 3, 41
 
@@ -40,24 +39,15 @@ def to_host(jaxpr):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layer", "options"),
-    [
-        (light_decoder.apply_layer, {}),
-        slow(jax.checkpoint(light_decoder.apply_layer), {"accumulate_steps": 2}),
-    ],
-    ids=["plain", "remat"],
-)
-def test_what_goes_between_layers(layer, options):
-    loss_fn = light_decoder.loss_with(layer)
-    expected, _, _ = train(loss_fn, True, **options)
-    found, step, state = train(loss_fn, "offload", **options)
+def test_what_goes_between_layers():
+    loss_fn = light_decoder.loss_with(jax.checkpoint(light_decoder.apply_layer))
+    expected, _, _ = train(loss_fn, True, accumulate_steps=2)
+    found, step, state = train(loss_fn, "offload", accumulate_steps=2)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     jaxpr = step.trace(state, models.tokens(16, vocab=128)).jaxpr.jaxpr
-    rows = 16 // 8 // options.get("accumulate_steps", 1)
-    assert list(to_host(jaxpr)) == [(rows, models.SEQ, WIDTH)], "one array per layer: what it is called with"
+    assert list(to_host(jaxpr)) == [(1, models.SEQ, WIDTH)], "one array per layer: what it is called with"
     back = [shape for shape, _, inside in device_puts(jaxpr) if "scan" in inside]
-    assert back.count((rows, models.SEQ, WIDTH)) == 2, "there and back"
+    assert back.count((1, models.SEQ, WIDTH)) == 2, "there and back"
 
 
 def test_loops_in_a_layer_recompute_as_written():
@@ -79,8 +69,7 @@ def test_loops_in_a_layer_recompute_as_written():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_named_activations(stage):
+def test_named_activations():
     params = {f"w{i}": jnp.asarray(np.random.default_rng(i).normal(size=(64, 64)) / 8) for i in range(3)}
 
     def layer(w, x):
@@ -94,7 +83,7 @@ def test_named_activations(stage):
         return jnp.square(batch).mean()
 
     def run(policy):
-        config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+        config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
         state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
         step = jzero.make_train_step(functools.partial(loss, policy))
         batch = np.random.default_rng(9).normal(size=(16, 64)).astype(np.float32)

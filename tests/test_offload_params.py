@@ -70,7 +70,6 @@ def train(plain, loss_fn, batches, offload, precision, **options):
     [
         (True, "bf16", ALL, {"accumulate_steps": 2}),
         slow(False, "fp32", PARAMS, {}),
-        slow(False, "fp16", ALL, {}),
     ],
 )
 def test_the_numbers_are_those_without_offload(remat, precision, offload, options):

@@ -18,7 +18,6 @@ from flax.training.train_state import TrainState
 
 import jzero
 from tests import shared
-from tests.tiers import slow, stages
 
 D, DEVICES, STEPS, ROWS = 5, 3, 2, 2
 B = DEVICES * ROWS  # of one micro-batch, on all devices
@@ -190,7 +189,6 @@ def extremes(batch, value):
     [
         ({"data": 3}, {}),
         ({"replica": 2, "data": 2}, {"replica_axis": "replica"}),
-        slow({"node": 2, "data": 3}, {"node_axis": "node"}),
     ],
 )
 def test_maxima_are_those_of_the_whole_batch(sizes, axes):
@@ -225,9 +223,7 @@ def draw(value, rows):
     }
 
 
-@pytest.mark.filterwarnings("ignore:The mesh has one device")
-@pytest.mark.parametrize("n", [slow(1), DEVICES])
-def test_devices_draw_different_numbers_from_keys_in_the_state(n):
+def test_devices_draw_different_numbers_from_keys_in_the_state():
     """The reference goes through devices and micro-batches one by one: a device's key has its index folded in."""
 
     def loss(params, batch, value):
@@ -236,17 +232,17 @@ def test_devices_draw_different_numbers_from_keys_in_the_state(n):
         return jnp.square(batch["x"] @ params["w"]).mean(), aux
 
     start = {"stream": jax.random.key(1), "fixed": jax.random.key(2), "count": jnp.int32(0)}
-    state = make_state(start, n)
+    state = make_state(start)
     step = jzero.make_train_step(loss, has_aux=True, mutable=("value",), accumulate_steps=STEPS)
-    rows, value = len(X) // (n * STEPS), start
+    value = start
     for _ in range(2):
         state, metrics = step(state, BATCH)
-        found = np.asarray(metrics["aux"]["numbers"]).reshape(n, STEPS, rows, 2)
+        found = np.asarray(metrics["aux"]["numbers"]).reshape(DEVICES, STEPS, ROWS, 2)
         assert len(np.unique(found)) == found.size
         for i in range(STEPS):
-            for device in reversed(range(n)):  # the first one's key is kept
+            for device in reversed(range(DEVICES)):  # the first one's key is kept
                 keys = {name: jax.random.fold_in(value[name], device) for name in ("stream", "fixed")}
-                numbers, new = draw({**value, **keys}, rows)
+                numbers, new = draw({**value, **keys}, ROWS)
                 np.testing.assert_allclose(found[device, i], np.stack(numbers, 1), rtol=1e-6)
             value = {**new, "fixed": value["fixed"]}
     for name in ("stream", "fixed"):
@@ -276,12 +272,11 @@ class Online(nnx.Module):
         return loss
 
 
-@stages(3, of=[1, 3])
-def test_frozen_parameters_that_the_loss_writes_go_from_micro_batch_to_micro_batch(stage):
+def test_frozen_parameters_that_the_loss_writes_go_from_micro_batch_to_micro_batch():
     wrt = nnx.All(nnx.Param, nnx.PathContains("online"))
     make = lambda: Online(nnx.Rngs(0))
     model = make()
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
     pair = jzero.shard_train_state(
         (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=wrt)), config=config, mesh=mesh_of()
     )

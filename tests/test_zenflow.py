@@ -24,7 +24,7 @@ from jzero.state.record_states import records_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.offload_states import ADAMW, ONE_LAYER, step_of, whole
-from tests.tiers import default_for, singles
+from tests.tiers import slow
 
 
 def sharded(offload, *, stage=3, precision="fp32", tx=ADAMW, dtype=None, devices=2, sizes=ONE_LAYER):
@@ -150,9 +150,15 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("where", default_for(["host"], ["host", "disk"]))
-@pytest.mark.parametrize("stage", default_for([3], [1, 3]))
-@pytest.mark.parametrize("case", default_for(["overlapped"], SETTINGS))
+@pytest.mark.parametrize(
+    ("case", "stage", "where"),
+    [
+        ("overlapped", 3, "host"),
+        slow("warm-up, waits", 1, "disk"),
+        slow("warm-up, none near", 3, "host"),
+        slow("warm-up, many near", 1, "host"),
+    ],
+)
 def test_equals_a_loop_on_one_device(tmp_path, case, stage, where):
     settings, steps = jzero.ZenFlow(**SETTINGS[case]), 9
     # Devices hold rows of one layer's kernel, and columns of the first of two.
@@ -241,7 +247,10 @@ def exported(value, path):
 LATE = {"zenflow": {"zenflow": jzero.ZenFlow(topk_ratio=0.2, update_interval=2)}, "delay": {"delay": 1}}
 
 
-@singles(late=list(LATE), where=["host", "disk"], case=list(EDITS))
+@pytest.mark.parametrize(
+    ("late", "where", "case"),
+    [("zenflow", "host", "optimizer state"), ("delay", "disk", "file"), slow("zenflow", "disk", "parameter")],
+)
 def test_an_edit_counts_after_all_that_waits(tmp_path, case, where, late):
     """As an edit of a state that nothing waits for: it reads back at once, and a step goes on from it."""
     path = {"path": tmp_path} if where == "disk" else {}
