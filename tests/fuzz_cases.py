@@ -34,13 +34,12 @@ class Case:
     seed: int = 0
     layers: tuple[Layer, ...] = (Layer("tanh"),)
     extras: tuple[str, ...] = ()
-    framework: str = "plain"  # or "linen", "linen_scan", "linen_remat", "nnx", "nnx_tied", "flax_state"
+    framework: str = "plain"  # or "flax", for its train state
     loss: str = "mean"  # or "cross_entropy", "weighted", "weighted_by_params"
     l2: bool = False
     aux: bool = False
     poisoned: int | None = None  # the step whose gradient is not a number
-    frozen_by: str = "trainable"  # or "optax", or "both": some leaves by either
-    written: tuple[str, ...] = ()  # what the loss writes into the state, see `WRITERS`
+    frozen_by: str = "trainable"  # or "optax"
     optimizer: str = "sgd"
     entry: str = "train_step"  # or "value_and_grad", "own_loop"
     num_devices: int = 8
@@ -69,7 +68,6 @@ class Case:
 
 EXTRAS = ("scalar", "empty", "unused", "frozen", "frozen_16", "permutation", "mask", "key")
 FROZEN = ("frozen", "frozen_16", "permutation", "mask", "key")
-SOME_TRAINABLE = ".*(?<!/permutation)(?<!/frozen_16)"
 TRAINABLE = "(?!(.*/)?(" + "|".join(FROZEN) + ")(/|$)).*"
 
 
@@ -175,47 +173,6 @@ def make_batch(case: Case, d: int, step: int) -> dict[str, Any]:
     }
 
 
-class Writer(NamedTuple):
-    """State that a loss writes, computed from the batch alone.
-
-    Attributes:
-      start: The value before the first step, given the rows of a micro-batch on all devices, and their width.
-      write: What one device writes, given its rows and the value before.
-      word: How the devices' values become one; `None` if nothing needs to be said.
-      expected: The same in NumPy, given the rows of all devices.
-    """
-
-    start: Callable[[int, int], Any]
-    write: Callable[[dict[str, Any], Any], Any]
-    word: str | None
-    expected: Callable[[dict[str, Any], Any], Any]
-
-
-WRITERS = {
-    "rows": Writer(lambda n, d: np.int32(3), lambda b, v: v + len(b["x"]), "summed", lambda b, v: v + len(b["x"])),
-    "statistics": Writer(
-        lambda n, d: np.ones(d, np.float32),
-        lambda b, v: jnp.square(v) / 2 + b["x"].mean(0) / 4,  # not linear: only the average of all devices will do
-        None,
-        lambda b, v: np.square(v) / 2 + b["x"].mean(0) / 4,
-    ),
-    "last": Writer(lambda n, d: np.zeros((n, d), np.float32), lambda b, v: b["x"], "per_example", lambda b, v: b["x"]),
-}
-
-
-def expected_writes(case: Case, d: int, steps: int) -> dict[str, Any]:
-    """Returns what a loop over all micro-batches of all steps that are applied leaves."""
-    micro = dict(case.step).get("accumulate_steps", 1)
-    values = {name: WRITERS[name].start(case.num_devices * case.rows, d) for name in case.written}
-    for step in range(steps):
-        batch = {k: x for k, x in make_batch(case, d, step).items() if x.ndim}
-        parts = {k: x.reshape(case.num_devices, micro, case.rows, *x.shape[1:]) for k, x in batch.items()}
-        for i in range(micro if step != case.poisoned else 0):
-            rows = {k: x[:, i].reshape(-1, *x.shape[3:]) for k, x in parts.items()}
-            values = {name: WRITERS[name].expected(rows, value) for name, value in values.items()}
-    return values
-
-
 # Adam and its kin divide by the gradient's own size; an eps of 1e-3 keeps that from amplifying the order of summation.
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(0.1),
@@ -289,8 +246,8 @@ def _extras(random: Random, entry: str, framework: str) -> tuple[str, ...]:
     extras = set(random.sample(EXTRAS, random.randint(0, 3)))
     if entry == "own_loop":  # `jax.grad` differentiates no integers and no keys
         extras -= set(FROZEN)
-    # Each device folds the keys of NNX models with its index; Flax's `apply_gradients` adds to keys, as jax cannot.
-    if framework.startswith("nnx") or (entry == "value_and_grad" and framework != "plain"):
+    # Flax's `apply_gradients` adds to keys, as jax cannot.
+    if entry == "value_and_grad" and framework == "flax":
         extras -= {"key"}
     return tuple(sorted(extras))
 
@@ -309,12 +266,6 @@ def _optimizers(layers: tuple[Layer, ...], extras: tuple[str, ...], policy: jzer
     return sorted(able)
 
 
-def _written(random: Random, entry: str, framework: str) -> tuple[str, ...]:
-    if entry == "own_loop" or framework == "plain" or random.random() < 0.5:
-        return ()
-    return tuple(sorted(random.sample(sorted(WRITERS), random.randint(1, 3))))
-
-
 LOSSES = ("mean", "cross_entropy", "weighted", "cross_entropy", "weighted", "weighted_by_params")
 
 
@@ -327,8 +278,7 @@ def cases(draw: Any) -> Case:
     entry = random.choice(("train_step",) * 4 + ("value_and_grad", "own_loop"))
     if entry == "own_loop" and policy.loss_scale is not None:
         entry = "train_step"  # a loop of one's own would have to scale the loss itself
-    frameworks = ("plain", "flax_state", "linen", "linen_scan", "linen_remat", "nnx", "nnx_tied")
-    framework = random.choice(frameworks[:5] if entry == "own_loop" else frameworks)
+    framework = random.choice(("plain", "flax"))
     losses = LOSSES[:2] if entry == "own_loop" else LOSSES
     num_devices = random.choice((1, 2, 3, 4, 5, 8, 8, 8))
     layers, extras = _layers(random, entry), _extras(random, entry, framework)
@@ -344,8 +294,7 @@ def cases(draw: Any) -> Case:
         l2=random.random() < 0.3,
         aux=entry != "own_loop" and random.random() < 0.3,
         poisoned=random.choice((None, 1)) if policy.skips and entry == "train_step" else None,
-        frozen_by=random.choice(("trainable", "optax", "both")),
-        written=_written(random, entry, framework),
+        frozen_by=random.choice(("trainable", "optax")),
         optimizer=random.choice(_optimizers(layers, extras, policy)),
         entry=entry,
         num_devices=num_devices,

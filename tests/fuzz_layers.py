@@ -48,20 +48,10 @@ def tied(p, h, batch):
     return h + jnp.tanh(h @ p["w"]) @ p["w"].T
 
 
-@kind(lambda d, k: {"w": (d, d)})
-def twice(p, h, batch):
-    return jnp.tanh(jnp.tanh(h @ p["w"]) @ p["w"])
-
-
 @kind(lambda d, k: {"scale": (d,), "bias": (d,)})
 def norm(p, h, batch):
     h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-2)
     return h * (1 + p["scale"][None]) + p["bias"][None]
-
-
-@kind(lambda d, k: {"table": (k + 9, d)})
-def embed(p, h, batch):
-    return h + p["table"][batch["ids"] % p["table"].shape[0]]
 
 
 @kind(lambda d, k: {"table": (k + 9, d)})
@@ -76,12 +66,6 @@ def conv(p, h, batch):
     x = h[:, :, None]
     y = lax.conv_general_dilated(x, p["w"].astype(x.dtype), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
     return jnp.tanh(y).mean(1) @ p["v"]
-
-
-@kind(lambda d, k: {"re": (d, k), "im": (d, k)}, "complex")
-def complex_product(p, h, batch):
-    y = h @ lax.complex(p["re"].astype(jnp.float32), p["im"].astype(jnp.float32))
-    return jnp.tanh(y.real * y.imag)
 
 
 @kind(lambda d, k: {"w": (d, k)}, "complex_leaf")
@@ -179,15 +163,6 @@ def scan_nested(p, h, batch):
 @kind(_stack)
 def fori(p, h, batch):
     return lax.fori_loop(0, DEPTH, lambda i, h: _block(jax.tree.map(lambda x: x[i], p), h), h)
-
-
-@kind(_stack)
-def fori_dynamic_slice(p, h, batch):
-    def body(i, h):
-        at = lambda x: lax.dynamic_index_in_dim(x, DEPTH - 1 - i, keepdims=False)
-        return _block({"w": at(p["w"]), "b": at(p["b"])}, h)
-
-    return lax.fori_loop(0, DEPTH, body, h)
 
 
 @kind(_stack)
