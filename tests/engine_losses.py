@@ -173,21 +173,6 @@ def mixed_parameters(p, batch):
     return out(p, jnp.tanh(batch["x"] @ jnp.where(w > 0, w, 0.1 * w)), batch) + jnp.sort(p["odd"], axis=0)[3].sum()
 
 
-def reused_cheap_results(p, batch):
-    """Each step uses its operand twice: repeated naively, 2^12 gathers."""
-    w = p["w"]
-    for _ in range(12):
-        w = w - 0.1 * w * w
-    return out(p, jnp.tanh(batch["x"] @ w), batch)
-
-
-def recurrence_over_parameters(p, batch):
-    combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
-    factors = jax.nn.sigmoid(p["w"][:5])
-    _, h = lax.associative_scan(combine, (factors, 2 * factors), axis=0)
-    return out(p, jnp.tanh(batch["x"][:, :5] @ h), batch)
-
-
 def embedding_lookup(p, batch):
     rows = jnp.abs(batch["x"][:, :4] * 10).astype(jnp.int32) % D
     return out(p, jnp.take(p["w"], rows, axis=0).mean(1), batch)
@@ -233,36 +218,6 @@ def loops_after_whole_numbers(p, batch):
     start = (size + count + counts.sum() + last + flag + rows[0] + jax.random.key_data(key)[1] / 10, key)
     size, key = lax.while_loop(lambda x: x[0] < 1e4, lambda x: (2 * x[0], jax.random.clone(x[1])), start)
     return out(p, h, batch) * size * 1e-4 * (1 + jax.random.key_data(key)[1] / 100)
-
-
-LOSSES = [
-    plain,
-    scan,
-    scan_reversed_with_outputs,
-    scan_with_constant_weights,
-    scan_carrying_weights,
-    fori_indexing_the_stack,
-    python_loop_over_the_stack,
-    remat,
-    remat_with_policy,
-    scan_of_remat,
-    nested_jit,
-    jit_casting_all_parameters,
-    branches,
-    while_loop,
-    custom_rules,
-    vmapped,
-    gradient_inside,
-    tied,
-    weight_decay_over_all_leaves,
-    weight_norm,
-    mixed_parameters,
-    reused_cheap_results,
-    recurrence_over_parameters,
-    embedding_lookup,
-    loop_after_layers_that_count,
-    loops_after_whole_numbers,
-]
 
 
 @functools.cache

@@ -52,14 +52,19 @@ def _for_each_layer(**names):
     return optax.multi_transform({layer: OPTIMIZERS[name]() for layer, name in names.items()}, _by_layer)
 
 
-_rescaled = optax.inject_hyperparams(optax.scale)
-
-# Several in one step of the model "mlp", which has three layers.
+# Several in one step; the model "mlp" has three layers.
 TOGETHER = {
     "one_per_layer": lambda: optax.chain(
         optax.clip_by_global_norm(0.5), _for_each_layer(layer_0="adafactor", layer_1="muon", layer_2="lamb")
     ),
-    "every_third_step": lambda: optax.MultiSteps(optax.chain(TOGETHER["one_per_layer"](), _rescaled(step_size=0.7)), 3),
+    "every_third_step": lambda: optax.MultiSteps(
+        optax.chain(
+            optax.clip_by_global_norm(0.5),
+            _for_each_layer(layer_0="adafactor", layer_1="lamb"),
+            optax.inject_hyperparams(optax.scale)(step_size=0.7),
+        ),
+        3,
+    ),
 }
 
 

@@ -37,15 +37,6 @@ def test_each_unit_is_computed_once_and_no_device_has_much_more_than_the_mean(ki
     assert max(schedule.loads) <= total / num_devices + max(costs) + 1e-6 * total
 
 
-@given(kinds, st.integers(1, 9), st.integers(1, 20), st.floats(0.1, 1000.0))
-def test_units_whose_state_lies_on_a_device_are_computed_there(kinds, num_devices, rounds, cost):
-    counts, costs = zip(*kinds, strict=True)
-    counts, costs = (rounds * num_devices, *counts), (cost, *costs)
-    schedule = assign(counts, costs, num_devices, in_rounds=[True] + [False] * len(kinds))
-    assert schedule.rounds[0] == rounds
-    assert not [unit for batch in schedule.per_device_batches for unit in batch if unit is not None and unit[0] == 0]
-
-
 def test_text_and_data_tell_the_busiest_device_and_what_is_whole():
     work = MatrixWork(
         (MatrixKind((40, 56), 5, 2.5e6, ("a", "b", "c", "d")), MatrixKind((37, 3), 1, 500.0, ("out",))),

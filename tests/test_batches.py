@@ -112,14 +112,3 @@ def test_what_mixes_slices_has_no_program_of_one(name):
     except NotSlicedError:
         return
     assert None in dims  # no result may pass for one of slices
-
-
-def test_slices_of_slices():
-    """Experts of a stack of layers: the second dimension is sliced as the first one was."""
-    x = jax.random.normal(jax.random.key(0), (2, 3, 4, 5))
-    once, dims = slice_program(jax.make_jaxpr(sym)(x), [0], 2)
-    twice, more = slice_program(once, [1, None], 3)
-    assert (dims, more) == ([0], [1])
-    for i, j in np.ndindex(2, 3):
-        found = evaluate(twice, [x[i : i + 1, j : j + 1], jnp.int32(i), jnp.int32(j)], _compat.bind)
-        np.testing.assert_allclose(found[0], sym(x[i : i + 1, j : j + 1]), rtol=1e-5)

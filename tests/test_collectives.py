@@ -14,7 +14,6 @@ import jzero
 from jzero import _compat
 from tests import light_decoder, models
 from tests.stablehlo import in_line
-from tests.tiers import slow, stages
 
 N = 8
 
@@ -48,11 +47,10 @@ def test_all_reduce_and_slice_on_request():
     assert lowered.as_text().count("stablehlo.reduce_scatter") == 0
 
 
-@pytest.mark.parametrize("scan", [True, slow(False)])
-def test_gathered_weights_do_not_survive_to_the_backward_pass(scan):
-    """Counted on the lowered program: with regathering, each kernel is gathered behind a barrier or in its own loop."""
-    _, kept = _lowered(3, scan=scan, reshard_after_forward=False)
-    _, dropped = _lowered(3, scan=scan)
+def test_gathered_weights_do_not_survive_to_the_backward_pass():
+    """Counted on the lowered program: with regathering, each kernel is gathered in its own loop."""
+    _, kept = _lowered(3, reshard_after_forward=False)
+    _, dropped = _lowered(3)
     few, many = (in_line(lowered.as_text()).count("stablehlo.all_gather") for lowered in (kept, dropped))
     assert many > few
 
@@ -113,9 +111,8 @@ def test_nothing_is_compiled_after_the_first_step_and_all_copies_of_replicated_v
         assert all((first == other).all() for other in others)
 
 
-@stages(3, of=(1, 2, 3))
-def test_padding_stays_zero(stage):
-    state, step = mlp_state(stage, optax.adamw(1e-2), devices=7), jzero.make_train_step(models.mlp_loss)
+def test_padding_stays_zero():
+    state, step = mlp_state(3, optax.adamw(1e-2), devices=7), jzero.make_train_step(models.mlp_loss)
     for seed in range(3):
         state, _ = step(state, models.mlp_batch(7, seed))
     plan = jzero.plan_of(state)
@@ -124,6 +121,6 @@ def test_padding_stays_zero(stage):
         *zip(jax.tree.leaves(state.opt_state), plan.opt_leaves, strict=True),
     ]
     padded = [(np.asarray(x), leaf.cut) for x, leaf in leaves if leaf.cut is not None and leaf.cut.is_padded]
-    assert len(padded) == (12 if stage == 3 else 8)  # parameters and two moments, or these alone
+    assert len(padded) == 12  # parameters and two moments
     for x, cut in padded:
         assert not np.take(x, range(cut.natural_size, cut.stored_size), axis=cut.dim).any()

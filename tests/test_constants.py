@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 import jzero
 from tests import shared
-from tests.tiers import slow
 
 D, DEVICES, STEPS, ROWS = 5, 3, 2, 2
 PARTS = DEVICES * STEPS
@@ -47,10 +45,10 @@ def mean_square(params, x):
     return jnp.square(x @ params["w"]).mean()
 
 
-def sharded(stage, **fields):
+def sharded(**fields):
     params = {"w": jnp.ones((D, 7))}
     plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.0), **fields)
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
     return jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:DEVICES]))
 
 
@@ -73,15 +71,14 @@ def check_returned(found, parts):
         np.testing.assert_array_equal(rows, np.broadcast_to(value, (len(X), *np.shape(value))), err_msg=name)
 
 
-@pytest.mark.parametrize(("stage", "steps"), [(3, STEPS), slow(1, 1)])
-def test_constants_of_a_training_step(stage, steps):
+def test_constants_of_a_training_step():
     def loss(params, x, extra):
         return jzero.Weighted(3 * mean_square(params, x), 3), {"extra": VALUES, "means": FLOATS, **returned(x)}
 
-    step = jzero.make_train_step(loss, has_aux=True, mutable=("extra",), accumulate_steps=steps)
-    state, metrics = step(sharded(stage, extra=blank()), X)
+    step = jzero.make_train_step(loss, has_aux=True, mutable=("extra",), accumulate_steps=STEPS)
+    state, metrics = step(sharded(extra=blank()), X)
     check_written(state.extra)
-    check_returned(metrics["aux"], DEVICES * steps)
+    check_returned(metrics["aux"], PARTS)
     np.testing.assert_allclose(metrics["loss"], D**2, rtol=1e-6)
     for name, value in FLOATS.items():
         mean = metrics["aux"]["means"][name]

@@ -80,13 +80,6 @@ def test_values_are_refused(value):
     assert int(edited.params["q"]) == -128
 
 
-def test_moments_are_refused():
-    plain = jzero.TrainState.create(params={"w": jnp.ones(8)}, tx=optax.adam(0.1))
-    state = jzero.shard_train_state(plain, stage=1)
-    with pytest.raises(TypeError, match=r"`value`.*mu"):
-        jzero.set_full_opt_state(state, "w", name="mu", value=[None] * 8)
-
-
 def test_keys_are_written_as_keys():
     plain = jzero.TrainState.create(params={"k": jax.random.key(0), "w": jnp.ones(8)}, tx=optax.sgd(0.1))
     tx = optax.masked(plain.tx, {"k": False, "w": True})

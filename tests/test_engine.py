@@ -13,8 +13,7 @@ from jax import lax
 
 import jzero
 from tests import engine_losses
-from tests.engine_losses import COUPLED, LOSSES, assert_equal, nested_jit, remat, scan, weight_decay_over_all_leaves
-from tests.tiers import default_for, slow
+from tests.engine_losses import COUPLED, assert_equal, nested_jit, remat, scan, weight_decay_over_all_leaves
 
 
 def nested_scan(p, batch):
@@ -67,22 +66,16 @@ TOGETHER = [
         engine_losses.fori_indexing_the_stack,
         remat,
         engine_losses.mixed_parameters,
-        engine_losses.reused_cheap_results,
         engine_losses.scan_of_remat,
-        engine_losses.recurrence_over_parameters,
     ),
     COUPLED,
     (engine_losses.loops_after_whole_numbers,),
     (scan, nested_jit, weight_decay_over_all_leaves),
 ]
-"""Every loss, several in one program; to find a fault, the slow tier has each by itself."""
+"""Every loss, several in one program."""
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [*TOGETHER, *(slow((loss,)) for loss in LOSSES if (loss,) not in TOGETHER)],
-    ids=lambda losses: "-".join(loss.__name__ for loss in losses[:2]),
-)
+@pytest.mark.parametrize("losses", TOGETHER, ids=lambda losses: "-".join(loss.__name__ for loss in losses[:2]))
 def test_gradients_equal_plain_jax_at_stage_3(losses):
     """The losses that look at all rows run on five devices, which divide nothing."""
     coupled = set(losses) & set(COUPLED)
@@ -90,18 +83,10 @@ def test_gradients_equal_plain_jax_at_stage_3(losses):
     assert_equal(state, together(*losses), positive_batch(), want=on_one_device(losses), check_rows=not coupled)
 
 
-def test_every_loss_is_among_those_together():
-    assert sorted(loss.__name__ for losses in TOGETHER for loss in losses) == sorted(x.__name__ for x in LOSSES)
-
-
 @pytest.mark.parametrize(
     ("stage", "devices", "options"),
     [
         (0, 3, {}),
-        slow(1, 3, {}),
-        slow(2, 5, {}),
-        slow(3, 3, {}),
-        slow(3, 8, {"reshard_after_forward": False}),
         (3, 8, {"replica_axis": "replica", "reshard_after_forward": False, "reduce_scatter": False}),
     ],
 )
@@ -111,8 +96,7 @@ def test_gradients_equal_plain_jax_at_every_stage(stage, devices, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch_bytes", [slow(None), 10**6])
-def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
+def test_the_loss_has_a_gradient_by_the_batch_too(monkeypatch):
     """Also that of what layers hand on which does not depend on parameters."""
     monkeypatch.setattr("jzero.engine.prefetch.MOST_IN_VAIN", 1.0)
 
@@ -126,19 +110,17 @@ def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
         return engine_losses.out(p, h, batch) + x.mean() + ys.sum() + y
 
     want = jax.jit(jax.grad(loss_fn, argnums=1))(engine_losses.params(), engine_losses.batch())
-    state = engine_losses.sharded(3, 8, prefetch_bytes=prefetch_bytes)
+    state = engine_losses.sharded(3, 8, prefetch_bytes=10**6)
     got = jax.jit(jax.grad(lambda batch: jzero.value_and_grad(loss_fn)(state, batch)[0]))(engine_losses.batch())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
 
 
-@pytest.mark.parametrize("prefetch_bytes", [slow(None), 10**6])
-@pytest.mark.parametrize("loss_fn", default_for([remat], LOSSES), ids=lambda f: f.__name__)
-def test_no_tracer_outlives_its_trace(loss_fn, prefetch_bytes):
+def test_no_tracer_outlives_its_trace():
     """`jax.checking_leaks` finds what caches of jax would keep alive, and users' own leaks only if there are none."""
-    state = engine_losses.sharded(3, 8, prefetch_bytes=prefetch_bytes)
+    state = engine_losses.sharded(3, 8, prefetch_bytes=10**6)
     with jax.checking_leaks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        jax.make_jaxpr(jzero.value_and_grad(loss_fn, check_rows=loss_fn not in COUPLED))(state, engine_losses.batch())
+        jax.make_jaxpr(jzero.value_and_grad(remat))(state, engine_losses.batch())
 
 
 def test_stack_cut_along_the_scan_is_warned_about():

@@ -13,14 +13,12 @@ import jzero
 from jzero.step.inputs import place_inputs
 from tests import engine_losses, shared
 from tests.engine_losses import D, scan_and_plain
-from tests.tiers import stages
 
 
-@stages(2)
-def test_accumulated_micro_batches_equal_the_whole_batch(stage):
+def test_accumulated_micro_batches_equal_the_whole_batch():
     batch = engine_losses.batch(rows=48)
     step = jzero.make_train_step(scan_and_plain, accumulate_steps=3, clip_norm=0.1)
-    state = engine_losses.sharded(stage, 8)
+    state = engine_losses.sharded(2, 8)
     new, metrics = step(jzero.shard_train_state(state, config=jzero.plan_of(state).config), batch)
 
     @jax.jit
@@ -35,11 +33,10 @@ def test_accumulated_micro_batches_equal_the_whole_batch(stage):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), jzero.gather_params(new), want)
 
 
-@stages(1, of=(1, 2))
-def test_two_updates_of_parameters_held_whole_keep_their_layout(stage):
+def test_two_updates_of_parameters_held_whole_keep_their_layout():
     """Were the sums not laid out that optax makes, the compiler would return parameters cut as their gradients are."""
     plain = jzero.TrainState.create(params={"w": jnp.ones((D, D))}, tx=optax.adam(1e-2))
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=1, persistence_threshold=0))
     loss = lambda p, x: jnp.square(x @ p["w"]).mean()
 
     @jax.jit
@@ -52,21 +49,18 @@ def test_two_updates_of_parameters_held_whole_keep_their_layout(stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["train", "gradients", "evaluate"])
-def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):
+def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like():
     """A batch that is like the last one is not looked at; one that differs in anything is."""
     state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=shared.sgd(0.0))
     state = jzero.shard_train_state(state, stage=1)
     plan = jzero.plan_of(state)
     loss = lambda p, batch, rng=None: (batch["x"] @ p["w"]).mean() + batch.get("more", 0.0)
-    train, gradients, evaluate = jzero.make_train_step(loss), jzero.value_and_grad(loss), jzero.make_eval_step(loss)
+    train = jzero.make_train_step(loss)
 
     def call(batch, **kwargs):
         nonlocal state
-        if kind == "train":
-            state, metrics = train(state, batch, **kwargs)
-            return float(metrics["loss"])
-        return float(gradients(state, batch, **kwargs)[0] if kind == "gradients" else evaluate(state, batch, **kwargs))
+        state, metrics = train(state, batch, **kwargs)
+        return float(metrics["loss"])
 
     numpy = lambda value, rows=16: {"x": np.full((rows, 8), value, np.float32)}
     on_mesh = lambda *args: jax.device_put(numpy(*args), plan.batch_sharding)

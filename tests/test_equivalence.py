@@ -21,7 +21,7 @@ import jzero
 from jzero.arrays import collectives as _collectives
 from tests import models
 from tests.drawn import initializer
-from tests.tiers import slow, stages
+from tests.tiers import slow
 
 ROWS = 16
 BATCHES = [models.mlp_batch(ROWS, seed) for seed in range(2)]
@@ -80,12 +80,11 @@ def assert_reference(report, losses, norms):
 
 
 @pytest.mark.smoke
-@stages(3, of=(1, 3))
-def test_honest_training_passes(stage):
+def test_honest_training_passes():
     state = mlp_state(optax.sgd(0.1, momentum=0.9))  # which sees the clipping, as Adam does not
-    report = compare(state=state, stage=stage, clip_norm=0.5, accumulate_steps=2)
+    report = compare(state=state, stage=3, clip_norm=0.5, accumulate_steps=2)
     report.check()
-    assert (report.stage, report.num_shards, len(report.steps)) == (stage, 8, 2)
+    assert (report.stage, report.num_shards, len(report.steps)) == (3, 8, 2)
     assert report.drift < 1e-3
     assert [leaf.path for leaf in report.leaves] == [
         leaf.path for leaf in jzero.plan_train_state(state, stage=0).leaves
@@ -163,11 +162,8 @@ def model_loss(model, batch):
 @pytest.mark.parametrize(
     ("precision", "together", "is_set", "frozen"),
     [
-        slow("fp32", False, False, ""),
-        slow("fp32", True, True, ""),
         ("fp32", True, True, "a"),
-        slow("bf16", True, False, ""),
-        slow("bf16", False, False, "a"),
+        slow("bf16", False, False, ""),
     ],
 )
 def test_nnx(precision, together, is_set, frozen):

@@ -101,11 +101,7 @@ def assert_near(got, want):
     [
         ("scan cond", 3, {}),
         slow("unrolled jit", 2, {"accumulate_steps": 2}),
-        slow("unrolled", 3, {}),
-        slow("unrolled remat", 3, {"remat": "as_written"}),
-        slow("scan remat", 1, {}),
-        slow("scan", 3, {"remat": True}),
-        slow("scan", 3, {"remat": jzero.Keep(params="all")}),
+        slow("scan remat", 3, {"remat": jzero.Keep(params="all")}),
     ],
 )
 def test_models_train_as_on_one_device(how, stage, options):

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jzero
-from tests.tiers import slow
 
 D, V, B = 36, 61, 24
 DECAY, RATE = 0.9, 0.1
@@ -55,7 +54,7 @@ grad = jax.jit(jax.grad(loss_fn, has_aux=True))
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("num_devices", "stage"), [(8, 3), (3, 1), slow(8, 0)])
+@pytest.mark.parametrize(("num_devices", "stage"), [(8, 3), (3, 1)])
 def test_losses_and_loops_change_it(num_devices, stage):
     """As on one device, without jzero; copies of the parameters are cut as those are."""
     state = sharded(make_state(), num_devices, stage)

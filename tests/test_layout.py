@@ -230,25 +230,6 @@ def test_scanned_stack_is_seen_and_only_that(name):
         assert not path.startswith(prefix) or sizes[path][0] == num_layers
 
 
-NEGATIVES = {
-    "linen, not scanned": lambda: linen_params(scanned=False),
-    "attention by heads": lambda: shapes(
-        {"q": {"kernel": (256, 8, 32), "bias": (8, 32)}, "out": {"kernel": (8, 32, 256), "bias": (256,)}}
-    ),
-    "attention without biases": lambda: shapes({"q": (256, 8, 32), "k": (256, 2, 32), "v": (256, 2, 32)}),
-    "LoRA": lambda: shapes({"q": {"w": (256, 256), "lora_a": (256, 8), "lora_b": (8, 256)}}),
-    "convolutions": lambda: shapes(
-        {
-            "stem": {"kernel": (7, 7, 3, 64), "bias": (64,)},
-            "block": {"kernel": (3, 3, 64, 128), "scale": (128,)},
-            "point": {"kernel": (1, 1, 128, 256)},
-            "deep": {"kernel": (3, 64, 1, 1)},
-        }
-    ),
-    "experts": lambda: shapes({"router": (256, 16), "w_in": (16, 256, 512), "w_out": (16, 512, 256)}),
-}
-
-
 @pytest.mark.parametrize("names", [("layers_0", "layers_1"), ("0", "1", "2"), ("block1", "block2")])
 def test_layers_of_a_loop_are_no_stacks(names):
     """Nor are their projections by heads and convolutions. A scanned stack beside them is one."""
@@ -258,18 +239,6 @@ def test_layers_of_a_loop_are_no_stacks(names):
     assert set(scan_dims(shapes({"b": (64,), "w1": (6, 64, 64), "w2": (6, 64, 64)})).values()) == {None, 0}
     lists = scan_dims(shapes({"layers": [{"w": (6, 64, 64), "scale": (6, 64)}] * 2}))
     assert set(lists.values()) == {0}, "two scanned stages"
-
-
-@pytest.mark.parametrize("num_shards", [2, 8])
-@pytest.mark.parametrize("name", NEGATIVES)
-def test_dense_leaf_taken_for_a_stack_costs_nothing(name, num_shards):
-    params = NEGATIVES[name]()
-    found = scan_dims(params)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        seen, _ = choose(leaf.shape, num_shards, scan_dim=found["/".join(key_names(path))])
-        plain, _ = choose(leaf.shape, num_shards)
-        parts = [leaf.size if cut is None else math.prod(cut.shard_shape) for cut in (seen, plain)]
-        assert parts[0] == parts[1], (path, leaf.shape)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ import jzero
 from tests import models
 from tests.drawn import initializer, to_jax
 from tests.shared import whole
-from tests.tiers import stages
 
 CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0)
 TOKENS = np.arange(32) % 61
@@ -159,9 +158,8 @@ def assert_close(found, want, **tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **(tolerance or {"atol": 1e-5})), found, want)
 
 
-@stages(3, of=[2, 3])
-def test_functions_of_parameters_gradients_and_optimizer_state_see_one_shape(stage):
-    plain, state = sharded(contrib.schedule_free_adamw(1e-2), ("embed",), stage)
+def test_functions_of_parameters_gradients_and_optimizer_state_see_one_shape():
+    plain, state = sharded(contrib.schedule_free_adamw(1e-2), ("embed",))
     _, grads = jzero.value_and_grad(small_loss)(state, TOKENS)
     (want, plain_grads), new = step_by_hand(plain), state.apply_gradients(grads=grads)
     z = np.asarray(want.opt_state.z["embed"])
@@ -224,10 +222,9 @@ def test_a_step_refuses_leaves_that_another_plan_laid_out():
         mixed.apply_gradients(grads=plain.params)
 
 
-@stages(2, of=(1, 2, 3))  # stage 0 cuts nothing
-def test_small_odd_leaves_train_whole_beside_others(stage):
+def test_small_odd_leaves_train_whole_beside_others():
     plain, _ = sharded(MOMENTUM)
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, padding_threshold=800)
+    config = jzero.ZeroConfig(stage=2, persistence_threshold=0, padding_threshold=800)
     state = jzero.shard_train_state(plain, config=config)
     assert {x.path for x in jzero.plan_of(state).leaves if x.grad.cut is None} == {"layers", "kernel"}
     step = jzero.make_train_step(small_loss, accumulate_steps=2, clip_norm=0.1)
@@ -244,15 +241,14 @@ def test_small_odd_leaves_train_whole_beside_others(stage):
     assert_close(moments, want.opt_state[1][0].trace)
 
 
-@stages(3, of=[1, 3])
-def test_flattened_leaves_are_updated_as_they_are_stored(stage):
+def test_flattened_leaves_are_updated_as_they_are_stored():
     """Elements, sums over them (norms that scale each leaf), and numbers that are not zero where padding is."""
     shifted = optax.stateless(lambda updates, params: jax.tree.map(lambda g, p: g + 0.1 * jnp.cos(p), updates, params))
     tx = optax.chain(shifted, optax.trace(0.9), optax.scale_by_trust_ratio(), optax.sgd(0.1))
     rng, shapes = np.random.default_rng(0), {"embed": (61, 15), "matrix": (11, 12), "layers": (3, 11, 11)}
     drawn = {name: to_jax(rng.normal(size=shape) / 4, jnp.float32) for name, shape in shapes.items()}
     plain = TrainState.create(apply_fn=None, params=drawn, tx=tx)
-    state = jzero.shard_train_state(plain, config=dataclasses.replace(CONFIG, stage=stage))
+    state = jzero.shard_train_state(plain, config=CONFIG)
     assert {x.path for x in jzero.plan_of(state).leaves if x.grad.cut.flat} == {"matrix", "layers"}
     step = jzero.make_train_step(small_loss)
     for _ in range(2):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 import jzero
 from tests import engine_losses
-from tests.engine_losses import LOSSES, D, branches
+from tests.engine_losses import D
 from tests.prefetch_models import (
     AMPLE,
     short_loops_too,  # noqa: F401  # fixtures
 )
-from tests.tiers import default_for
+from tests.tiers import slow
 
 
 def scan_in_a_scan(p, batch):
@@ -90,21 +89,19 @@ def together(p, batch):
     return sum(loss(p, batch) for loss in losses) / len(losses)
 
 
-OFTEN = [(AMPLE, together), (AMPLE, engine_losses.scan_reversed_with_outputs), (D * D * 4, one_after_another)]
-RARELY = [(D * D * 4, together), (0, together), *((AMPLE, fn) for fn in LOSSES)]
-
-
 @pytest.mark.parametrize(
     ("limit", "loss_fn"),
-    default_for(OFTEN, [*OFTEN, *(case for case in RARELY if case not in OFTEN)]),
+    [
+        (AMPLE, together),
+        (AMPLE, engine_losses.scan_reversed_with_outputs),
+        (D * D * 4, one_after_another),
+        slow(D * D * 4, together),
+    ],
     ids=lambda x: getattr(x, "__name__", None),
 )
 def test_gradients_equal_plain_jax(limit, loss_fn):
-    """What is in one program by default; to find a fault, the slow tier has each by itself."""
-    batch = engine_losses.batch()
-    if loss_fn is branches:
-        batch["x"] = np.abs(batch["x"])
-    engine_losses.assert_equal(engine_losses.sharded(3, 8, prefetch_bytes=limit), loss_fn, batch)
+    state = engine_losses.sharded(3, 8, prefetch_bytes=limit)
+    engine_losses.assert_equal(state, loss_fn, engine_losses.batch())
 
 
 def test_a_gather_ahead_travels_in_the_dtype_that_the_layer_casts_to():

@@ -26,7 +26,6 @@ from tests.prefetch_models import (
     stack_state,
     two_products,
 )
-from tests.tiers import slow
 
 
 @pytest.mark.parametrize(
@@ -205,12 +204,15 @@ def chain_state(limit, layers=8):
 
 
 @pytest.mark.parametrize(
-    ("limit", "forward", "backward"), [(None, 8, 1), (0, 1, 1), slow(1, 1, 1), (2, 2, 2), slow(3, 3, 3)]
-)
-@pytest.mark.parametrize(
-    ("loss_fn", "remat"),
-    [(chain, "as_written"), (chain, None), slow(recomputed_chain, None)],
-    ids=["plain", "cheap recomputed", "all recomputed"],
+    ("loss_fn", "remat", "limit", "forward", "backward"),
+    [
+        (chain, "as_written", None, 8, 1),
+        (chain, "as_written", 2, 2, 2),
+        (chain, None, 0, 1, 1),
+        (chain, None, 3, 3, 3),
+        (recomputed_chain, None, None, 8, 1),
+        (recomputed_chain, None, 1, 1, 1),
+    ],
 )
 def test_gathers_outside_of_loops_wait_for_earlier_uses(limit, forward, backward, loss_fn, remat):
     """In units of one matrix: without a bound all of the forward pass may be whole at once, and nothing is ahead in

@@ -44,13 +44,11 @@ FIXED_SCALE = jzero.Precision(compute_dtype="float16", accumulate_dtype="float32
 ON_HOST = {"optimizer": "host"}
 BY_HOST = {"optimizer": "host", "compute": "host"}
 CASES = {
-    "fp32": (0, "fp32", {}, weighted_loss, {}),
     "bf16": (1, "bf16", {}, mean_loss, {"clip_norm": 0.1}),
     "fp16": (3, "fp16", {}, weighted_loss, {"accumulate_steps": 2}),
     "fp32 sums": (2, FP32_SUMS, ON_HOST, loss_with_aux, {"has_aux": True, "accumulate_steps": 2}),
     "no fp32": (3, NO_FP32, {}, mean_loss, {"accumulate_steps": 2, "reduce": "last"}),
     "a fixed scale": (0, FIXED_SCALE, BY_HOST, weighted_loss, {"clip_norm": 0.1}),
-    "parameters on the host": (3, "bf16", {"optimizer": "host", "params": "host"}, loss_with_aux, {"has_aux": True}),
     "a delayed update": (1, "fp16", {**BY_HOST, "delay": 1}, mean_loss, {}),
 }
 

@@ -16,7 +16,6 @@ from flax.training.train_state import TrainState
 import jzero
 from jzero.state.init import lower_init
 from tests import models, shared
-from tests.tiers import singles, slow, stages
 
 
 class RichState(TrainState):
@@ -53,7 +52,7 @@ def _assert_same_values(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-@singles(stage=[0, 1, 2, 3], num_devices=[1, 3, 7, 8])
+@pytest.mark.parametrize(("stage", "num_devices"), [(0, 1), (1, 3), (2, 7), (3, 8)])
 @pytest.mark.filterwarnings("ignore:The mesh has one device")
 def test_sharding_and_back_changes_no_bit(stage, num_devices):
     state = _rich_state()
@@ -134,9 +133,7 @@ def test_donation_frees_every_input_leaf():
     _assert_same_values(jzero.unshard_train_state(sharded).params, want.params)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [((3, 8), (1, 3)), ((1, 5), (3, 8)), slow((2, 8), (0, 8)), ((3, 7), (3, 5))]
-)
+@pytest.mark.parametrize(("before", "after"), [((3, 8), (1, 3)), ((1, 5), (3, 8)), ((3, 7), (3, 5))])
 def test_sharding_again_lays_out_anew(before, after):
     mesh = lambda n: jzero.make_mesh(devices=jax.devices()[:n])
     plain = _rich_state()
@@ -150,9 +147,8 @@ def test_sharding_again_lays_out_anew(before, after):
     _assert_same_values(jzero.unshard_train_state(again), plain.replace(step=jnp.int32(0)))
 
 
-@stages(3, of=(1, 3))
-def test_born_sharded_equals_sharded_after(stage):
-    """And at birth at stage 3 no device holds more than its shards and one leaf, as the compiler says."""
+def test_born_sharded_equals_sharded_after():
+    """And at birth no device holds more than its shards and one leaf, as the compiler says."""
     tx, draw = optax.adam(1e-3), nn.initializers.normal(0.1)
 
     @jax.jit
@@ -162,8 +158,8 @@ def test_born_sharded_equals_sharded_after(stage):
         params = {"layers": [draw(first, (509, 61))], "stack": stack, "bias": jnp.zeros(37)}
         return TrainState.create(apply_fn=None, params=params, tx=tx)
 
-    born = jzero.init_train_state(make_state, jax.random.key(0), config=_config(stage))
-    sharded = jzero.shard_train_state(make_state(jax.random.key(0)), config=_config(stage))
+    born = jzero.init_train_state(make_state, jax.random.key(0), config=_config(3))
+    sharded = jzero.shard_train_state(make_state(jax.random.key(0)), config=_config(3))
     plan = jzero.plan_of(born)
     assert plan == jzero.plan_of(sharded)
     # The initialisers end in a scaling, which the compiler fuses otherwise when it sees one device: two ulp of 0.3.
@@ -172,21 +168,11 @@ def test_born_sharded_equals_sharded_after(stage):
     )
     for x, y in zip(jax.tree.leaves(born), jax.tree.leaves(sharded), strict=True):
         assert (x.aval, x.sharding) == (y.aval, y.sharding)
-    if stage == 3:
-        (program,), *_ = lower_init(make_state, jax.random.key(0), _config(stage), jzero.make_mesh())
-        memory = program.compile().memory_analysis()
-        shards = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
-        assert memory.output_size_in_bytes <= shards * 1.01 + 4096
-        assert memory.temp_size_in_bytes <= max(4 * leaf.param.size for leaf in plan.leaves)
-
-
-def test_wrapping_one_optimizer_twice_gives_equal_states():
-    state = _rich_state()
-    a, b = (jzero.shard_train_state(state, config=_config(3)) for _ in range(2))
-    assert a.tx == b.tx
-    assert hash(a.tx) == hash(b.tx)
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    assert a.tx != jzero.shard_train_state(state, config=_config(2)).tx
+    (program,), *_ = lower_init(make_state, jax.random.key(0), _config(3), jzero.make_mesh())
+    memory = program.compile().memory_analysis()
+    shards = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
+    assert memory.output_size_in_bytes <= shards * 1.01 + 4096
+    assert memory.temp_size_in_bytes <= max(4 * leaf.param.size for leaf in plan.leaves)
 
 
 def test_float64_of_numpy_is_trained_as_jax_would_have_it():

@@ -51,48 +51,6 @@ def test_the_backward_loop_waits_for_the_gradient_of_the_head(platform, options,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads, want)
 
 
-def carries_what_depends_on_the_batch(p, batch):
-    def layer(carry, w):
-        return (jnp.tanh(carry[0] @ w), carry[1] * 0.5 + 1), None
-
-    (hidden, scale), _ = lax.scan(layer, (batch, 1 + 0 * batch[0, 0]), p["stack"])
-    scale = lax.while_loop(lambda t: t < 100, lambda t: t * 2, scale)
-    return jnp.square(jnp.tanh(hidden @ p["head"])).mean() * scale
-
-
-def hands_on_what_depends_on_the_batch(p, batch):
-    layer = jax.checkpoint(lambda h, t, w: (jnp.tanh(h @ w), t * 0.5 + 1))
-    hidden, scale = batch, 1 + 0 * batch[0, 0]
-    for w in p["stack"]:
-        hidden, scale = layer(hidden, scale, w)
-    scale = lax.while_loop(lambda t: t < 100, lambda t: t * 2, scale)
-    return jnp.square(jnp.tanh(hidden @ p["head"])).mean() * scale
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss_fn", "stages"),
-    [(carries_what_depends_on_the_batch, (1, 2, 3)), (hands_on_what_depends_on_the_batch, (1, 2))],
-)
-def test_what_waits_is_not_differentiated_for_it(loss_fn, stages, monkeypatch):
-    """A `while` has no derivative, and needs none here."""
-    on("gpu", monkeypatch)
-    rng = np.random.default_rng(0)
-    sizes = {"stack": (4, 16, 16), "head": (16, 64)}
-    params = {name: rng.normal(size=size).astype(np.float32) / 4 for name, size in sizes.items()}
-    batch = rng.normal(size=(8, 16)).astype(np.float32)
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    # Each device's scale depends on one number of its own part, which counts for nothing.
-    want = jax.jit(jax.grad(loss_fn))(params, batch)
-    for stage in stages:
-        # What a loop that gathers ahead carries counts as differentiated.
-        config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, prefetch_bytes=0)
-        fn, state = jzero.value_and_grad(loss_fn, check_rows=False), jzero.shard_train_state(plain, config=config)
-        assert "while" in str(jax.make_jaxpr(fn)(state, batch))
-    grads = jax.tree.map(np.asarray, fn(state, batch)[1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), grads, want)
-
-
 def waited_for_by_loops(fn, *args, kinds=("zero_reduce",)):
     """The shapes of what is reduced over devices, or of other results, before some loop begins."""
     found = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import jzero
 from jzero.layout.platform import PLATFORMS
 from tests import test_two_hops
-from tests.tiers import default_for
+from tests.tiers import slow
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +51,7 @@ def two_hops_by_hand():
     return by_hand(test_two_hops.loss_fn, optax.adam(1e-2), params, BATCHES, is_trained)
 
 
-SIZES = {"node": 2, "data": 4}, {"replica": 2, "data": 4}, {"data": 8}
-
-
-@pytest.mark.parametrize(("stage", "sizes"), default_for([(2, SIZES[0])], itertools.product([1, 2], SIZES)))
+@pytest.mark.parametrize(("stage", "sizes"), [(2, {"node": 2, "data": 4}), slow(1, {"replica": 2, "data": 4})])
 def test_steps_equal_plain_optax(stage, sizes):
     """Of parameters that are padded, flattened, stacked, cut on their second dimension, or frozen."""
     params = test_two_hops.make_params()

@@ -113,7 +113,6 @@ MUTANTS = [
         "len(plan.route.levels) > 1",
         "False",
         "test_two_hops.py::test_only_the_parts_of_devices_cross_nodes",
-        "1",
     ),
     Mutant(
         "replicas_send_nothing",
@@ -142,7 +141,7 @@ MUTANTS = [
         "if ahead > self.limit or i == self._turned_at:",
         "if ahead > 2 * self.limit or i == self._turned_at:",
         "test_prefetch_reach.py::test_gathers_outside_of_loops_wait_for_earlier_uses",
-        "plain",
+        "chain-as_written",
     ),
     Mutant(
         "calls_gather_without_waiting",
