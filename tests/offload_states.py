@@ -8,7 +8,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import jzero
-from tests import models, optimizers
+from tests import models, optimizers, shared
 from tests.checkpoint_states import arrays
 
 ONE_LAYER = models.ONE_LAYER
@@ -28,19 +28,11 @@ def config(stage, precision="fp32", offload=HOST, **options):
 ADAMW = optax.adamw(1e-2)
 
 
-@functools.cache
-def step_of(**options):
-    """Returns one step for all tests: of states with equal plans and one optimizer it compiles one program."""
-    return jzero.make_train_step(models.mlp_loss, **options)
-
-
-def mlp_state(stage, precision="fp32", offload=HOST, tx=ADAMW, **options):
-    state = jzero.TrainState.create(params=models.mlp_params(), tx=tx)
-    return jzero.shard_train_state(state, config=config(stage, precision, offload, **options))
+step_of = functools.partial(shared.make_train_step, models.mlp_loss)
 
 
 def small_state(stage, precision="fp32", offload=HOST, tx=ADAMW, sizes=models.TWO_LAYERS, **options):
-    """As `mlp_state`, with two layers; programs of leaves and of records are fewer by a third."""
+    """Of two layers, since each leaf is several programs."""
     state = jzero.TrainState.create(params=models.mlp_params(sizes=sizes), tx=tx)
     return jzero.shard_train_state(state, config=config(stage, precision, offload, **options))
 

@@ -116,10 +116,9 @@ def test_any_damaged_file_is_noticed_or_does_not_matter(damage, state, two_steps
     assert_is_step(jzero.CheckpointManager(two_steps).restore(like), state, 2)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped"])
-def test_the_error_names_leaf_and_file(damage, state, two_steps):
+def test_the_error_names_leaf_and_file(state, two_steps):
     largest = max(files(two_steps / "2" / "default"), key=lambda path: path.stat().st_size)
-    DAMAGE[damage](largest)
+    truncate(largest)
     with pytest.raises(jzero.CheckpointError) as error:
         jzero.CheckpointManager(two_steps).restore(shapes(state), step=2)
     assert "/odd" in str(error.value)
@@ -135,7 +134,7 @@ def test_the_error_names_leaf_and_file(damage, state, two_steps):
     )
     # Parameters and moments may lie in different files.
     for path in {*(two_steps / "2" / "default").rglob("d/*")} - {largest}:
-        DAMAGE[damage](path)
+        truncate(path)
     with pytest.raises(jzero.CheckpointError, match="damaged"):
         jzero.export_checkpoint(two_steps / "2", two_steps / "out")
     assert not files(two_steps / "out"), "nothing is left of an export that failed"
@@ -231,16 +230,13 @@ def test_a_full_disk_costs_no_earlier_checkpoint(state, tmp_path):
     assert manager.all_steps() == [1, 4]
 
 
-def test_notes_that_are_gone(state, two_steps):
-    shutil.rmtree(two_steps / "2" / "jzero")
-    with pytest.raises(jzero.CheckpointError, match="2/jzero/metadata cannot be read"):
-        jzero.restore_checkpoint(two_steps / "2", shapes(state))
-
-
-def test_a_later_format_is_refused(state, tmp_path):
+def test_a_later_format_and_notes_that_are_gone(state, tmp_path):
     jzero.save_checkpoint(tmp_path / "c", state)
     path = tmp_path / "c" / "jzero" / "metadata"
     notes = {name: x for name, x in json.loads(path.read_text()).items() if name != "digest"}
     path.write_text(json.dumps(sign({**notes, "format": 2, "jzero": "9.9"})))
     with pytest.raises(ValueError, match=r"jzero 9\.9 in format 2"):
+        jzero.restore_checkpoint(tmp_path / "c", shapes(state))
+    shutil.rmtree(tmp_path / "c" / "jzero")
+    with pytest.raises(jzero.CheckpointError, match="c/jzero/metadata cannot be read"):
         jzero.restore_checkpoint(tmp_path / "c", shapes(state))

@@ -1,6 +1,7 @@
 """Which optimizer state is on the host: by hand, in part, by a budget; told by plan, analysis and errors."""
 
 import dataclasses
+import functools
 import warnings
 import weakref
 
@@ -14,7 +15,7 @@ from flax.training.train_state import TrainState
 import jzero
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
-from tests.offload_states import HOST, ONE_LAYER, SMALL, config, kinds, mlp_state, small_state, step_of
+from tests.offload_states import HOST, ONE_LAYER, SMALL, config, kinds, small_state, step_of
 
 
 def test_born_there_laid_out_anew_and_back():
@@ -38,6 +39,9 @@ def test_born_there_laid_out_anew_and_back():
     assert_same_bits(arrays(back), arrays(born))
     made = born.tx.init(born.params)
     assert kinds((made.masters, made.inner)) == {"pinned_host"}
+
+
+mlp_state = functools.partial(small_state, sizes=models.MLP_SIZES)
 
 
 def test_part_of_it():
@@ -151,3 +155,39 @@ def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
     ):
         with pytest.raises(ValueError, match="do not say what memories"):
             place()
+
+
+# Moved for a while.
+
+
+def moved_state():
+    return small_state(3, offload=jzero.Offload())
+
+
+def test_evaluation_needs_the_parameters_alone():
+    state = moved_state()
+    evaluate = jzero.make_eval_step(lambda params, batch: {"loss": models.mlp_loss(params, batch)})
+    expected = evaluate(state, models.mlp_batch(24))["loss"]
+    away = jzero.offload_train_state(state, include=["opt_state"])
+    assert kinds(away.params) == {"device"}
+    assert float(evaluate(away, models.mlp_batch(24))["loss"]) == float(expected)
+    gone = jzero.offload_train_state(away, include=["params"])
+    with pytest.raises(RuntimeError, match="in host memory"):
+        evaluate(gone, models.mlp_batch(24))
+    there = arrays(jzero.gather_params(gone))  # which takes copies
+    assert_same_bits(arrays(jzero.gather_params(jzero.reload_train_state(gone))), there)
+
+
+def test_fields_that_are_not_there():
+    with pytest.raises(ValueError, match=r"`include` .*got \['mu'\]"):
+        jzero.offload_train_state(moved_state(), include=["mu"])
+    with pytest.raises(ValueError, match="got 'params'"):
+        jzero.offload_train_state(moved_state(), include="params")
+
+
+def test_devices_without_host_memory(monkeypatch):
+    monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: ["device"])
+    state = moved_state()
+    with pytest.raises(ValueError, match=r"'pinned_host', only \['device'\]"):
+        jzero.offload_train_state(state)
+    assert np.isfinite(float(state.params["layer_0"]["bias"][0])), "and nothing was moved"
