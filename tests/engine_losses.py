@@ -54,11 +54,6 @@ def scan_reversed_with_outputs(p, batch):
     return out(p, h, batch) + ys.sum()
 
 
-def scan_with_constant_weights(p, batch):
-    body = lambda h, _: (jnp.tanh(h @ p["w"] + p["b"][None]), None)
-    return out(p, lax.scan(body, batch["x"], None, length=3)[0], batch)
-
-
 def scan_carrying_weights(p, batch):
     body = lambda carry, _: ((jnp.tanh(carry[0] @ carry[1]), carry[1]), None)
     return out(p, lax.scan(body, (batch["x"], p["w"]), None, length=3)[0][0], batch)
@@ -70,13 +65,6 @@ def fori_indexing_the_stack(p, batch):
         return jnp.tanh(h @ layer["w"] + layer["b"][None])
 
     return out(p, lax.fori_loop(0, 6, body, batch["x"]), batch)
-
-
-def python_loop_over_the_stack(p, batch):
-    h = batch["x"]
-    for i in (0, 2, 5):
-        h = jnp.tanh(h @ p["stack"]["w"][i] + p["stack"]["b"][i][None])
-    return out(p, h, batch)
 
 
 def remat(p, batch):

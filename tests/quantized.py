@@ -6,7 +6,7 @@ import numpy as np
 
 import jzero
 
-WIDTH, STEPS = 61, 20
+WIDTH, STEPS = 61, 8
 BATCH = np.random.default_rng(1).normal(size=(96, WIDTH)).astype(np.float32)
 
 

@@ -19,8 +19,8 @@ N = 8
 
 
 @functools.cache
-def _lowered(stage, *, scan=True, layers=3, recompute=None, **options):
-    sizes = {"layers": layers, "width": 128, "vocab": 512, "scan": scan}
+def _lowered(stage, *, scan=True, recompute=None, **options):
+    sizes = {"layers": 2, "width": 128, "vocab": 512, "scan": scan}
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
     plain = jax.eval_shape(lambda: light_decoder.make_state(optax.adam(1e-3), **sizes))
     state = jzero.abstract_train_state(plain, config=config)
@@ -43,7 +43,8 @@ def test_what_is_recomputed_gathers_no_parameter_a_third_time(recompute, again):
 
 
 def test_all_reduce_and_slice_on_request():
-    _, lowered = _lowered(2, reduce_scatter=False)
+    state = mlp_state(2, optax.sgd(0.1), reduce_scatter=False)
+    lowered = jzero.make_train_step(models.mlp_loss).lower(state, models.mlp_batch(8))
     assert lowered.as_text().count("stablehlo.reduce_scatter") == 0
 
 
@@ -71,9 +72,9 @@ def test_muon_multiplies_whole_matrices():
     assert "dot_general" not in found
 
 
-def mlp_state(stage, tx, threshold=0, devices=N):
+def mlp_state(stage, tx, threshold=0, devices=N, **options):
     plain = jzero.TrainState.create(params=models.mlp_params(sizes=models.TWO_LAYERS), tx=tx)
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=threshold)
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=threshold, **options)
     return jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:devices]))
 
 

@@ -12,7 +12,6 @@ import pytest
 
 import jzero
 from jzero import DynamicLossScale, LeafRule, Offload, Precision, Quantization, ZeroConfig
-from tests import models
 
 INT8, NODE, HOST = Quantization(gather="int8"), {"node_axis": "node"}, Offload(optimizer="host", params="host")
 
@@ -42,30 +41,20 @@ INT8, NODE, HOST = Quantization(gather="int8"), {"node_axis": "node"}, Offload(o
         (lambda: LeafRule(quantize=True), r"`LeafRule.quantize` .*got True"),
         (lambda: ZeroConfig(quantization="int8"), r"`quantization` .*got 'int8'"),
         (lambda: Offload(compute="host"), r"compute='host'.*`optimizer` is 'none'"),
-        (lambda: Offload(optimizer="host", compute="host", delay=2), r"`Offload.delay` must be 0 or 1: got 2"),
         (lambda: Offload(optimizer="host", delay=1), r"delay=1.*`compute` is 'device'"),
-        (lambda: Offload(optimizer="tape"), r"`Offload.optimizer` must be one of \('none', 'host', 'disk'\): got"),
-        (lambda: Offload(optimizer="host", ratio=1.5), r"`Offload.ratio` must be a number from 0 to 1: got 1.5"),
         (lambda: Offload(ratio=0.5), r"`optimizer` is 'none'"),
         (lambda: Offload(optimizer="host", chunk_bytes=0), r"`Offload.chunk_bytes` must be .* >= 1: got 0"),
         (lambda: Offload(optimizer="host", ratio=0.5, device_budget_bytes=9), r"set one of them"),
-        (lambda: ZeroConfig(offload="host"), r"`offload` must .*'host'"),
         (lambda: ZeroConfig(rules={"w": LeafRule(offload=True)}), r"offload=True, but nothing is offloaded"),
         (lambda: ZeroConfig(stage=2, offload=Offload(params="host")), r"params='host'.*got stage 2"),
-        (lambda: Offload(params="nvme"), r"`Offload.params` .*'nvme'"),
         (lambda: jzero.offload_activations([]), "at least one activation"),
         (lambda: jzero.offload_activations(["a", "b"], keep=["a"]), r"\['a'\] cannot be offloaded and kept"),
-        (lambda: jzero.make_train_step(models.mlp_loss, remat="host"), "a `Keep`: got 'host'"),
-        (lambda: jzero.make_train_step(models.mlp_loss, reduce="never"), "'each', 'last'"),
-        (lambda: ZeroConfig(precision="int8"), "`precision` must be one of"),
         (lambda: Precision(master_dtype="float32"), "set `compute_dtype` too"),
         (lambda: Precision(compute_dtype="float16", master_dtype="bfloat16"), "goes with"),
         (lambda: ZeroConfig(rules={"a": LeafRule(compute_dtype="float32")}), "set `precision` too"),
         (lambda: DynamicLossScale(initial=1e39), "`DynamicLossScale.initial`"),
         (lambda: DynamicLossScale(minimum=2.0, initial=1.0), "above `initial`"),
         (lambda: DynamicLossScale(window=0), "`DynamicLossScale.window`"),
-        (lambda: DynamicLossScale(hysteresis=1.5), "`DynamicLossScale.hysteresis`"),
-        (lambda: DynamicLossScale(consecutive_hysteresis=3), "`DynamicLossScale.consecutive_hysteresis`"),
     ],
 )
 def test_what_contradicts_itself_is_named(build, message):

@@ -55,13 +55,11 @@ TOGETHER = [
         engine_losses.while_loop,
         engine_losses.custom_rules,
         engine_losses.scan_reversed_with_outputs,
-        engine_losses.scan_with_constant_weights,
         engine_losses.remat_with_policy,
         engine_losses.embedding_lookup,
         engine_losses.scan_carrying_weights,
     ),
     (
-        engine_losses.python_loop_over_the_stack,
         engine_losses.weight_norm,
         engine_losses.fori_indexing_the_stack,
         remat,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from tests import shared
-from tests.model_axis_models import batched_on_its_own, constrained
+from tests.test_model_axis import constrained
 from tests.tiers import slow
 
 
@@ -55,7 +55,6 @@ OWN = {
     "set": lambda x, rows: x.at[:, 2:4].set(0.5),
     "solve": lambda x, rows: jnp.linalg.solve(x[:4, :4] @ x[:4, :4].T + jnp.eye(4), x[:4, :4]),
     "reduce": lambda x, rows: lax.reduce(x, jnp.float32(1), lambda a, b: a * 0.5 + b, (0,)),
-    "custom_vmap": lambda x, rows: batched_on_its_own(lax.stop_gradient(x)) * x,
     "jvp_in_scan": lambda x, rows: lax.scan(lambda c, y: (c + shifted(y, rows[0], c), None), 0.0, x.T[:, :4])[0],
     "vjp_in_remat": lambda x, rows: jax.checkpoint(lambda x: scaled(x, rows, 1.5)[0])(x),
     "jvp_in_cond": lambda x, rows: lax.cond(rows[0] > 0, lambda x: shifted(x, rows, 0.5), lambda x: x, x),

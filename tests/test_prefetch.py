@@ -63,14 +63,6 @@ def scan_of_remat_with_keys(p, batch):
     return engine_losses.out(p, lax.scan(layer, (batch["x"], jnp.int32(0)), rows)[0][0], batch)
 
 
-def scan_within_remat(p, batch):
-    @jax.checkpoint
-    def layers(h, stack):
-        return lax.scan(lambda h, w: (jnp.tanh(h @ w["w"] + h @ p["w"]), None), h, stack)[0]
-
-    return engine_losses.out(p, layers(batch["x"], p["stack"]), batch)
-
-
 def scan_of_a_call(p, batch):
     layer = lambda h, w: (engine_losses._inner(w["w"], w["b"], h), None)
     return engine_losses.out(p, lax.scan(layer, batch["x"], p["stack"], reverse=True)[0], batch)
@@ -85,7 +77,7 @@ def one_after_another(p, batch):
 
 
 def together(p, batch):
-    losses = scan_with_everything, scan_of_remat_with_keys, scan_within_remat, scan_in_a_scan
+    losses = scan_with_everything, scan_of_remat_with_keys, scan_in_a_scan
     return sum(loss(p, batch) for loss in losses) / len(losses)
 
 
