@@ -29,22 +29,6 @@ def plan_for(params, *, num_shards=8, tx=None, **config):
     return jzero.plan_train_state(state, config=jzero.ZeroConfig(**config), mesh=abstract_mesh(data=num_shards))
 
 
-def gpt_shapes(*, scanned, d_model=256, num_layers=6, vocab_size=50257, seq_len=1024):
-    """The parameters of a GPT: each layer for itself, or all of them in one stack."""
-    d, hidden = d_model, 4 * d_model
-    layer = {
-        "attention_norm": {"scale": (d,), "bias": (d,)},
-        "qkv": {"kernel": (d, 3 * d), "bias": (3 * d,)},
-        "attention_out": {"kernel": (d, d), "bias": (d,)},
-        "mlp_norm": {"scale": (d,), "bias": (d,)},
-        "mlp_in": {"kernel": (d, hidden), "bias": (hidden,)},
-        "mlp_out": {"kernel": (hidden, d), "bias": (d,)},
-    }
-    stack = jax.tree.map(lambda s: (num_layers, *s), layer, is_leaf=lambda x: isinstance(x, tuple))
-    layers = {"blocks": stack} if scanned else {f"block_{i}": layer for i in range(num_layers)}
-    return {"embed": (vocab_size, d), "positions": (seq_len, d), **layers, "norm": {"scale": (d,), "bias": (d,)}}
-
-
 # Who owns an optimizer leaf.
 
 # Equal and swapped shapes, which the rules below cut on different dimensions.

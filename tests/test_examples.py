@@ -92,3 +92,10 @@ def assert_memory_falls_with_the_stage(rows: dict[str, list[int]]) -> None:
     assert grads[0] == grads[1] == grads[2] > 4 * grads[3] >= 4 * grads[4]
     assert opt_state[0] == opt_state[1] > 4 * opt_state[2]
     assert opt_state[2] == opt_state[3] == opt_state[4]
+
+
+@pytest.mark.slow
+def test_the_first_command_of_the_readme_learns(tmp_path):
+    """With its defaults, but fewer steps."""
+    trained, _ = validation_losses(run_example("train_gpt.py", "--steps=20", f"--out={tmp_path}"))
+    assert trained < 4

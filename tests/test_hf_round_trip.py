@@ -270,34 +270,36 @@ def test_what_paths_leaves_out_is_copied(tmp_path):
         jzero.export_params(state, tmp_path / "x", **how)
 
 
-def test_merged_adapters_are_those_of_the_model(tmp_path):
-    hf_models.write_folder(tmp_path / "like", "mistral")
-    state, model = lora_state(tmp_path / "like")
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A folder, a state with adapters over its weights, and the model."""
+    like = tmp_path_factory.mktemp("qwen3")
+    hf_models.write_folder(like, "qwen3")
+    return like, *lora_state(like)
+
+
+def test_merged_adapters_are_those_of_the_model(tmp_path, adapted):
+    like, state, model = adapted
     merge = jzero.lora.merged(LORA.rank, LORA.alpha)
-    jzero.export_params(state, tmp_path / "out", mapping="auto", like=tmp_path / "like", decode=merge)
+    jzero.export_params(state, tmp_path / "out", mapping="auto", like=like, decode=merge)
     name = "model.layers.1.self_attn.q_proj.weight"
-    before = load_file(tmp_path / "like/model-00001-of-00002.safetensors").get(name)
-    before = load_file(tmp_path / "like/model-00002-of-00002.safetensors")[name] if before is None else before
     added = LORA.alpha / LORA.rank * full(state, "layers/q/lora_a")[1] @ full(state, "layers/q/lora_b")[1]
-    np.testing.assert_allclose(tensors_in(tmp_path / "out")[name], before + added.T, rtol=0, atol=1e-6)
-    plain = jzero.load_params(born(jzero.hf.read_config(tmp_path / "out"))[0], tmp_path / "out", mapping="auto")
-    wanted, found = (
-        logits_alone(state, model),
-        logits_alone(plain, decoder.Decoder(jzero.hf.read_config(tmp_path / "out"))),
-    )
+    before, after = (tensors_in(folder)[name] for folder in (like, tmp_path / "out"))
+    np.testing.assert_allclose(after, before + added.T, rtol=0, atol=1e-6)
+    config = jzero.hf.read_config(tmp_path / "out")
+    plain = jzero.load_params(born(config)[0], tmp_path / "out", mapping="auto")
+    wanted, found = logits_alone(state, model), logits_alone(plain, decoder.Decoder(config))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
-    assert np.abs(wanted - np.load(hf_models.LOGITS)["mistral"]).max() > 0.1, "the adapters do something"
+    assert np.abs(wanted - np.load(hf_models.LOGITS)["qwen3"]).max() > 0.1, "the adapters do something"
     with pytest.raises(ValueError, match=r"`rank` .*/kernel, 2: got 4"):
-        jzero.export_params(
-            state, tmp_path / "x", mapping="auto", like=tmp_path / "like", decode=jzero.lora.merged(4, 1)
-        )
+        jzero.export_params(state, tmp_path / "x", mapping="auto", like=like, decode=jzero.lora.merged(4, 1))
     assert not list((tmp_path / "x").iterdir()), "nothing is left"
 
 
-def test_adapters_as_peft_names_them(tmp_path):
-    hf_models.write_folder(tmp_path / "like", "qwen3")
-    state, _ = lora_state(tmp_path / "like", quantization=jzero.Quantization(frozen="int8"))
-    jzero.hf.export_peft(state, tmp_path / "adapter", like=tmp_path / "like", rank=LORA.rank, alpha=LORA.alpha)
+def test_adapters_are_named_as_peft_does_and_written_whole_or_not_at_all(tmp_path, monkeypatch, adapted):
+    like, state, _ = adapted
+    how = {"like": like, "rank": LORA.rank, "alpha": LORA.alpha}
+    jzero.hf.export_peft(state, tmp_path / "adapter", **how)
     found = tensors_in(tmp_path / "adapter")
     assert len(found) == 2 * 7 * 3
     a = found["base_model.model.model.layers.2.mlp.down_proj.lora_A.weight"]
@@ -306,18 +308,13 @@ def test_adapters_as_peft_names_them(tmp_path):
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 3.0, "LORA")
     assert config["target_modules"] == [f"{x}_proj" for x in ("down", "gate", "k", "o", "q", "up", "v")]
 
-
-def test_adapters_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    hf_models.write_folder(tmp_path / "like", "qwen3")
-    state, _ = lora_state(tmp_path / "like")
-
     def fail(*args, **options):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(type(epath.Path(tmp_path)), "write_text", fail)
     with pytest.raises(jzero.CheckpointError, match=r"adapters .*\(No space"):
-        jzero.hf.export_peft(state, tmp_path / "adapter", like=tmp_path / "like", rank=LORA.rank, alpha=LORA.alpha)
-    assert not [*(tmp_path / "adapter").iterdir()]
+        jzero.hf.export_peft(state, tmp_path / "half", **how)
+    assert not [*(tmp_path / "half").iterdir()]
 
 
 def reference(folder):

@@ -5,7 +5,6 @@ import re
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from tests.example_runs import EXAMPLES, ROOT, run_example, run_here
 
@@ -43,8 +42,7 @@ def test_digits_are_told_apart():
 @pytest.mark.slow
 def test_lora_trains_adapters_alone(run, tmp_path):
     steps = "--pretrain-steps=20 --pretrain-lr=1e-2 --steps=20 --lr=2e-2".split()
-    files = (f"--pretrained={tmp_path / 'base.safetensors'}", f"--merged={tmp_path / 'tuned.safetensors'}")
-    output = run("lora.py", *TINY_GPT, *steps, *files)
+    output = run("lora.py", *TINY_GPT, *steps, f"--merged={tmp_path / 'tuned.safetensors'}")
 
     untrained, pretrained = numbers(r"pretrained: validation loss (.*) -> (.*)", output)
     assert untrained == pytest.approx(np.log(256), abs=0.2)
@@ -59,15 +57,6 @@ def test_lora_trains_adapters_alone(run, tmp_path):
     adapters = 3 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)  # the rank, and both sides of the four layers
     assert optimizer == pytest.approx(4 * 2 * adapters / 8, rel=0.1), "two moments of the adapters alone, cut"
     assert model < whole / 3
-
-    base, tuned = (load_file(tmp_path / name) for name in ("base.safetensors", "tuned.safetensors"))
-    assert base.keys() == tuned.keys(), "as before, to be used in its place"
-    for name, x in base.items():
-        changed = re.fullmatch(r"blocks\.\d\.(qkv|attention_out|mlp_in|mlp_out)\.kernel", name) is not None
-        assert (tuned[name] != x).any() == changed, name
-        if changed:
-            values = np.linalg.svd(tuned[name] - x, compute_uv=False)
-            assert values[2] > 1e3 * values[3], "of the rank of the adapters"
 
 
 @pytest.mark.slow
