@@ -131,26 +131,29 @@ def check_rng(rng: jax.Array | None) -> None:
 
 
 def _place(arrays: Sequence[jax.Array | np.ndarray], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
-    """Returns arrays on the mesh; those that are not there yet go in one transfer, most of whose time is its start."""
+    """Returns arrays on the mesh; what other devices have goes in one transfer, most of whose time is its start."""
     placed: list[Any] = list(arrays)
     to_put: list[int] = []
     for i, (x, sharding) in enumerate(zip(arrays, shardings, strict=True)):
-        able = sharding.is_fully_addressable
-        if isinstance(x, jax.Array):
-            if x.sharding == sharding:
-                continue
-            able = able or not x.is_fully_addressable
-        else:  # a copy, since the user may write to theirs while the step runs
-            placed[i] = np.array(x, jax.dtypes.canonicalize_dtype(x.dtype))
-        if able:
-            to_put.append(i)
-        else:
-            placed[i] = place_array(placed[i], placed[i].dtype, sharding)
+        if not isinstance(x, jax.Array):
+            placed[i] = _from_host(x, sharding)
+        elif x.sharding != sharding:
+            if sharding.is_fully_addressable or not x.is_fully_addressable:
+                to_put.append(i)
+            else:
+                placed[i] = place_array(x, x.dtype, sharding)
     if to_put:
         moved = jax.device_put([placed[i] for i in to_put], [shardings[i] for i in to_put])
         for i, x in zip(to_put, moved, strict=True):
             placed[i] = x
     return placed
+
+
+def _from_host(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Returns an array of the host on the mesh, in half the time of `jax.device_put`."""
+    host, dtype = np.asarray(x), jax.dtypes.canonicalize_dtype(x.dtype)
+    # Copies, since the user may write to theirs while the step runs.
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], dtype))
 
 
 def abstract_inputs(
