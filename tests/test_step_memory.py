@@ -47,6 +47,17 @@ def test_what_a_layer_keeps():
     assert memory.activation_bytes == pytest.approx(LOCAL * (HIDDEN + WIDTH) * 4, abs=8)  # and a scalar
 
 
+def test_what_the_backward_pass_needs_is_written_where_it_is_computed():
+    """The sum of two products goes into a checkpoint: it is kept, not the products, which nothing else reads."""
+
+    def loss(params, x):
+        total = x @ params["up"] + jnp.roll(x, 1, 1) @ params["up"]
+        return jax.checkpoint(lambda y: jnp.square(jax.nn.relu(y) @ params["down"]).mean())(total)
+
+    memory = reckoned(loss, mlp_state(config_of(0)), remat="as_written")
+    assert memory.activation_bytes == pytest.approx(LOCAL * HIDDEN * 4, abs=8)  # and a scalar
+
+
 def test_one_function_per_block_however_often_it_is_called():
     block = jax.jit(lambda x, w: jnp.tanh(x @ w["up"]) @ w["down"])
 

@@ -81,9 +81,9 @@ class BufferOperation:
     """An operation at one point of the program.
 
     Attributes:
-      reads: Indices of buffers.
       writes: Indices of buffers.
       backward: Whether it is part of the backward pass.
+      reads: Indices of buffers; `TracedProgram` sets them.
       in_place: Whether its outputs may take over the memory of its inputs.
       inner: The body of a loop or branch.
       is_transfer: Whether it is a collective.
@@ -95,9 +95,9 @@ class BufferOperation:
       times: How often `inner` runs.
     """
 
-    reads: frozenset[int]
     writes: tuple[int, ...]
     backward: bool
+    reads: frozenset[int] = NOTHING
     in_place: bool = False
     inner: TracedProgram | None = None
     is_transfer: bool = False
@@ -156,6 +156,25 @@ class TracedProgram:
         self.result_bytes = 0
         self.regathered: frozenset[int] = NOTHING
         self._written: dict[BufferValue, BufferValue] = {}
+        self._writer: dict[BufferValue, int] = {}  # the operation that writes each of these
+        self._first_reader: dict[BufferValue, int] = {}  # of fused values
+        self._read: list[Sequence[BufferValue]] = []  # by each operation
+        self._has_late_writes = False
+
+    def add(self, operation: BufferOperation, values: Sequence[BufferValue]) -> None:
+        """Adds an operation that reads values; it computes those, and their sources, that are fused."""
+        buffers, fused = self._sources(values)
+        for x in fused:
+            self._first_reader.setdefault(x, len(self.operations))
+        operation.reads = buffers
+        self.operations.append(operation)
+        self._read.append(values)
+
+    def settle(self) -> None:
+        """Lets operations read values that turned out to be written before them, not the sources of these."""
+        if self._has_late_writes:
+            for t, (operation, values) in enumerate(zip(self.operations, self._read, strict=True)):
+                operation.reads, _ = self._sources(values, before=t)
 
     def argument(self, aval: jax.core.AbstractValue, parts: int = 1) -> BufferValue:
         """Adds a value that exists before the program starts and after it ends."""
@@ -164,6 +183,7 @@ class TracedProgram:
 
     def finish(self, outputs: Sequence[BufferValue], *, num_carry: int | None = None) -> TracedProgram:
         """Sets the values that outlive the program; in a loop, `num_carry` carried ones, then slices of stacks."""
+        self.settle()
         self.outputs = self.reads(outputs)
         stacked = [] if num_carry is None else outputs[num_carry:]
         self.result_bytes = self.bytes_to_store(outputs) + sum(2 * x.num_bytes for x in stacked if self.is_written(x))
@@ -176,16 +196,25 @@ class TracedProgram:
 
     def reads(self, values: Iterable[BufferValue]) -> frozenset[int]:
         """Returns the buffers that are read to compute values: their own, or those of their sources."""
-        buffers, visited, pending = set(), set(), list(values)
+        return self._sources(values)[0]
+
+    def _sources(
+        self, values: Iterable[BufferValue], before: float = math.inf
+    ) -> tuple[frozenset[int], set[BufferValue]]:
+        """Returns the buffers, written before an operation, that values are computed from, and the fused values."""
+        buffers: set[int] = set()
+        fused: set[BufferValue] = set()
+        pending = list(values)
         while pending:
             x = pending.pop()
-            x = self._written.get(x, x)
+            if self._writer.get(x, math.inf) < before:
+                x = self._written[x]
             if x.buffer is not None:
                 buffers.add(x.buffer)
-            elif x not in visited:
-                visited.add(x)
+            elif x not in fused:
+                fused.add(x)
                 pending += x.sources
-        return frozenset(buffers)
+        return frozenset(buffers), fused
 
     def is_written(self, x: BufferValue) -> bool:
         """Returns whether a value has a buffer."""
@@ -208,20 +237,34 @@ class TracedProgram:
                 pending += [(source, most) for source in x.sources]
         return int(sum(sizes.values()))
 
-    def write(self, x: BufferValue, *, backward: bool, keep: bool = True) -> BufferValue:
-        """Returns a value in a buffer, written if it has none yet; later readers share that buffer only if `keep`."""
+    def write(self, x: BufferValue, *, backward: bool, keep: bool = True, waits: bool = False) -> BufferValue:
+        """Returns a value in a buffer, written if it has none yet.
+
+        Args:
+          x: The value.
+          backward: Whether the backward pass needs it.
+          keep: Whether later readers share the buffer.
+          waits: Whether it is part of a barrier. The forward pass writes such a value where it computes it.
+        """
         if x.buffer is not None or not x.num_bytes:
             return x
-        if x not in self._written:
-            reads, num_bytes = self.reads([x]), self.bytes_to_store([x])
-            self.buffers.append(Buffer(x.num_bytes, x.name))
-            written = len(self.buffers) - 1
-            self.operations.append(BufferOperation(reads, (written,), backward, in_place=True, num_bytes=num_bytes))
-            done = dataclasses.replace(x, buffer=written, sources=())
-            if not keep or x.name.endswith(JOINED):
-                return done
-            self._written[x] = done
-        return self._written[x]
+        if x in self._written:
+            return self._written[x]
+        reader = self._first_reader.get(x)
+        num_bytes = self.bytes_to_store([x])
+        self.buffers.append(Buffer(x.num_bytes, x.name))
+        written = len(self.buffers) - 1
+        done = dataclasses.replace(x, buffer=written, sources=())
+        if waits and reader is not None and backward and not self.operations[reader].backward:
+            self.operations[reader].writes += (written,)
+            self.operations[reader].num_bytes += x.num_bytes
+            self._has_late_writes = True
+        else:
+            reader = len(self.operations)
+            self.add(BufferOperation((written,), backward, in_place=True, num_bytes=num_bytes), x.sources)
+        if keep and not x.name.endswith(JOINED):
+            self._written[x], self._writer[x] = done, reader
+        return done
 
     def include(self, *bodies: TracedProgram, times: int = 1) -> None:
         """Adds the flops and transfers of a body that runs `times` times; of branches, the largest."""

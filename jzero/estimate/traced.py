@@ -16,7 +16,8 @@ compilers for GPUs and TPUs share:
   2 %.
 * On GPUs, operations that make gradients run late, see [Note: Postponed gradients]. Each reader recomputes a
   concatenation, and an elementwise result that a product needs in another layout. A fusion that sums an expensive
-  value also writes that value if others read it.
+  value also writes that value if others read it. What the backward pass needs as an array behind a barrier, such as the
+  input of a recomputed block, is written where the forward pass first computes it, so its sources need not stay.
 * On GPUs, parameters gathered after the update exist twice until the end, since a collective does not write into a
   donated argument. If that would exceed the scheduler's limit, they are gathered one by one. Rows of stacks exist
   once: each is written into the stack's argument.
@@ -81,6 +82,7 @@ def trace_program(jaxpr: AnyJaxpr, parts: Sequence[int]) -> TracedProgram:
     opened, _ = _compat.open_jaxpr(jaxpr)
     inputs = [program.argument(v.aval, n) for v, n in zip(opened.invars, parts, strict=True)]
     outputs = _run(program, jaxpr, inputs, "", backward=False)
+    program.settle()
     results = {x.buffer for x in outputs if x.buffer is not None}
     program.regathered = frozenset(i for i in program.reads(outputs) if program.buffers[i].kind == "gathered")
     for i in results - program.regathered:  # a result takes over the memory of the argument that it replaces
@@ -189,7 +191,7 @@ class _Visitor:
     def _barrier(self, inputs: list[BufferValue]) -> list[BufferValue]:
         """Adds a barrier, which needs all its inputs as arrays."""
         start, waits = len(self.program.operations), len(self.program.reads(inputs)) > 1
-        values = [self._write(x) for x in inputs]
+        values = [self.program.write(x, backward=self.backward, waits=True) for x in inputs]
         written = range(start, len(self.program.operations))
         if waits:
             self.program.barriers.append(written)
@@ -313,21 +315,19 @@ class _Visitor:
         is_reduction = self.eqn.primitive.name in REDUCTIONS and not self.program.is_written(inputs[0])
         may_wait = product_flops(self.eqn) > 0 or (moves and not gathers) or is_reduction
         may_wait &= "rematted_computation" not in self.name  # what is recomputed stays in its block
-        self.program.operations.append(
-            BufferOperation(
-                reads=self.program.reads(read),
-                writes=writes,
-                backward=self.backward,
-                in_place=in_place,
-                inner=inner,
-                is_transfer=moves,
-                gathers=gathers,
-                may_wait=may_wait,
-                num_bytes=0 if inner is not None or moves else self._bytes_moved(inputs, read, values),
-                product=_product(self.eqn),
-                reduces=self.eqn.primitive.name in primitives_with(Trait.REDUCTION),
-            )
+        operation = BufferOperation(
+            writes=writes,
+            backward=self.backward,
+            in_place=in_place,
+            inner=inner,
+            is_transfer=moves,
+            gathers=gathers,
+            may_wait=may_wait,
+            num_bytes=0 if inner is not None or moves else self._bytes_moved(inputs, read, values),
+            product=_product(self.eqn),
+            reduces=self.eqn.primitive.name in primitives_with(Trait.REDUCTION),
         )
+        self.program.add(operation, read)
         return values
 
     def _bytes_moved(
