@@ -84,7 +84,7 @@ def loss_of(params: Any, batch: Any) -> jax.Array:
 
 def noisy_loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
     noise = jax.random.normal(rng, batch["x"].shape) / 10
-    return loss_of_pair(params, {**batch, "x": batch["x"] + noise})
+    return loss_of(params, {**batch, "x": batch["x"] + noise})
 
 
 step_of = functools.cache(jzero.make_train_step)  # what it has compiled serves several scenarios

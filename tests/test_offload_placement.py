@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import jzero
 from tests import models
@@ -69,27 +68,6 @@ def test_frozen_parameters_do_not_count():
     for ratio, expected in ((0.5, {"a"}), (0.9, {"a", "b"}), (0.0, set())):
         plan = jzero.plan_train_state(state, config=config(3, offload=jzero.Offload(optimizer="host", ratio=ratio)))
         assert {plan.leaves[i].path for i in plan.offloaded} == expected
-
-
-def test_what_a_state_hands_to_its_optimizer_counts():
-    """Decay towards something else than zero: the optimizer sees other parameters than those that are updated."""
-
-    class Anchored(TrainState):
-        def apply_gradients(self, *, grads):
-            away = jax.tree.map(lambda p: p - 1, self.params)
-            updates, opt_state = self.tx.update(grads, self.opt_state, away)
-            return self.replace(
-                step=self.step + 1, params=optax.apply_updates(self.params, updates), opt_state=opt_state
-            )
-
-    tx = optax.adamw(1e-2, eps=1e-3, weight_decay=0.5)
-    plain = Anchored.create(apply_fn=None, params=models.mlp_params(sizes=ONE_LAYER), tx=tx)
-    state = jzero.shard_train_state(plain, config=config(3, offload=HOST))
-    state, _ = step_of()(state, models.mlp_batch(48))
-    one_step = lambda x, batch: x.apply_gradients(grads=jax.grad(models.mlp_loss)(x.params, batch))
-    expected = jax.jit(one_step)(plain, models.mlp_batch(48))
-    for a, b in zip(jax.tree.leaves(jzero.gather_params(state)), jax.tree.leaves(expected.params), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6)
 
 
 def test_a_budget_moves_no_more_than_it_must():

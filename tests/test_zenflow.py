@@ -227,10 +227,6 @@ EDITS = {
         lambda state, value, _: jzero.set_full_opt_state(state, KERNEL, name="mu", value=value),
         lambda state: jzero.get_full_opt_state(state, KERNEL, name="mu"),
     ),
-    "parameter": (
-        lambda state, value, _: jzero.set_full_param(state, KERNEL, value=value),
-        lambda state: jzero.get_full_param(state, KERNEL),
-    ),
     "file": (
         lambda state, value, path: jzero.load_params(state, exported(value, path), paths=KERNEL),
         lambda state: jzero.get_full_param(state, KERNEL),
@@ -248,7 +244,7 @@ LATE = {"zenflow": {"zenflow": jzero.ZenFlow(topk_ratio=0.2, update_interval=2)}
 
 @pytest.mark.parametrize(
     ("late", "where", "case"),
-    [("zenflow", "host", "optimizer state"), ("delay", "disk", "file"), slow("zenflow", "disk", "parameter")],
+    [("zenflow", "host", "optimizer state"), ("delay", "disk", "file")],
 )
 def test_an_edit_counts_after_all_that_waits(tmp_path, case, where, late):
     """As an edit of a state that nothing waits for: it reads back at once, and a step goes on from it."""
