@@ -1,4 +1,4 @@
-"""Adapters that PEFT wrote, as `examples/llm/adapters.py` reads them: scaled as PEFT scales them, or refused."""
+"""Adapters that PEFT wrote, as `examples/llm/adapters.py` reads them, scaled or refused; those of the decoder."""
 
 import argparse
 import dataclasses
@@ -15,6 +15,9 @@ import generate
 import jzero
 import jzero.hf
 import layouts
+import training
+from jzero.cli import decoder as cli_decoder
+from jzero.cli import sizes as cli_sizes
 from tests import hf_models, shared
 
 SAID = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
@@ -133,3 +136,27 @@ def test_logits_are_those_of_peft(tmp_path):
     found = jax.jit(ours.apply)({"params": jax.tree.map(np.asarray, params)}, hf_models.TOKENS)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
     assert np.abs(wanted - np.load(hf_models.LOGITS)["mistral"]).max() > 0.1, "the adapters do something"
+
+
+# In the decoder: their numbers, and what they take.
+
+
+def test_untrained_adapters_change_nothing():
+    init = jax.jit(decoder.Projection(40, bias=False, lora=decoder.Lora(rank=3, alpha=6.0)).init)
+    params = init(jax.random.key(0), np.ones((1, 48), np.float32))["params"]
+    bound, a = 48**-0.5, params["lora_a"]
+    assert -bound <= a.min() < -0.8 * bound, "drawn as PEFT does"
+    assert 0.8 * bound < a.max() <= bound
+    assert not params["lora_b"].any()
+
+
+def test_adapters_are_divided_by_the_number_of_devices():
+    """Of a Llama of 8B, in the layout of `finetune.py`: 4 bytes an element, 2 of gradient, 8 of moments."""
+    sizes = cli_sizes.model_sizes("8B", {})
+    state = jax.eval_shape(cli_decoder.make_state(sizes, rank=8, base_dtype="bfloat16"), jax.random.key(0))
+    args = argparse.Namespace(precision="bf16", persistence_threshold=100_000, context=1)
+    plan = jzero.plan_train_state(state, config=training.zero_config(args), trainable=generate.ADAPTERS)
+    each = {"q": 8192, "k": 5120, "v": 5120, "o": 8192, "gate": 18_432, "up": 18_432, "down": 18_432}  # rows + columns
+    elements, count = 32 * 8 * sum(each.values()), 4  # Adam counts its steps
+    base = sum(leaf.param.bytes_per_device for leaf in plan.leaves if not leaf.trained)
+    assert plan.bytes_per_device.total - base == elements * (4 + 2 + 8) // 8 + count == 36_700_164
