@@ -16,7 +16,6 @@ import optax
 import pytest
 
 import jzero
-from tests import deepspeed_model as model
 
 DATA = pathlib.Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "deepspeed_golden.json").read_text())
@@ -201,48 +200,3 @@ def test_parameters_that_jzero_would_get_wrong(kind, params):
     report = refused(blocks["optimizer"], blocks.get("scheduler"))
     assert [row.key for row in report.refused] == [f"{block}.params.{key}" for key in params]
     assert (report.optimizer, report.schedule) == (None, None)
-
-
-# From file to training
-
-
-TRAINED = {
-    "train_batch_size": model.ROWS,
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-}
-
-
-def losses(config, params, loss_fn, batches):
-    """What a user does with a file: config, optimizer and step, on four devices."""
-    config, report = jzero.from_deepspeed(config, num_devices=4)
-    report.verify()
-    mesh = jzero.make_mesh(devices=jax.devices()[:4])
-    state = jzero.TrainState.create(params=params, tx=report.optimizer)
-    state = jzero.shard_train_state(state, config=config, mesh=mesh)
-    step = jzero.make_train_step(loss_fn, **report.step_arguments())
-    found = []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return np.array(found), jzero.gather_params(state)
-
-
-@pytest.mark.slow
-@pytest.mark.smoke
-def test_a_file_trains_as_deepspeed_did():
-    """Three steps of a recorded run: four ranks, two micro-batches. Tolerances are those of `test_deepspeed.py`.
-
-    In float64, so that the same run is held to the one that PyTorch made in float64, too.
-    """
-    runs = json.loads((DATA / "deepspeed_runs.json").read_text())
-    run = runs["ds_main_z3_fp32_g2"]
-    assert (run["world"], run["gas"], run["clip"]) == (4, 2, 1.0)
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: np.asarray(x, np.float64), model.initial_params())
-        found, _ = losses(TRAINED, params, model.loss_fn, model.tokens()[:3])
-    for name, within in (("ds_main_z3_fp32_g2", (2e-6, 1e-5)), ("ref_main_fp64", (1e-14, 1e-13))):
-        np.testing.assert_allclose(found[:, 0], runs[name]["losses"][:3], rtol=within[0])
-        np.testing.assert_allclose(found[:, 1], runs[name]["grad_norms"][:3], rtol=within[1])

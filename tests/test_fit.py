@@ -223,19 +223,3 @@ def test_hops_between_nodes_are_searched_where_there_are_nodes():
         x.memory.nic_bytes for x in two.tried if x.accumulate_steps == max(least) and not x.config.secondary_grads
     )
     assert "nodes, secondary shares" in str(two) or two.chosen.config.node_axis is None
-
-
-def test_what_integers_would_save_is_noted():
-    """They change numbers, so only a configuration chooses them."""
-    options = {"confirm": False, "stages": (3,), "remat": ("as_written",), "topology": "l40s:8"}
-    choice = fitted(1000, **options)
-    (note,) = [x for x in choice.notes if "Integers" in x]
-    assert "`Quantization(gather='int8', reduce='int8')`, would save" in note
-    assert choice.config.quantization == jzero.Quantization()
-    kinds = jzero.Quantization(gather="int8", reduce="int8")
-    config = dataclasses.replace(CONFIG, stage=3, quantization=kinds)
-    chosen = jzero.fit(make_state, stack_loss, BATCH, hbm_bytes=1e9, config=config, **options)
-    assert chosen.config.quantization == kinds
-    assert not any("Integers" in x for x in chosen.notes)
-    saved = 1 - chosen.chosen.cost() / choice.chosen.cost()
-    assert f"{saved:.0%}" in note

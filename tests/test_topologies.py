@@ -209,7 +209,7 @@ def compile_gather(name):
 
 def check_compiled(name):
     before, num_devices = dict(os.environ), machine(name).num_devices
-    assert float(jnp.arange(4.0).sum()) == 6.0
+    assert len(topology_devices(name)) == num_devices
     compiled = compile_gather(name)
     (gather,) = find_collectives(compiled.as_text())
     assert (gather.kind, gather.dtype, gather.num_devices) == ("all-gather", "bf16", num_devices)
@@ -230,23 +230,19 @@ def check_compiled(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*(f"{gpu}:8" for gpu in GPUS), "h200:2", "h200:16"])
+@pytest.mark.parametrize("name", [*(f"{gpu}:8" for gpu in GPUS), "h200:16"])
 def test_gpu_compiler(name):
     devices = topology_devices(name)
     assert [d.id for d in devices] == list(range(machine(name).num_devices))
     assert [d.process_index for d in devices] == [i // 8 for i in range(len(devices))]
     assert {d.device_kind for d in devices} == {GPUS[name.split(":")[0]].name}
-    assert topology_devices(name) == devices
     check_compiled(name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2", "v4:2x2x2", "v5e:1x2", "v5e:4x4"])
+@pytest.mark.parametrize("name", ["v5e:4x4", "v6e:2x4", "v5p:2x2x2", "v4:2x2x2"])
 def test_tpu_compiler(name):
-    devices = topology_devices(name)
-    assert len(devices) == machine(name).num_devices
-    assert {d.platform for d in devices} == {"tpu"}
-    assert topology_devices(name) == devices
+    assert {d.platform for d in topology_devices(name)} == {"tpu"}
     check_compiled(name)
 
 
