@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused():
         jax.vmap(lambda _: attention.own_part(batch["x"], "context"), axis_name="context")(np.ones(5))
     with pytest.raises(ValueError, match="24 tokens of a row have no 7 equal parts: change --loss-chunks or --seq"):
         attention.divide(batch["x"], 7)
-    with pytest.raises(ValueError, match="`fit` does not search parts of rows"):
+    with pytest.raises(ValueError, match="`context_axis='context'` needs a mesh that says how many parts of a row"):
         jzero.fit(state, loss_of_parts, batch, config=config)
 
 

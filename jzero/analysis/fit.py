@@ -23,9 +23,12 @@ from jzero.config.settings import FLAG, check, integer, number, optional, some_o
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
 from jzero.estimate.step_memory import gathers_more
+from jzero.layout.mesh import AnyMesh, batch_axes, check_mesh
 from jzero.machines.limits import USABLE, hardware_of, limit_of
 from jzero.plan.table import format_bytes
 from jzero.state.adapter import adapt
+from jzero.state.init import state_shapes
+from jzero.state.request import check_sizes_are_known
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 CLOSE = (
@@ -45,6 +48,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     batch: PyTree,
     *,
     topology: str | None = None,
+    mesh: AnyMesh | None = None,
     hbm_bytes: float | None = None,
     config: ZeroConfig | None = None,
     trainable: PyTree | str | None = None,
@@ -71,6 +75,11 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     waits for as long as the state takes to be read and written once. It searches no other offload, nor what changes
     numbers: a note tells what `Quantization` would save.
 
+    Sizes of mesh axes that divide a model or rows (experts, tensors, `ZeroConfig.context_axis`) are not searched: they
+    are those of `mesh`, and with it all candidates are on that mesh, replicas and nodes included. Their states are
+    exact. Estimates count collectives that the model names, such as those in its `shard_map`; those that the compiler
+    adds for a sharding constraint are in compiled figures alone.
+
     Then it compiles candidates, the fastest first, until three fit, and those that the estimate may wrongly rule out.
     It chooses the fastest of these by the compiled schedule, and spends the remaining memory as `fill_memory` does:
     then `choice.remat` is a `Keep`. On devices whose rates are not known, the cheapest is the one that sends least,
@@ -81,7 +90,9 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         abstract.
       loss_fn: As for `make_train_step`.
       batch: The global batch, concrete or abstract.
-      topology: The machine, such as `"h200:8"`; by default the devices of this process.
+      topology: The machine, such as `"h200:8"`; by default the devices of `mesh`, or of this process.
+      mesh: The mesh of all candidates, possibly abstract; needed if the loss or the state has axes that are not ZeRO's,
+        or if `config` has a `context_axis`. By default `fit` chooses it.
       hbm_bytes: Most bytes of a step on one device. By default 90 % of the device's memory.
       config: Everything that is not searched, such as the precision.
       trainable: Which parameters are trained, as for `shard_train_state`.
@@ -107,8 +118,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
 
     Raises:
       ValueError: There is no such machine, its memory is unknown, an argument is out of range, `disk_path` comes
-        without the disk's size and rate, `config` excludes all of `stages`, or the batch cannot be split over the
-        machine.
+        without the disk's size and rate, `config` excludes all of `stages`, the batch cannot be split over the machine,
+        or a mesh is needed, or does not fit `topology` or `config`.
       TypeError: `make_state` gives no train state.
 
     Example:
@@ -124,19 +135,13 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
     check("confirm", confirm, FLAG)
     check("offload", offload, FLAG)
-    if config is not None and config.context_axis is not None:
-        raise ValueError(
-            f"`fit` does not search parts of rows (`context_axis={config.context_axis!r}`): estimate layouts by "
-            "`jzero.estimate_step_memory`, or compile them by `jzero.analyze`, on meshes that say how many there are."
-        )
-    hardware, devices, notes = hardware_of(topology, confirm=confirm)
+    base = config or ZeroConfig(stage=0)
+    state = _shapes_of(make_state, mesh, base)
+    hardware, devices, notes = hardware_of(topology, mesh, confirm=confirm)
     limit = limit_of(hbm_bytes, topology, hardware)
     if hbm_bytes is None and hardware is not None and hardware.kind == "gpu":
         notes.append(FRACTION)
-    state = make_state
-    if callable(make_state):
-        state = jax.eval_shape(lambda key: adapt(make_state(key)).state, jax.random.key(0))
-    num_devices = hardware.num_devices if hardware is not None else len(jax.devices())
+    num_devices = hardware.num_devices if hardware is not None else len(jax.devices()) if mesh is None else mesh.size
     per_host = hardware.devices_per_host if hardware is not None else 0
     if topology is None:
         per_host = max(per_host, jax.local_device_count())  # a host may have several processes
@@ -148,7 +153,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         disk_bytes_per_s=disk_bytes_per_s,
     )
     search = Search(
-        state=adapt(state).state,
+        state=state,
         trainable=trainable,
         loss_fn=loss_fn,
         options={"has_aux": has_aux, "mutable": mutable, "merge": merge},
@@ -159,11 +164,12 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         devices=devices,
         num_devices=num_devices,
         host=host,
-        base=config or ZeroConfig(stage=0),
+        base=base,
         limit=limit,
         stages=_allowed(stages, config),
         remat=remat,
         max_steps=max_accumulate_steps,
+        mesh=mesh,
     )
     offloads, last, remarks = _offloads(search, from_start=offload)
     search, notes = dataclasses.replace(search, last=last), [*notes, *remarks]
@@ -179,6 +185,28 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     judged = tuple(judge(tried, chosen, limit))
     chosen = next((x for x in judged if x.verdict == CHOSEN), None)
     return Fit(name, limit, judged, chosen, tuple(notes), _workload(search.state, batch))
+
+
+def _shapes_of(
+    make_state: Callable[[jax.Array], State] | State, mesh: AnyMesh | None, base: ZeroConfig
+) -> TrainStateLike:
+    """Returns the state, as shapes if a function makes it; raises if the mesh lacks axes, or is missing."""
+    if mesh is None:
+        check_sizes_are_known(base, "context_axis")
+    else:
+        check_mesh(mesh, base)
+    if not callable(make_state):
+        return adapt(make_state).state
+    state = state_shapes(make_state, mesh)
+    known = batch_axes(base) if mesh is None else mesh.axis_names
+    named = jax.tree.leaves([tuple(getattr(x.sharding, "spec", ())) for x in jax.tree.leaves(state)])
+    if unknown := sorted({name for name in named if isinstance(name, str)} - {*known}):
+        sizes = ", ".join(f"{name}=..." for name in (*unknown, *known))
+        raise ValueError(
+            f"`make_state` cuts the state over mesh axes {unknown}, whose sizes `fit` does not choose: pass a mesh "
+            f"that has them, such as `mesh=jzero.make_mesh({sizes})`."
+        )
+    return state
 
 
 def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None:

@@ -75,6 +75,7 @@ class Search:
       stages: The stages to search.
       remat: The options `remat` to search.
       max_steps: Most micro-batches.
+      mesh: The mesh of all candidates; `None` if the search chooses it.
       last: Where to keep optimizer state if nothing else fits.
     """
 
@@ -94,6 +95,7 @@ class Search:
     stages: tuple[Stage, ...]
     remat: Sequence[Remat | None]
     max_steps: int
+    mesh: AnyMesh | None
     last: tuple[Offload, ...] = ()
     _memories: dict[Any, StepMemory] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -122,9 +124,10 @@ class Search:
 
     def why_not_on_disk(self, offload: Offload) -> str:
         """Returns why optimizer state cannot be on a disk; an empty string if it can."""
-        config = dataclasses.replace(self._config(self.stages[-1], 1), offload=offload)
+        num_replicas = self._replicas()[0]
+        config = dataclasses.replace(self._config(self.stages[-1], num_replicas), offload=offload)
         try:
-            check_update_of(self.step(1, None), self.placed(config, 1), self.batch, self.rng)
+            check_update_of(self.step(1, None), self.placed(config, num_replicas), self.batch, self.rng)
         except ValueError as error:
             return str(error)
         return ""
@@ -136,7 +139,7 @@ class Search:
             for stage, num_replicas, recompute, offload in itertools.product(
                 self.stages, self._replicas(), self._remats, offloads
             )
-            if stage > 0 or num_replicas == 1
+            if stage > 0 or num_replicas == self._replicas()[0]
             for levels in self._levels(stage, num_replicas)
             for again in self._passes(stage, recompute)
         ]
@@ -157,7 +160,7 @@ class Search:
 
     def _levels(self, stage: Stage, num_replicas: int) -> list[dict[str, Any]]:
         """Returns the fields to try for hops between nodes and within them; none of them changes a sum's terms."""
-        is_fixed = self.base.node_axis is not None or not self.base.reduce_scatter
+        is_fixed = self.mesh is not None or self.base.node_axis is not None or not self.base.reduce_scatter
         if stage == 0 or is_fixed or self._num_nodes // num_replicas < 2:
             return [{}]
         hops = {"node_axis": next(name for name in ("node", "nodes") if name not in batch_axes(self.base))}
@@ -196,6 +199,8 @@ class Search:
         return 1 if self.hardware is None else max(1, self.num_devices // self.hardware.devices_per_node)
 
     def _replicas(self) -> list[int]:
+        if self.mesh is not None:
+            return [int(self.mesh.shape.get(self.base.replica_axis, 1))]
         if self.hardware is None:
             return [1]
         return sorted({1, self.hardware.num_devices // self.hardware.devices_per_node})
@@ -205,11 +210,12 @@ class Search:
         """The options that change something."""
         distinct: dict[tuple[float, ...], Remat | None] = {}
         logging.getLogger("jzero").info("Tracing the step.")
-        config = self._config(self.stages[0], 1)
+        num_replicas = self._replicas()[0]
+        config = self._config(self.stages[0], num_replicas)
         for recompute in self.remat:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*changes nothing")  # then it is left out
-                x = self.memory(config, 1, 1, recompute)
+                x = self.memory(config, num_replicas, 1, recompute)
             distinct.setdefault((x.flops, x.temporaries, x.activation_bytes), recompute)
         return list(distinct.values())
 
@@ -274,7 +280,7 @@ class Search:
 
     def placed(self, config: ZeroConfig, num_replicas: int) -> State:
         """Returns the state of a candidate, as shapes with shardings."""
-        mesh = self._mesh(config, num_replicas)
+        mesh = self._mesh(config, num_replicas) if self.mesh is None else self.mesh
         return relaid(self.state, mesh=mesh, config=config, trainable=self.trainable, hardware=self.hardware)
 
     def _mesh(self, config: ZeroConfig, num_replicas: int) -> AnyMesh:

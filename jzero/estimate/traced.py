@@ -23,8 +23,8 @@ compilers for GPUs and TPUs share:
   once: each is written into the stack's argument.
 
 Left out: workspaces of kernels, tiles and alignment, fragmentation, other copies into other layouts, gathering ahead,
-`unroll` of loops, and arrays that the loss closes over. Mesh axes other than ZeRO's (tensor parallelism) are left out,
-too: the compiler adds their collectives, and activations count as if not split along them.
+`unroll` of loops, and arrays that the loss closes over. Of mesh axes other than ZeRO's, collectives of the loss's own
+`shard_map` count, but not those that the compiler adds; activations count as split where a constraint cuts them.
 """
 
 from __future__ import annotations

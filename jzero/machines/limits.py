@@ -17,14 +17,29 @@ _TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": 
 ROUNDED = 256 * 2**20
 """Memory that a driver reports counts in whole steps of so many bytes, so that processes decide alike."""
 NOT_COMPILED = "Nothing was compiled: the figures are estimated."
+ABSTRACT = (
+    "To compile, pass a mesh of devices, such as those of `jzero.machines.topologies.topology_devices(topology)`."
+)
 
 
-def hardware_of(topology: str | None, *, confirm: bool) -> tuple[Machine | None, list[jax.Device] | None, list[str]]:
-    """Returns a machine's specifications, its devices if its compiler is installed, and notes."""
-    if topology is None:
-        devices = jax.devices()
-        return this_machine(devices), devices, [] if confirm else [NOT_COMPILED]
-    hardware = machine(topology)
+def hardware_of(
+    topology: str | None, mesh: Mesh | AbstractMesh | None = None, *, confirm: bool
+) -> tuple[Machine | None, list[jax.Device] | None, list[str]]:
+    """Returns a machine's specifications, its devices if its compiler is installed, and notes.
+
+    Raises:
+      ValueError: There is no such machine, or it has another number of devices than the mesh.
+    """
+    hardware = None if topology is None else machine(topology)
+    if hardware is not None and mesh is not None and mesh.size != hardware.num_devices:
+        raise ValueError(
+            f"`mesh` has {mesh.size} devices, and {topology!r} has {hardware.num_devices}: name a machine with as many."
+        )
+    if isinstance(mesh, AbstractMesh):
+        return hardware, None, [f"{NOT_COMPILED} {ABSTRACT}" if confirm else NOT_COMPILED]
+    if mesh is not None or topology is None:
+        devices = jax.devices() if mesh is None else list(mesh.devices.flat)
+        return hardware or this_machine(devices), devices, [] if confirm else [NOT_COMPILED]
     if not confirm:
         return hardware, None, [NOT_COMPILED]
     try:

@@ -9,6 +9,7 @@ disk is made and written likewise, a parameter with all its optimizer state.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -28,6 +29,7 @@ from jzero.config.precision import is_key
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig, refers_to_config
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import AnyMesh
 from jzero.layout.placement import make_strongly_typed, place_array
 from jzero.layout.set_mesh import for_program, from_program, set_if_explicit
 from jzero.layout.stored import InRecords
@@ -192,6 +194,12 @@ def lower_init(
         shardings = [leaves[k].sharding for k in group]
         programs.append(jax.jit(functools.partial(make_leaves, number), out_shardings=shardings).lower(abstract))
     return LoweredInit(programs, rebuild, plan)
+
+
+def state_shapes(make_state: Callable[[jax.Array], State], mesh: AnyMesh | None) -> TrainStateLike:
+    """Returns the state that a function makes, as shapes, cut over the axes of a mesh as its constraints say."""
+    with contextlib.nullcontext() if mesh is None else set_if_explicit(mesh):
+        return _trace_factory(make_state, jax.random.key(0))[0].state
 
 
 def _trace_factory(make_state: Callable[[jax.Array], State], key: jax.Array) -> tuple[StateAdapter, ClosedJaxpr]:

@@ -38,6 +38,9 @@ from jzero.update.transformation import ZeroTransformation
 
 M = TypeVar("M", bound=AnyMesh)
 
+COUNTED = {"replica_axis": "replicas", "node_axis": "nodes", "context_axis": "parts of a row"}
+"""What an axis counts, by the field that names it."""
+
 
 class Placement:
     """A state, and how to lay it out.
@@ -213,15 +216,19 @@ def resolve_mesh(mesh: M | None, config: ZeroConfig) -> M | Mesh:
     """Returns the mesh, or one of all devices."""
     if mesh is not None:
         return mesh
-    several = (("replica_axis", "replicas"), ("node_axis", "nodes"), ("context_axis", "parts of a row"))
-    for field, what in several:
+    check_sizes_are_known(config, "replica_axis", "node_axis", "context_axis")
+    return make_mesh(devices=None, **axes_of_config(config))
+
+
+def check_sizes_are_known(config: ZeroConfig, *fields: str) -> None:
+    """Raises if one of these fields names an axis: without a mesh, nothing says its size."""
+    for field in fields:
         if (name := getattr(config, field)) is not None:
             sizes = ", ".join(f"{axis}=..." for axis in batch_axes(config))
             raise ValueError(
-                f"`{field}={name!r}` needs a mesh that says how many {what} there are: pass "
+                f"`{field}={name!r}` needs a mesh that says how many {COUNTED[field]} there are: pass "
                 f"`mesh=jzero.make_mesh({sizes})`."
             )
-    return make_mesh(devices=None, **axes_of_config(config))
 
 
 def check_has_devices(mesh: AnyMesh | None) -> None:

@@ -145,8 +145,8 @@ MUTANTS = [
     Mutant(
         "recomputation_compared_at_stage_0",
         "analysis/search.py",
-        "config = self._config(self.stages[0], 1)",
-        "config = self._config(0, 1)",
+        "config = self._config(self.stages[0], num_replicas)",
+        "config = self._config(0, num_replicas)",
         "test_fit.py::test_what_the_configuration_excludes_is_not_searched",
         "host",
     ),
