@@ -116,6 +116,18 @@ def test_a_mesh_without_devices_is_estimated_for_a_machine():
     assert "To compile, pass a mesh of devices" in choice.notes[0]
 
 
+def test_a_loss_may_divide_rows_further():
+    """Of 2 rows of the devices along the axis, each has one: two micro-batches would leave half a row."""
+    make_state, loss = experts_of(AbstractMesh((2, 4), ("experts", "data")))
+    batch = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
+    options = {"mesh": AbstractMesh((2, 4), ("experts", "data")), "config": CONFIG, "stages": (0,), "confirm": False}
+    (least,) = jzero.fit(make_state, loss, batch, **options, **SMALL).tried
+    scarce = {**SMALL, "hbm_bytes": least.memory.arguments, "max_accumulate_steps": 8}
+    choice = jzero.fit(make_state, loss, batch, **options, **scarce)
+    assert {x.accumulate_steps for x in choice.tried} == {1}
+    assert any("2 micro-batches were not tried: " in x for x in choice.notes)
+
+
 def test_axes_of_unknown_size_are_refused():
     make_state, loss = experts_of(jzero.make_mesh(experts=2, data=4))
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)

@@ -181,6 +181,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     if chosen is not None and (filled := _filled(search, chosen, compiles=compiles)) is not None:
         tried, chosen = [filled, *tried], filled
     name = hardware.name if hardware is not None else f"{search.num_devices} {jax.devices()[0].device_kind} devices"
+    notes += [f"{steps} micro-batches were not tried: {error}" for steps, error in search.untried.items()]
     notes += [] if chosen is None else _notes_on(search, chosen)
     judged = tuple(judge(tried, chosen, limit))
     chosen = next((x for x in judged if x.verdict == CHOSEN), None)

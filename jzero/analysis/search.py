@@ -77,6 +77,7 @@ class Search:
       max_steps: Most micro-batches.
       mesh: The mesh of all candidates; `None` if the search chooses it.
       last: Where to keep optimizer state if nothing else fits.
+      untried: Why the loss refused so many micro-batches.
     """
 
     state: TrainStateLike
@@ -97,6 +98,7 @@ class Search:
     max_steps: int
     mesh: AnyMesh | None
     last: tuple[Offload, ...] = ()
+    untried: dict[int, str] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
     _memories: dict[Any, StepMemory] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def estimate(self, offloads: Sequence[Offload]) -> list[Candidate]:
@@ -228,7 +230,13 @@ class Search:
         check_batch(self.batch, plan)
         steps = first
         while steps <= self.max_steps and self._splits(plan, steps):
-            memory = self.memory(config, num_replicas, steps, recompute)
+            try:
+                memory = self.memory(config, num_replicas, steps, recompute)
+            except ValueError as error:
+                if steps == 1:
+                    raise
+                self.untried[steps] = str(error)  # the loss may divide its rows further
+                return
             shape = {str(name): int(size) for name, size in plan.mesh.shape.items()}
             once = config.secondary_grads and (steps > 1 or self.base.secondary_grads)  # of one, it changes nothing
             yield Candidate(
