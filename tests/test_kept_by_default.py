@@ -12,6 +12,7 @@ import pytest
 
 import jzero
 from jzero import _compat
+from jzero.analysis import fit
 from jzero.estimate.step_memory import memory_of_step
 from jzero.estimate.traced_collectives import traced_collectives
 from jzero.machines import limits
@@ -147,6 +148,24 @@ def test_a_machine_that_is_not_there_decides_as_if_it_were():
     step, batch = jzero.make_train_step(loss_fn), jax.ShapeDtypeStruct((1 << 12, 23), jnp.float32)
     of = lambda remat: jzero.estimate_step_memory(step.with_remat(remat), make_state(), batch, topology="h200:8")
     assert of(None) == of(jzero.Keep(params="all", blocks=LAYERS)) != of("cheap")
+
+
+def test_fit_keeps_what_a_step_would_within_its_limit(monkeypatch):
+    """Of a few MiB, not of an H200's memory; a candidate says what it is, since a step sees the whole machine."""
+    monkeypatch.setattr(fit, "_filled", lambda *args, **options: None)
+    plain = jzero.TrainState.create(params=make_params(LAYERS), tx=shared.sgd(1.0))
+    batch = jax.ShapeDtypeStruct((1 << 12, 23), jnp.float32)
+    options = {"topology": "h200:8", "config": shared.config(3), "stages": (3,), "confirm": False}
+
+    def candidate(limit):
+        choice = jzero.fit(plain, loss_fn, batch, hbm_bytes=limit, remat=(None,), max_accumulate_steps=1, **options)
+        return next(x for x in choice.tried if x.config.reshard_after_forward)
+
+    plenty = candidate(2**30)
+    assert plenty.remat == jzero.Keep(params="all", blocks=LAYERS)
+    scarce = candidate(plenty.memory.peak)  # a step would take 70 % of it
+    assert scarce.remat == "cheap" or scarce.remat.blocks < LAYERS
+    assert scarce.memory.peak < plenty.memory.peak
 
 
 @pytest.mark.parametrize("taken", [None, 100, 200])  # GiB that jax may take

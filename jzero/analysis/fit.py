@@ -18,6 +18,7 @@ from jzero.analysis.fill import Filling
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.replanning import plan_of_argument
 from jzero.analysis.search import Search, Stage
+from jzero.config.keep import Keep
 from jzero.config.offload import Offload
 from jzero.config.settings import FLAG, check, integer, number, optional, some_of
 from jzero.config.zero import ZeroConfig
@@ -98,7 +99,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       trainable: Which parameters are trained, as for `shard_train_state`.
       stages: The stages to search. Those that `config` excludes are left out, as `Offload(params="host")` excludes all
         but 3.
-      remat: The options to try for `make_train_step(remat=...)`; "offload" is not searched.
+      remat: The options to try for `make_train_step(remat=...)`; "offload" is not searched. In place of `None`, a
+        candidate has what a step keeps by itself if it may use `hbm_bytes`.
       max_accumulate_steps: Most micro-batches to try.
       host_bytes: What the state may take of one host's memory.
       disk_path: A folder on a local disk of every host, for `Offload(optimizer="disk")`.
@@ -215,15 +217,20 @@ def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None
     if x.config.offload.params != "none":
         return None
     placed = search.placed(x.config, x.mesh_shape.get(str(x.config.replica_axis), 1))
-    step, plan = search.step(x.accumulate_steps, x.remat), plan_of_argument(placed)
+    keeps = isinstance(x.remat, Keep)  # what a step keeps by itself: here it is chosen anew
+    step = search.step(x.accumulate_steps, x.remat.remat if isinstance(x.remat, Keep) else x.remat)
+    plan = plan_of_argument(placed)
     assert plan is not None
+    known: dict[int, CompiledStep | None] = {}
+    if not keeps and x.compiled_peak is not None:
+        known[0] = CompiledStep(x.compiled_peak, x.compiled_seconds)
     filling = Filling(
         step=step,
         arguments=(placed, search.batch, search.rng),
         plan=plan,
         machine=search.hardware,
         topology=search.topology,
-        compiled={} if x.compiled_peak is None else {0: CompiledStep(x.compiled_peak, x.compiled_seconds)},
+        compiled=known,
     )
     number = filling.confirmed(search.limit) if compiles else filling.longest(SURE_SHARE * search.limit)
     if not number:

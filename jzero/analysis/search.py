@@ -217,7 +217,7 @@ class Search:
         for recompute in self.remat:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*changes nothing")  # then it is left out
-                x = self.memory(config, num_replicas, 1, recompute)
+                x = self.memory(config, num_replicas, 1, self._said(config, num_replicas, 1, recompute))
             distinct.setdefault((x.flops, x.temporaries, x.activation_bytes), recompute)
         return list(distinct.values())
 
@@ -231,7 +231,8 @@ class Search:
         steps = first
         while steps <= self.max_steps and self._splits(plan, steps):
             try:
-                memory = self.memory(config, num_replicas, steps, recompute)
+                remat = self._said(config, num_replicas, steps, recompute)
+                memory = self.memory(config, num_replicas, steps, remat)
             except ValueError as error:
                 if steps == 1:
                     raise
@@ -243,7 +244,7 @@ class Search:
                 dataclasses.replace(config, secondary_grads=once),
                 shape,
                 steps,
-                recompute,
+                remat,
                 memory,
                 lacks=self.host.lacks(memory, config.offload),
                 disk_seconds=self.host.disk_seconds(memory, config.offload),
@@ -281,6 +282,20 @@ class Search:
             arguments = self.placed(config, num_replicas), self.batch, self.rng
             self._memories[key] = memory_of_step(self.step(steps, recompute), arguments, self.hardware)
         return self._memories[key]
+
+    def _said(self, config: ZeroConfig, num_replicas: int, steps: int, recompute: Remat | None) -> Remat:
+        """Returns an option `remat` as a candidate says it: for `None`, what a step would keep within the limit."""
+        if recompute is not None:
+            return recompute
+        placed = self.placed(config, num_replicas)
+        step = self.step(steps, None).resolved(
+            placed, self.batch, rng=self.rng, hardware=self.hardware, hbm_bytes=self.limit
+        )
+        plan = plan_of_argument(placed)
+        assert plan is not None
+        if step.remat is not None:
+            return step.remat
+        return "cheap" if plan.regathers else "as_written"
 
     def step(self, steps: int, recompute: Remat | None) -> TrainStep:
         """Returns the step of a candidate."""

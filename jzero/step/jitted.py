@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -257,7 +258,13 @@ class Step:
         return state
 
     def resolved(
-        self, state: State, batch: PyTree, *, rng: jax.Array | None = None, hardware: Machine | None = None
+        self,
+        state: State,
+        batch: PyTree,
+        *,
+        rng: jax.Array | None = None,
+        hardware: Machine | None = None,
+        hbm_bytes: float = math.inf,
     ) -> Self:
         """Returns the step that runs for these arguments; another one only if this one chooses what it keeps.
 
@@ -266,17 +273,21 @@ class Step:
           batch: The batch, likewise.
           rng: The key, likewise.
           hardware: The machine, if the state is on none.
+          hbm_bytes: Most bytes of the step on one device, if that is less than it may use there.
         """
-        return self._chosen(*self.abstract_arguments(state, batch, rng=rng), hardware)
+        return self._chosen(*self.abstract_arguments(state, batch, rng=rng), hardware, hbm_bytes)
 
-    def _chosen(
-        self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None, hardware: Machine | None = None
-    ) -> Self:
-        choice = self.choice(state, batch, rng, hardware)
+    def _chosen(self, *arguments: Any) -> Self:
+        choice = self.choice(*arguments)
         return self if choice is None else cast("Self", choice.step)
 
     def choice(
-        self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None, hardware: Machine | None = None
+        self,
+        state: TrainStateLike,
+        batch: PyTree,
+        rng: jax.Array | None,
+        hardware: Machine | None = None,
+        hbm_bytes: float = math.inf,
     ) -> KeepingStep | None:
         """Returns what the step chooses to keep, see [Note: Kept by default]; `None` if the user said, or nothing."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -94,7 +95,12 @@ class TrainStep(Step):
         return map_state(lambda x, leaf: leaf.sharding, plan, state), None
 
     def choice(
-        self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None, hardware: Machine | None = None
+        self,
+        state: TrainStateLike,
+        batch: PyTree,
+        rng: jax.Array | None,
+        hardware: Machine | None = None,
+        hbm_bytes: float = math.inf,
     ) -> KeepingStep | None:
         """Returns what the step chooses to keep; `None` if the user said, or nothing."""
         if self.remat is not None:
@@ -106,6 +112,7 @@ class TrainStep(Step):
         limit, hardware = memory_to_spend(plan.mesh, hardware)
         if limit is None:
             return None
+        limit = int(min(limit, hbm_bytes))
         leaves, structure = jax.tree.flatten((batch, rng))
         key = (
             plan,

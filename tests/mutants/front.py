@@ -150,6 +150,13 @@ MUTANTS = [
         "test_fit.py::test_what_the_configuration_excludes_is_not_searched",
         "host",
     ),
+    Mutant(
+        "a_step_keeps_more_than_fit_was_given",
+        "analysis/search.py",
+        "hardware=self.hardware, hbm_bytes=self.limit",
+        "hardware=self.hardware",
+        "test_kept_by_default.py::test_fit_keeps_what_a_step_would_within_its_limit",
+    ),
     # The monitor.
     Mutant(
         "rest_of_a_line_not_written",
