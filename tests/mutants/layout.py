@@ -297,4 +297,28 @@ MUTANTS = [
         "sharding = None",
         "test_explicit_axes.py::test_calls_beside_steps",
     ),
+    # Axes for experts, and for parts of rows.
+    Mutant(
+        "states_are_born_whole_along_other_axes",
+        "state/init.py",
+        "kinds[i] = kinds[i].update(sharding=sharding)",
+        "pass",
+        "test_expert_parallel.py::test_the_plan_says_both_axes",
+    ),
+    Mutant(
+        "weights_of_parts_of_rows_not_summed",
+        "engine/gradients.py",
+        """            batch_axes(config),
+""",
+        """            row_axes(config),
+""",
+        "test_context.py::test_a_loss_of_parts_of_rows_equals_one_device",
+    ),
+    Mutant(
+        "rows_divided_among_devices_that_share_them",
+        "engine/trace.py",
+        "specs = [PartitionSpec(row_axes(plan.config)) if",
+        "specs = [PartitionSpec(batch_axes(plan.config)) if",
+        "test_context.py::test_a_loss_of_parts_of_rows_equals_one_device",
+    ),
 ]
