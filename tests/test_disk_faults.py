@@ -14,7 +14,7 @@ import pytest
 from jzero.disk import files
 from jzero.disk.files import PAGE, DiskError, UnnamedFile, check_folder, free_bytes, page_aligned
 from jzero.disk.pipeline import Pipeline
-from jzero.disk.stores import DiskStore
+from jzero.disk.stores import DiskStore, RamStore
 from tests.disk_pipelines import (  # noqa: F401  # fixtures
     FEW,
     SIZES,
@@ -174,50 +174,6 @@ def test_too_little_space_is_found_before_anything_is_computed(folder, monkeypat
 # Ctrl-C.
 
 
-INTERRUPTED = """
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-def check(wrap, delay):
-    pipeline = Pipeline(DiskStore(sys.argv[1], SIZES))
-    train(pipeline, 0)
-    begun, over = threading.Event(), threading.Event()
-
-    def interrupt():
-        begun.wait()
-        for seconds in (delay, 0.003):  # the second while the threads still have work in hand
-            time.sleep(seconds)
-            os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
-        over.set()
-
-    def slow(record, buffer):
-        begun.set()
-        adam_like(1)(record, buffer)
-        time.sleep(0.01)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    interrupted = 0
-    while not over.is_set():
-        try:
-            while not over.is_set():
-                pipeline.run(wrap(slow))
-        except KeyboardInterrupt:
-            interrupted += 1
-    assert interrupted >= 1
-    assert pipeline.store.generation == 1
-    train(pipeline, 1)
-    assert contents(pipeline.store) == expected(SIZES, range(2))
-
-for delay in (0.0, 0.03):
-    check(lambda visit: visit, delay)
-    check(later, delay)
-"""
-
-
-def test_after_ctrl_c_the_step_is_repeated(folder):
-    run_python(INTERRUPTED, folder)
-
-
 def run_until_interrupted(pipeline, interrupt):
     interrupt.start()
     while True:
@@ -225,24 +181,25 @@ def run_until_interrupted(pipeline, interrupt):
 
 
 def test_ctrl_c_at_any_line(folder):
-    """Whatever line of the calling thread it hits, the same pipeline goes on."""
+    """Whatever line of the calling thread it hits, the same pipeline goes on, and nothing is left of that pass."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        pipeline = Pipeline(DiskStore(folder, FEW))
-        train(pipeline, 0)
-        for delay in np.random.default_rng(0).uniform(0, 8e-3, size=60):
+        pipeline, other = Pipeline(DiskStore(folder, FEW)), Pipeline(RamStore(FEW), threads=1)
+        for step, delay in enumerate(np.random.default_rng(0).uniform(0, 8e-3, size=60)):
             interrupt = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
                 run_until_interrupted(pipeline, interrupt)
             interrupt.join()
-            assert contents(pipeline.store) == expected(FEW, [0])
-        train(pipeline, 1)
-        assert contents(pipeline.store) == expected(FEW, range(2))
+            for each in (pipeline, other):
+                train(each, step)
+            assert contents(pipeline.store) == contents(other.store)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_twice_leaves_no_read_under_way(folder, monkeypatch):
+@pytest.mark.timeout(30)  # a pass that is used again would wait for ever
+@pytest.mark.parametrize("cancels", [True, False])
+def test_ctrl_c_twice_leaves_no_read_under_way(cancels, folder, monkeypatch):
     """The second ends the wait for the first's readers; whoever uses the pipeline next still waits for them."""
     pipeline, real, go_on, ended = Pipeline(DiskStore(folder, FEW), threads=1), DiskStore.read, threading.Event(), []
 
@@ -266,8 +223,11 @@ def test_ctrl_c_twice_leaves_no_read_under_way(folder, monkeypatch):
             run_until_interrupted(pipeline, thread)
     finally:
         signal.signal(signal.SIGINT, before)
-    pipeline.cancel()
-    assert ended == [0]
+    if cancels:
+        pipeline.cancel()
+        assert ended == [0]
+    train(pipeline, 0)
+    assert contents(pipeline.store) == expected(FEW, [0])
     thread.join()
 
 

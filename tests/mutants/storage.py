@@ -267,7 +267,7 @@ MUTANTS = [
         "disk/pipeline.py",
         "not self._pass.is_fresh or ",
         "",
-        "test_disk_faults.py::test_after_ctrl_c_the_step_is_repeated",
+        "test_disk_faults.py::test_ctrl_c_twice_leaves_no_read_under_way",
     ),
     Mutant(
         "read_ahead_outlives_a_commit",
