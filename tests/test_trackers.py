@@ -147,16 +147,6 @@ def test_mlflow_read_back(mlflow, tmp_path):
     assert ("FAILED",) in rows(path, f"select status from runs where run_uuid = '{third.run_id}'")
 
 
-def test_mlflow_takes_many_and_long_settings(mlflow, tmp_path):
-    """More than one request has room for, and text that it cuts; a resumed run is not told that they changed."""
-    config = {"many": list(range(150)), **{str(i): i for i in range(150)}, "long": "x" * 9000}
-    sink = jzero.MLflow("experiment", tracking_uri=f"sqlite:///{tmp_path}/runs.db")
-    run(sink, [1.0], config=config)
-    run(sink, [1.0], config=config, start_step=1)
-    assert rows(tmp_path / "runs.db", "select count(*) from params") == [(152,)]
-    assert rows(tmp_path / "runs.db", "select step from metrics where key = 'loss'") == [(1,), (2,)]
-
-
 def test_mlflow_loses_its_server(mlflow, tmp_path):
     """Training goes on; at the end the sink warns, so that what follows the loop, such as a save, still runs."""
     sink = jzero.MLflow("experiment", tracking_uri=f"sqlite:///{tmp_path}/runs.db")
