@@ -146,7 +146,6 @@ MUTANTS = [
         "tx=dataclasses.replace(tx, applied=applied, value=value)",
         "tx=dataclasses.replace(tx, value=value)",
         "test_offload_optimizer.py::test_a_skipped_step_changes_nothing_on_the_host",
-        "Cleans",
     ),
     Mutant(
         "sums_of_optax_not_laid_out",

@@ -68,7 +68,7 @@ MUTANTS = [
         'return value if self.best_mode == "max" else -value',
         'return value if self.best_mode == "min" else -value',
         "test_checkpoint_manager.py::test_what_is_saved_and_kept",
-        "options4",
+        "options2",
     ),
     Mutant(
         "two_programs_export_at_once",
