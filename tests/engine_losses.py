@@ -161,11 +161,6 @@ def mixed_parameters(p, batch):
     return out(p, jnp.tanh(batch["x"] @ jnp.where(w > 0, w, 0.1 * w)), batch) + jnp.sort(p["odd"], axis=0)[3].sum()
 
 
-def embedding_lookup(p, batch):
-    rows = jnp.abs(batch["x"][:, :4] * 10).astype(jnp.int32) % D
-    return out(p, jnp.take(p["w"], rows, axis=0).mean(1), batch)
-
-
 def loop_after_layers_that_count(p, batch):
     """Layers also hand on what has no derivative, to what cannot be differentiated."""
 
@@ -237,7 +232,3 @@ def assert_equal(state, loss_fn, batch, *, want=None, check_rows=True, **options
     loss, grads = gradients(state, loss_fn, batch, check_rows=check_rows, **options)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), grads, want_grads)
-
-
-def scan_and_plain(p, batch):
-    return scan(p, batch) + plain(p, batch)

@@ -150,11 +150,6 @@ def scan_constant(p, h, batch):
     return lax.scan(lambda h, i: (_block(p, h) * (1 + i), None), h, jnp.arange(3))[0]
 
 
-@kind(lambda d, k: {"w": (d, d), "b": (d,)})
-def scan_carried(p, h, batch):
-    return lax.scan(lambda c, _: ((_block(c[1], c[0]), c[1]), None), (h, p), None, length=2)[0][0]
-
-
 @kind(lambda d, k: {"w": (2, 2, d, d), "b": (2, 2, d)})
 def scan_nested(p, h, batch):
     return lax.scan(lambda h, group: (lax.scan(_body, h, group)[0], None), h, p)[0]
@@ -163,13 +158,6 @@ def scan_nested(p, h, batch):
 @kind(_stack)
 def fori(p, h, batch):
     return lax.fori_loop(0, DEPTH, lambda i, h: _block(jax.tree.map(lambda x: x[i], p), h), h)
-
-
-@kind(_stack)
-def python_loop(p, h, batch):
-    for i in range(DEPTH):
-        h = _block({"w": p["w"][i], "b": p["b"][i]}, h)
-    return h
 
 
 def _unrolled(d: int, k: int) -> dict[str, tuple[int, ...]]:
@@ -215,11 +203,6 @@ def attention(p, h, batch):
     x = h[:, :, None] * p["e"][None, None]
     scores = jnp.einsum("bik,kl,bjl->bij", x, p["q"].astype(x.dtype), x)
     return h + (jax.nn.softmax(scores) @ (x @ p["v"])).sum(-1)
-
-
-@kind(lambda d, k: {"w": (d, k), "b": (k,)})
-def vmapped(p, h, batch):
-    return jax.vmap(lambda row: jnp.tanh(row @ p["w"] + p["b"]))(h)
 
 
 @kind(lambda d, k: {"w": (d, k)})

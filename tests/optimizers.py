@@ -76,10 +76,6 @@ class Run(NamedTuple):
 @functools.cache
 def problem(model: str, dtype: str) -> tuple[Any, Any, list[Any]]:
     """Returns `(params, loss_fn, batches)` of a named model."""
-    if model == "gpt":
-        gpt = models.GPT(vocab=101, d_model=50, dtype=jnp.dtype(dtype))
-        params = models.draw_params(gpt, jnp.zeros((1, models.SEQ), jnp.int32))
-        return params, models.gpt_loss(gpt), [models.tokens(ROWS, seed, vocab=101) for seed in range(STEPS)]
     sizes = {"mlp": models.MLP_SIZES, "two layers": models.TWO_LAYERS, "one layer": models.ONE_LAYER}[model]
     params = models.mlp_params(jnp.dtype(dtype), sizes)
     return params, models.mlp_loss, [models.mlp_batch(ROWS, seed, np.dtype(dtype)) for seed in range(STEPS)]

@@ -52,25 +52,16 @@ ONE_LINE = {
         lambda p, x, t, key: lax.cond(p["at"] > 0, lambda: each(p, x).mean(), lambda: 2 * each(p, 3 * x).mean()),
         None,
     ),
-    "weights_that_are_divided_first": (lambda p, x, t, key: (each(p, x) * (jnp.square(x[:, 0]) / len(x))).sum(), None),
     "linear_in_rows": (
         lambda p, x, t, key: (x.mean(0) @ p["w"]).sum() + (each(p, x) - each(p, x).mean() + p["w"][0, 0]).mean(),
         None,
     ),
     "total": (lambda p, x, t, key: each(p, x).sum(), "is_sum"),
     "sum_of_means": (lambda p, x, t, key: jnp.square(t @ p["w"]).mean((1, 2)).sum(), "is_sum"),
-    "sum_of_chunks": (
-        lambda p, x, t, key: lax.scan(lambda c, x: (c + each(p, x).sum(), None), 0.0, x.reshape(-1, 2, WIDTH))[0],
-        "is_sum",
-    ),
-    "mean_and_sum": (lambda p, x, t, key: each(p, x).mean() + each(p, 2 * x).sum(), "is_sum"),
     "mean_where": (lambda p, x, t, key: jnp.mean(each(p, x), where=x[:, 0] > -1), "ratio"),
     "hardest_rows": (lambda p, x, t, key: lax.top_k(each(p, x), 2)[0].mean(), "rows"),
-    "middle_row": (lambda p, x, t, key: jnp.median(each(p, x)), "rows"),
-    "largest_singular_value": (lambda p, x, t, key: jnp.linalg.svd(x, compute_uv=False)[0], "rows"),
     "mean_of_numbers": (lambda p, x, t, key: jnp.nanmean(jnp.where(x > -1, x @ p["queue"][:WIDTH], jnp.nan)), "ratio"),
     "perplexity": (lambda p, x, t, key: jnp.exp(9 * each(p, x).mean()), "sum"),
-    "root_of_a_mean": (lambda p, x, t, key: jax.checkpoint(lambda x: jnp.sqrt(each(p, x).mean()))(x**3), "sum"),
     "softmax_over_rows": (lambda p, x, t, key: jax.nn.logsumexp(each(p, x)), "sum"),
 }
 """Losses, and how rows are coupled by them, if they are."""
@@ -167,22 +158,6 @@ def in_batch_negatives(p, x, t, key):
 def pairwise(p, x, t, key):
     differences = x[:, None] - x[None]  # here
     return jnp.square(differences).mean()
-
-
-@wrong("rows")
-def whitened_in_a_function(p, x, t, key):
-    @jax.jit
-    def normalize(x):
-        scale = x.max(0, keepdims=True)  # here
-        return x / scale
-
-    return normalize(x).mean()
-
-
-@wrong("sum")
-def standardized(p, x, t, key):
-    y = jax.nn.standardize(x, axis=0)  # here
-    return jnp.square(jnp.tanh(y)).mean()
 
 
 @wrong("sum")

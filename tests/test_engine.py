@@ -56,7 +56,6 @@ TOGETHER = [
         engine_losses.custom_rules,
         engine_losses.scan_reversed_with_outputs,
         engine_losses.remat_with_policy,
-        engine_losses.embedding_lookup,
         engine_losses.scan_carrying_weights,
     ),
     (

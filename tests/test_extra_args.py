@@ -124,10 +124,6 @@ def test_a_part_of_an_optimizer_gets_the_arguments_that_it_takes(case):
     np.testing.assert_array_equal(updates["w"], [3, 6, 9])
 
 
-def test_check_equivalence_hands_over_the_loss_too():
-    jzero.check_equivalence(loss, sharded(PLATEAU), [X, X]).check()
-
-
 def test_what_a_step_does_not_have_is_refused_with_the_way_out():
     ways = r"asks for \['{}'\].*`state.tx.update\(grads, state.opt_state, state.params, {}=...\)`"
     with pytest.raises(TypeError, match=ways.format("value_fn", "value_fn")):

@@ -1,6 +1,5 @@
 """`python -m benchmarks.gpu` at its least size, on CPU devices (slow), and what it does when parts of it fail."""
 
-import argparse
 import math
 import os
 import pathlib
@@ -9,8 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.gpu import __main__ as pack
-from benchmarks.gpu.job import add_line, figures_of
+from benchmarks.gpu.job import figures_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = "steps/gpt_small/8/3"
@@ -54,34 +52,3 @@ def test_each_part_of_a_small_run_measures_something_and_all_engines_train_alike
     for name in ("strong 3", "jzero 3"):
         assert found[STEPS][name]["steps"] == plain["steps"]
         assert found[STEPS][name]["loss"] == pytest.approx(plain["loss"], rel=1e-3)
-
-
-def options(**values):
-    return argparse.Namespace(**{"small": True, "models": [], "only": [], "minutes": 5, "default_out": False, **values})
-
-
-def run_with(parts, tmp_path, monkeypatch, **values):
-    """Runs parts that do nothing but add these lines; returns the report."""
-
-    def run_part(part, seconds, lines, options):
-        for program, figures in parts[part].items():
-            add_line(lines, part, program, figures)
-
-    monkeypatch.setattr(pack, "run_part", run_part)
-    out = tmp_path / "report.md"
-    pack.run_parts(options(**values), out, out.with_suffix(".jsonl"))
-    return out.read_text()
-
-
-MACHINE = {"facts": {"platform": "gpu", "kind": "cpu", "count": 8}, "parts": {"names": ["rates", "offload"]}}
-
-
-def test_the_other_parts_go_on(tmp_path, monkeypatch):
-    rates = {"": {"failed": "ended with 1", "log": "out of memory"}}
-    offload = {"optimizer": {"step": 0.25, "none": 0.125, "of_none": 2.0, "raw": 0.1}}
-    text = run_with({"machine": MACHINE, "rates": rates, "offload": offload}, tmp_path, monkeypatch)
-    assert "**rates failed**: ended with 1" in text
-    assert "out of memory" in text
-    assert (
-        'Offload, `optimizer="host"`: 2.00 of the step without; it uses the link for at least 0.40 of the step.' in text
-    )

@@ -100,28 +100,28 @@ PATHS = ["embed", *(f"blocks/{i}/{name}" for i in range(LAYERS) for name in ("do
 
 @functools.cache
 def on_one_device(precision):
-    """The loss and gradients of three layers by plain jax."""
+    """The loss and gradients of two layers by plain jax."""
     batch = make_batch()
     of_bf16 = lambda params: loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch.astype(jnp.bfloat16))
     reference = of_bf16 if precision == "bf16" else lambda params: loss_fn(params, batch)
-    return jax.jit(jax.value_and_grad(reference))(make_params(3))
+    return jax.jit(jax.value_and_grad(reference))(make_params(2))
 
 
 @pytest.mark.parametrize(
     ("keep", "accumulate_steps", "precision"),
     [
-        (jzero.Keep(params=("embed", "blocks/1/.*"), blocks=2), 3, "bf16"),
+        (jzero.Keep(params=("embed", "blocks/1/.*"), blocks=1), 3, "bf16"),
         (ALL, 1, "fp32"),
     ],
 )
 def test_numbers_are_those_of_plain_jax(keep, accumulate_steps, precision):
-    old, batch = make_params(3), make_batch()
+    old, batch = make_params(2), make_batch()
     step = jzero.make_train_step(loss_fn, remat=keep, accumulate_steps=accumulate_steps)
     state = make_state(old, precision=precision)
     if keep is ALL:  # in the compiled program, too
         report = jzero.analyze(step, state, batch)
         report.verify()
-        assert sum(c.count for c in report.collectives if c.kind == "all-gather") == 1 + 2 * 3
+        assert sum(c.count for c in report.collectives if c.kind == "all-gather") == 1 + 2 * 2
     new, metrics = step(state, batch)
     loss, grads = on_one_device(precision)
     # Each device rounds its gradients to bf16 before they are summed, and plain jax rounds the whole batch's: 8 bits.

@@ -68,7 +68,6 @@ def gram(y):
 
 
 PRODUCTS = {
-    "a gradient": (jax.grad(lambda w, x: jnp.sin(x @ w).sum()), 0),
     "with a precision": (jax.grad(lambda w, x: jnp.sin(jnp.matmul(x, w, precision=("high", "highest"))).sum()), 0),
     "in a loop": (lambda w, x: lax.scan(lambda c, _: (c + swapped(x, w), None), swapped(x, w), length=2)[0], 0),
     "in a call": (lambda w, x: jax.jit(swapped)(x, w), 0),
@@ -77,7 +76,6 @@ PRODUCTS = {
         lambda w, x: lax.dot_general(x[None], w[None], (((2,), (1,)), ((0,), (0,)))).transpose(0, 2, 1),
         0,
     ),
-    "transposed twice": (lambda w, x: swapped(x, w).T, 0),
     "read elsewhere": (lambda w, x: (x @ w).T @ (x @ w), 0),
     "read twice": (lambda w, x: gram(x @ w), 1),
     "moved otherwise": (lambda w, x: jnp.einsum("bd,def->bfe", x, w.reshape(8, 2, 2)), 1),

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import jzero
-from tests import shared
 from tests.tiers import default_for
 
 RANDOM = np.random.default_rng(0)
@@ -80,17 +79,3 @@ def test_train_steps(case):
     for _ in range(3):
         state, _ = train(state, X)
     jzero.gather_params(jzero.apply_pending(state), masters=True)
-
-
-@strictly
-def test_norms_of_mixed_dtypes_and_schedules():
-    config = {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}
-    _, report = jzero.from_deepspeed({"optimizer": {"type": "SGD"}, "scheduler": config})
-    report.schedule(jnp.int32(3))
-    with jax.enable_x64(True):
-        params = {"w": PARAMS["w"].astype(np.float64), "v": PARAMS["v"]}
-        state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), stage=2)
-        loss = lambda params, x: (
-            jnp.square(x.astype(jnp.float64) @ params["w"]).mean() + jnp.square(params["v"]).mean().astype(jnp.float64)
-        )
-        jzero.make_train_step(loss).lower(state, X)

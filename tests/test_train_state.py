@@ -133,7 +133,7 @@ def test_donation_frees_every_input_leaf():
     _assert_same_values(jzero.unshard_train_state(sharded).params, want.params)
 
 
-@pytest.mark.parametrize(("before", "after"), [((3, 8), (1, 3)), ((1, 5), (3, 8)), ((3, 7), (3, 5))])
+@pytest.mark.parametrize(("before", "after"), [((1, 5), (3, 8)), ((3, 7), (3, 5))])
 def test_sharding_again_lays_out_anew(before, after):
     mesh = lambda n: jzero.make_mesh(devices=jax.devices()[:n])
     plain = _rich_state()

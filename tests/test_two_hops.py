@@ -131,13 +131,25 @@ def test_two_hops_train_like_one_device(loss, stage, sizes, options, fields):
         jax.tree.map(same, params, plain_params(make))
 
 
+@pytest.mark.parametrize(("stage", "sizes"), [(2, SIZES[0]), slow(1, {"replica": 2, "data": 4})])
+def test_new_parameters_are_gathered_whole_as_for_gpus(monkeypatch, stage, sizes):
+    """Where compilers transpose gathers, stages 1 and 2 gather what is padded, flattened, stacked or frozen so."""
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(transposes_gathers=True))
+    levels = {f"{name}_axis": name for name in sizes if name != "data"}
+    with jax.enable_x64(True):
+        _, params = train(loss_fn, config_of(stage, **levels), sizes, make_params)
+        same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+        jax.tree.map(same, params, plain_params(make_params))
+
+
 def test_only_the_parts_of_devices_cross_nodes():
     """Between nodes a gather moves 1/D of what one ring over all devices does; each hop is a collective of its own."""
-    plain, tokens = light_decoder.make_state(optax.sgd(1e-3), layers=LAYERS, width=41, vocab=253), models.tokens(16)
-    state = jzero.abstract_train_state(
-        plain, config=config_of(1, node_axis="node", precision="bf16"), mesh=jzero.make_mesh(node=2, data=4)
+    plain, tokens = light_decoder.make_state(optax.sgd(1e-3), layers=2, width=41, vocab=253), models.tokens(16)
+    config, mesh = config_of(1, node_axis="node", precision="bf16"), jzero.make_mesh(node=2, data=4)
+    step, state = (
+        jzero.make_train_step(light_decoder.loss_fn),
+        jzero.abstract_train_state(plain, config=config, mesh=mesh),
     )
-    step = jzero.make_train_step(light_decoder.loss_fn)
     report = jzero.analyze(step, state, tokens)
     report.verify()
     assert all(

@@ -17,10 +17,14 @@ from jzero.plan.opt_leaves import find_owners
 from jzero.update.split import EquationKind, kernel_of, split_update
 from tests.drawn import to_jax
 from tests.survey import CLASSES, SHAPES, SURVEY
+from tests.tiers import default_for
 
 NAMES = sorted(SHAPES)
 CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names.split()}
 TRACED = [name for name, kind in CLASS_OF.items() if kind != "needs the loss function"]
+OFTEN = (
+    "adamw inject_hyperparams multi_steps clip_adamw novograd lamb mechanize adafactor sm3 noisy_sgd muon galore lbfgs"
+)
 
 
 def values():
@@ -92,7 +96,7 @@ def test_the_survey_is_complete():
 
 
 @pytest.mark.filterwarnings("ignore:Specifying a key")
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", default_for(OFTEN.split(), TRACED))
 def test_what_an_update_needs(name):
     assert needs(make_update(name)) == CLASS_OF[name]
 

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jzero
 from jzero.state.init import lower_init
@@ -56,16 +55,8 @@ def test_integers_of_zeros_are_made_by_the_program():
     assert any("round-nearest-even" in program.compile().as_text() for program in programs)
 
 
-def test_frozen_variables_of_nnx_and_shared_arrays():
-    """Parameters outside of `params` count; one array of two names is zero only if both match."""
-
-    def make_pair(key):
-        model = nnx.Linear(36, 61, rngs=nnx.Rngs(key))
-        wrt = nnx.All(nnx.Param, lambda path, _: "bias" in path)
-        return model, nnx.Optimizer(model, TX, wrt=wrt)
-
-    model, _ = jzero.init_train_state(make_pair, jax.random.key(0), config=CONFIG, zeros="kernel")
-    assert not np.any(model.kernel[...])
+def test_shared_arrays():
+    """One array of two names is zero only if both match."""
 
     def tied(key):
         w = jax.random.normal(key, (61, 36))

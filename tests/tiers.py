@@ -1,7 +1,7 @@
 """Which cases of a matrix run by default; the others are `-m slow`.
 
-A case of the default suite must be able to find what no other case finds. Most faults show with one value of one
-parameter, so a matrix has each value once, and its slow cases are those that differ in mechanism.
+A case must be able to find what no other case finds. Most faults show with one value of one parameter: a matrix has the
+cases that differ in mechanism, each value in one of them, and by default runs fewer still.
 """
 
 from __future__ import annotations

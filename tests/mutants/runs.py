@@ -48,9 +48,10 @@ def applied(mutant: Mutant, root: Path) -> Iterator[None]:
 
 def outcome(mutant: Mutant, root: Path) -> str:
     """Returns what became of a fault in a copy."""
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0"]
     cases = ["-k", mutant.cases] if mutant.cases else []
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    # Byte code, which knows its source by size and second, is kept from fault to fault: each takes more than a second.
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": ""}
     try:
         with applied(mutant, root):
             code = subprocess.run(
