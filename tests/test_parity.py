@@ -52,7 +52,7 @@ def test_the_order_of_summation_in_fp32(optimizer, stage, num_devices):
     assert params < max(3 * control[1], 2e-6)
 
 
-# A GPT in float64 follows a recorded run in `test_deepspeed_optimizers.py`.
+# A GPT in float64 follows a recorded run in `test_deepspeed.py`.
 @pytest.mark.parametrize(("stage", "num_devices"), [(0, 5), (1, 8), (2, 2), (3, 1)])
 def test_every_stage_and_world_size_with_adamw(stage, num_devices):
     with precision("float64"):

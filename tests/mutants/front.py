@@ -172,14 +172,14 @@ MUTANTS = [
         "deepspeed/schedules.py",
         "return jnp.maximum(step - 1, 0)",
         "return jnp.maximum(step, 0)",
-        "test_deepspeed_optimizers.py::test_schedule_is_deepspeeds",
+        "test_deepspeed.py::test_schedule_is_deepspeeds",
     ),
     Mutant(
         "decay_is_never_decoupled",
         "deepspeed/optimizers.py",
         "return steps if decoupled or p.adam_w_mode else steps[::-1]",
         "return steps[::-1]",
-        "test_deepspeed_optimizers.py::test_optimizer_is_deepspeeds",
+        "test_deepspeed.py::test_optimizer_is_deepspeeds",
     ),
     Mutant(
         "rules_of_outer_blocks_do_not_count",
