@@ -1,7 +1,9 @@
 """The documentation: its code runs, prints what it says, and leaves out no name and no note."""
 
 import ast
+import json
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree
 
@@ -168,3 +170,42 @@ def test_notebooks_become_pages(render):
         assert all(image.startswith(b"\x89PNG") for image in images.values())
         assert all(text.count(f'src="{name}"') == 1 for name in images)
         assert ".ipynb)" not in text.replace(f"/{path.name})", "")
+
+
+# The site: it builds without a warning, loads nothing from elsewhere, and its search leaves out what is dated.
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs", reason="needs the extra `docs`")
+    folder = tmp_path_factory.mktemp("site")
+    # Without --quiet, which hides warnings from --strict, too.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_pages_load_nothing_from_elsewhere(site):
+    built = list(site.rglob("*.html"))
+    assert len(built) > 20
+    for page in built:
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*?src=[\"']?([^\s\"'>]+)", text)
+        loaded += re.findall(r"<link\b(?![^>]*rel=\"?(?:canonical|next|prev))[^>]*?href=[\"']?([^\s\"'>]+)", text)
+        assert not [url for url in loaded if url.startswith(("http", "//"))], page
+        assert "--8<--" not in text, page
+        assert "<!-- picture" not in text, page
+        for svg in re.findall(r'<svg [^>]*class="diagram".*?</svg>', text, re.DOTALL):
+            check_picture(svg)
+
+
+@pytest.mark.slow
+def test_the_search_leaves_out_what_is_dated(site):
+    index = json.loads((site / "search/search_index.json").read_text())
+    found = {doc["location"].split("/")[0] for doc in index["docs"]}
+    assert {"guides", "reference", "troubleshooting.html"} <= found
+    assert not {"results", "changelog.html"} & found
+    assert (site / "results").exists()
+    assert (site / "changelog.html").exists()

@@ -113,10 +113,6 @@ REFUSED = {
         lambda: shard(plain_state(), mesh=ABSTRACT_MESH),
         "TypeError no devices|jzero.make_mesh()",
     ),
-    "birth on an abstract mesh": (
-        lambda: jzero.init_train_state(lambda _: plain_state(), jax.random.key(0), stage=3, mesh=ABSTRACT_MESH),
-        "TypeError no devices|jzero.make_mesh()",
-    ),
     "a field of the configuration": (
         lambda: shard(plain_state(), precision="bf16"),
         "TypeError `config=jzero.ZeroConfig(stage=..., precision='bf16')` to `shard_train_state`",
@@ -134,7 +130,6 @@ REFUSED = {
         "TypeError unexpected keyword argument 'precisoin'",
     ),
     "a dictionary": (lambda: shard({"w": np.ones(3)}), f"TypeError dict|{CREATE}"),
-    "a tuple": (lambda: shard((1, 2)), f"TypeError tuple|{CREATE}"),
     "none": (lambda: shard(None), f"TypeError NoneType|{CREATE}"),
     "a model beside its model and optimizer": (
         lambda: shard((model := Model(), nnx.ModelAndOptimizer(model, optax.adam(1e-3)))),

@@ -70,18 +70,6 @@ def test_everything_is_kept_where_memory_is_free():
     assert step.remat is None
 
 
-@pytest.mark.slow
-def test_the_longest_prefix_that_fits_is_kept():
-    """Between what the default takes and what everything takes, each limit gets the most blocks that it holds."""
-    peaks = [peak_with(k) for k in range(LAYERS + 1)]
-    assert peaks == sorted(peaks)
-    for k in (0, 2):
-        peak = peaks[k]
-        _, found = filled((peak + 16) / 0.9)  # without a compiler, at most 0.9 of the limit is taken
-        best = max(i for i, x in enumerate(peaks) if x <= peak + 16)
-        assert found.remat == jzero.Keep(params="all", blocks=best), k
-
-
 def test_parameters_come_before_blocks_and_the_last_used_first():
     batch = make_batch(64)  # parameters are larger than activations here
     default, all_params = (

@@ -143,7 +143,7 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("name", ["parameters on the host", "an axis called replica", slow("a delayed update")])
+@pytest.mark.parametrize("name", ["parameters on the host", slow("an axis called replica"), slow("a delayed update")])
 def test_what_the_configuration_excludes_is_not_searched(name):
     config, searched, stages = ALLOWED[name]
     state = jax.eval_shape(make_state, jax.random.key(0))
