@@ -163,11 +163,16 @@ class Operation(NamedTuple):
     def __hash__(self) -> int:
         return hash(self.key)
 
+    def apply(self, inputs: Sequence[jax.Array]) -> jax.Array:
+        """Returns the operation's result."""
+        with np.errstate(over="ignore"):  # jax casts literals by NumPy, which warns if they become infinite
+            return _compat.bind(self.eqn, inputs)[0]
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["inputs"], meta_fields=["operation"])
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """A cheap operation on lazy values alone, repeated at each use.
+    """A cheap operation on lazy values alone, repeated at each use; of literals alone, once in each loop or block.
 
     Attributes:
       inputs: ShardedParam values, or arrays of one element.

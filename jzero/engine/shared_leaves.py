@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
 import jax
-import numpy as np
 
-from jzero import _compat
 from jzero.engine.lazy import Deferred, Leaf, Operand, Operation, ShardedParam, is_lazy
 from jzero.jaxpr.identity import IdDict
 
@@ -66,8 +64,7 @@ class SharedLeaves:
 
     def compute(self) -> list[jax.Array]:
         """Returns the values as arrays, if all leaves are arrays; equal values are computed once."""
-        with np.errstate(over="ignore"):  # jax casts literals by NumPy, which warns if they become infinite
-            return self._make(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
+        return self._make(lambda operation, inputs: operation.apply(inputs))
 
     def _make(self, apply: Callable[[Operation, list[T]], T]) -> list[T]:
         results: dict[Expression, T] = {}

@@ -60,7 +60,7 @@ Rule: TypeAlias = "Callable[[Walk, JaxprEqn, list[Value]], Sequence[Value]]"
 
 
 class HeldParameters:
-    """Whole parameters kept for later equations, see [Note: Short reuse].
+    """Whole parameters, and values made of literals alone, kept for later equations, see [Note: Short reuse].
 
     Attributes:
       keeps: Whether to keep all of them to the end of the walk.
@@ -70,6 +70,14 @@ class HeldParameters:
         self.keeps = keeps
         self._arrays: dict[ParamKey, dict[DType, jax.Array]] = {}  # by parameter and the dtype of the gather
         self._params: dict[ParamKey, ShardedParam] = {}  # keeps shards alive, since their identities are keys
+        self._constants: IdDict[Deferred, jax.Array] = IdDict()
+
+    def constant(self, x: Deferred) -> jax.Array:
+        """Returns a value made of literals alone, such as a mask or a table of angles, traced once for all its uses."""
+        if x not in self._constants:
+            inputs = [self.constant(y) if isinstance(y, Deferred) else y for y in x.inputs]
+            self._constants[x] = x.operation.apply(inputs)
+        return self._constants[x]
 
     def fill(self, x: ShardedParam) -> ShardedParam:
         """Returns a parameter, with the whole array if that is kept."""
@@ -94,9 +102,10 @@ class HeldParameters:
             self._params[x.key] = x
 
     def drop(self) -> None:
-        """Drops all parameters, unless they are kept to the end."""
+        """Drops everything, unless it is kept to the end."""
         if not self.keeps:
             self._drop_but(set())
+            self._constants = IdDict()
 
     def _drop_but(self, needed: set[ParamKey]) -> None:
         self._arrays = {k: x for k, x in self._arrays.items() if k in needed or self._params[k].stays}
@@ -191,6 +200,7 @@ class Walk:
     def gather(self, values: Sequence[Value | None]) -> list[jax.Array]:
         """Gathers values that are used together. Only a loop gathers elsewhere: one iteration ahead."""
         values = [self._gather_rows(x) if isinstance(x, LazyRows) else x for x in values]
+        values = [self.held.constant(x) if isinstance(x, Deferred) and is_constant(x) else x for x in values]
         if not any(map(is_lazy, values)):
             return cast("list[jax.Array]", values)
         shared = SharedLeaves.of(cast("list[Value]", values))
