@@ -60,15 +60,18 @@ def next_state(
     new = write_fields(state, changed)
     if step_grads.applied is not None and new is not state:
         new = _keep_unless(step_grads.applied, new, state)
+    laid_out: list[jax.Array] = []
     if update is not None:
         new = _update(new, update.grads, update.applied, update.value, done)
+        if not adapt(state).has_own_update:
+            laid_out = jax.tree.leaves((new.params, new.opt_state))
     if step_grads.applied is not None and plan.has_opt_state:
         scaled = with_next_loss_scale(
             state.opt_state, new.opt_state, plan.config.policy.loss_scale, step_grads.overflowed
         )
         scaled = scaled if step_grads.weighs is None else _keep_unless(step_grads.weighs, scaled, new.opt_state)
         new = new.replace(opt_state=scaled)
-    return _to_stored(new, plan)
+    return _to_stored(new, plan, laid_out)
 
 
 def _keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -76,10 +79,15 @@ def _keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda new, old: new if memory_of(new) == "host" else jnp.where(applied, new, old), new, old)
 
 
-def _to_stored(state: TrainStateLike, plan: ZeroPlan) -> TrainStateLike:
+def _to_stored(state: TrainStateLike, plan: ZeroPlan, laid_out: Sequence[jax.Array]) -> TrainStateLike:
+    """Returns a state as stored; `laid_out` are arrays of it that are so already."""
+    done = set(map(id, laid_out))
+
     def stored(x: jax.Array, leaf: StateLeaf) -> jax.Array:
         dtype = leaf.stored_dtype if tuple(x.shape) == leaf.stored_shape else leaf.dtype
-        return x if memory_of(x) == "host" else leaf.store(make_strongly_typed(x, dtype))
+        if id(x) in done or memory_of(x) == "host":
+            return x
+        return leaf.store(make_strongly_typed(x, dtype))
 
     return map_state(stored, plan, state)
 
