@@ -135,9 +135,9 @@ def _primitive(
     primitive.multiple_results = several
     primitive.def_impl(rule)
     primitive.def_abstract_eval(abstract)
-    # Names are many, and tracing each would take time.
+    # Names are many: jax neither traces each nor makes a function of it, as it does of what it lowers once.
     lowered = (lambda ctx, x, **_: [x]) if rule is _same else mlir.lower_fun(rule, multiple_results=several)
-    mlir.register_lowering(primitive, lowered)
+    mlir.register_lowering(primitive, lowered, cacheable=rule is not _same)
     ad.primitive_jvps[primitive] = functools.partial(_differentiate, rule)
     return primitive
 
