@@ -250,19 +250,20 @@ class TracedProgram:
             return x
         if x in self._written:
             return self._written[x]
-        reader = self._first_reader.get(x)
+        stays = keep and not x.name.endswith(JOINED)
+        reader = self._first_reader.get(x) if waits and stays else None
         num_bytes = self.bytes_to_store([x])
         self.buffers.append(Buffer(x.num_bytes, x.name))
         written = len(self.buffers) - 1
         done = dataclasses.replace(x, buffer=written, sources=())
-        if waits and reader is not None and backward and not self.operations[reader].backward:
+        if reader is not None and backward and not self.operations[reader].backward:
             self.operations[reader].writes += (written,)
             self.operations[reader].num_bytes += x.num_bytes
             self._has_late_writes = True
         else:
             reader = len(self.operations)
             self.add(BufferOperation((written,), backward, in_place=True, num_bytes=num_bytes), x.sources)
-        if keep and not x.name.endswith(JOINED):
+        if stays:
             self._written[x], self._writer[x] = done, reader
         return done
 
