@@ -128,6 +128,17 @@ def test_rows_of_stacks_do_not_stay(memory):
     assert counts["blocks/up"] > 1
 
 
+def test_what_only_looks_like_a_stack_stays(memory):
+    """A kernel of three dimensions beside a stack, which a loop reads."""
+    memory.limit = 2**30
+    params = {**stacked_params(), "kernel": np.ones((3, 23, 23), np.float32)}
+    state = make_state(params)
+    assert {x.path: x.scan_dim for x in jzero.plan_of(state).leaves}["kernel"] == 0
+    loss = lambda params, batch: scan_loss(params, jnp.einsum("bi,kij->bj", jnp.sin(batch), params["kernel"]))
+    kept = jzero.make_train_step(loss).recomputation(state, make_batch())
+    assert kept == jzero.Keep(params=("embed", "kernel"))
+
+
 @pytest.mark.parametrize(
     ("remat", "fields"),
     [("cheap", {}), (False, {}), (None, {"stage": 2}), (None, {"offload": jzero.Offload(optimizer="host")})],

@@ -6,7 +6,8 @@ mostly lies idle. So a training step whose user said nothing about recomputation
 own trace, without a compiler: all parameters and all blocks if that takes at most `KEPT_SHARE` of what a step may use
 of a device; else as many blocks as fit, if the estimate of a second trace agrees; else nothing, as `remat="cheap"`
 does, also where an estimate fails, which the log says. Rows of stacks are not kept: loops would have to write and read
-the stacks. The plan, shapes and the kind of device decide, so all processes decide alike.
+the stacks. What only looks like a stack, as kernels of convolutions do, is none if no loop of the loss reads its shape.
+The plan, shapes and the kind of device decide, so all processes decide alike.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import math
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero._guard import attempt
 from jzero._types import PyTree, TrainStateLike
 from jzero.config.keep import Keep
@@ -24,6 +27,7 @@ from jzero.engine.gradients import MicroBatches, bytes_of_kept_blocks
 from jzero.engine.recompute import Remat, num_blocks
 from jzero.engine.trace import TracedLoss
 from jzero.estimate.step_memory import StepMemory, memory_of_step
+from jzero.jaxpr.equations import equations_of
 from jzero.jaxpr.sizes import array_bytes
 from jzero.machines.machine import Machine
 from jzero.plan.kept import Kept
@@ -94,7 +98,8 @@ def _most_that_fits(
 ) -> KeepingStep | None:
     plan: ZeroPlan = arguments[0].tx.plan
     cut = [leaf for leaf in plan.leaves if leaf.param.cut is not None]
-    kept = [leaf for leaf in cut if leaf.scan_dim is None]
+    looped = _loop_shapes(traced.jaxpr)
+    kept = [leaf for leaf in cut if leaf.scan_dim is None or leaf.param.shape not in looped]
     num_bytes = sum(array_bytes(math.prod(leaf.param.shape), leaf.compute_dtype) for leaf in kept)
     total = num_blocks(traced.jaxpr)
     if not (kept or total) or plan.bytes_per_device.total + num_bytes > KEPT_SHARE * limit:
@@ -113,6 +118,12 @@ def _most_that_fits(
         blocks = total - math.ceil(excess / max(1, FREED * choice.memory.activation_bytes / total))
         choice = keeping(blocks) if blocks >= 0 else choice
     return choice if choice.fits else None
+
+
+def _loop_shapes(jaxpr: AnyJaxpr) -> set[tuple[int, ...]]:
+    """Returns the shapes of what loops read."""
+    loops = [eqn for eqn in equations_of(jaxpr) if eqn.primitive.name in ("scan", "while")]
+    return {tuple(_compat.type_of(v).shape) for eqn in loops for v in eqn.invars}
 
 
 def check_keep(remat: Remat | None, plan: ZeroPlan) -> None:

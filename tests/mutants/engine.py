@@ -267,7 +267,7 @@ MUTANTS = [
     Mutant(
         "rows_kept_by_default",
         "step/keeping.py",
-        "kept = [leaf for leaf in cut if leaf.scan_dim is None]",
+        "kept = [leaf for leaf in cut if leaf.scan_dim is None or leaf.param.shape not in looped]",
         "kept = cut",
         "test_kept_by_default.py::test_rows_of_stacks_do_not_stay",
     ),
