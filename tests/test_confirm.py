@@ -14,7 +14,7 @@ from jzero.estimate.step_time import StepTime
 LIMIT = 1000
 OF = {"params": 0, "grads": 0, "opt_state": 0, "other": 0, "activations": (), "at_peak": {}}
 NONE = {
-    "sent_bytes": 0,
+    "sent_by_axes": {},
     "nic_bytes": 0,
     "gathered_bytes": 0,
     "planned_bytes": 0,

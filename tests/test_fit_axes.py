@@ -79,7 +79,9 @@ def test_a_candidate_counts_what_devices_along_another_axis_hold_and_send(num_da
     assert sent["all-gather", "experts"] == 2 * sent["reduce-scatter", "experts"] == tokens
     added = sent.pop(("all-reduce", "experts"))
     assert 0 <= added - 4 * 3 * WIDTH < 32, "gradients of the head, of each device's rows, and scalars"
+    assert memory.sent_by_axes["experts"] == 3 * tokens // 2
     assert memory.sent_bytes == pytest.approx(sum(sent.values()), abs=16)
+    assert "1.88 KiB over experts" in str(choice)
 
 
 @pytest.mark.slow
@@ -154,6 +156,7 @@ def test_parts_of_rows(stage):
     report = jzero.analyze(jzero.make_train_step(loss, remat=choice.remat), sharded, batch)
     sent = sum(x.sent_bytes for x in report.collectives)
     assert sum(x.sent_bytes for x in report.collectives if x.axis == "context") == pytest.approx(2 * 0.75 * keys)
+    assert choice.chosen.memory.sent_by_axes["context"] == 2 * 0.75 * keys
     assert choice.chosen.memory.sent_bytes == pytest.approx(sent, rel=0.01)
     assert report.memory.arguments == choice.chosen.memory.arguments
 

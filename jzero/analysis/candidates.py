@@ -11,7 +11,8 @@ from jzero.analysis.memory_table import MemoryTable
 from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
-from jzero.estimate.step_memory import StepMemory
+from jzero.estimate.step_memory import StepMemory, sent_over
+from jzero.layout.mesh import row_axes
 from jzero.plan.table import format_bytes
 
 T = TypeVar("T")
@@ -134,7 +135,8 @@ class Candidate:
             "states_bytes": memory.states.total,
             "estimated_peak": memory.peak,
             "estimated_seconds": memory.seconds,
-            **picked(memory, "gathered_bytes", "planned_bytes", "sent_bytes", "nic_bytes", "communication_seconds"),
+            **picked(memory, "gathered_bytes", "planned_bytes", "sent_bytes", "sent_by_axes", "nic_bytes"),
+            **picked(memory, "communication_seconds"),
             "flops": memory.flops,
             "host_bytes": memory.host,
             "disk_bytes": memory.disk,
@@ -232,6 +234,7 @@ class Fit(Report):
             "estimated": lambda x: format_bytes(x.memory.peak),
             "compiled": lambda x: "refused" if x.refused else _or_blank(x.compiled_peak, format_bytes),
             "sends": lambda x: format_bytes(x.memory.sent_bytes),
+            "of it": lambda x: ", ".join(sent_over(_beside_zero(x))),
             "ms": lambda x: "" if x.memory.seconds is None else _milliseconds(x.cost()),
             "compiled ms": lambda x: _or_blank(x.compiled_cost(), _milliseconds),
             "host": lambda x: format_bytes(x.memory.host) if x.memory.host else "",
@@ -242,7 +245,7 @@ class Fit(Report):
         return "\n".join([self._headline(), self.workload, "", *table, *([""] if self.notes else []), *self.notes])
 
 
-OPTIONAL = ("secondary", "compiled", "ms", "compiled ms", "host", "disk")
+OPTIONAL = ("secondary", "compiled", "of it", "ms", "compiled ms", "host", "disk")
 """The columns of the table that may be missing."""
 
 
@@ -321,6 +324,12 @@ def _why_not(x: Candidate, chosen: Candidate) -> str:
     if recomputation_rank(x.remat) > recomputation_rank(chosen.remat):
         return "fits; recomputes for nothing"
     return "fits; no faster"
+
+
+def _beside_zero(x: Candidate) -> dict[str, int]:
+    """Returns the bytes that the loss itself sends over mesh axes that rows of the batch are not split over."""
+    rows = row_axes(x.config)
+    return {axes: n for axes, n in x.memory.sent_by_axes.items() if {*axes.split("+")}.isdisjoint(rows)}
 
 
 def _keeps(x: Candidate) -> bool:

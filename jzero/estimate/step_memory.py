@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -14,13 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 from jzero import _compat
 from jzero._text import Report, format_rows
 from jzero._types import PyTree, State
-from jzero.estimate.buffers import Buffer
+from jzero.estimate.buffers import Buffer, Transfer
 from jzero.estimate.footprint import footprint
 from jzero.estimate.record_memory import update_at_peak
 from jzero.estimate.sizes import bytes_of
-from jzero.estimate.step_time import StepTime, step_time, traffic_of
+from jzero.estimate.step_time import CollectiveTraffic, StepTime, step_time, traffic_of
 from jzero.estimate.traced import trace_program
-from jzero.layout.mesh import platform_of
+from jzero.layout.mesh import AnyMesh, platform_of
 from jzero.machines.machine import Machine
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_bytes import BytesPerDevice
@@ -67,7 +68,8 @@ class StepMemory(Report):
       gathered_bytes: Parameters that a step gathers on one device in all micro-batches, including padding.
       planned_bytes: The part of these that `plan.gathered_bytes` counts: without additional gathers for the loss's own
         `jax.checkpoint`s and for further uses of a parameter.
-      sent_bytes: The bytes that one device sends per step, in rings.
+      sent_by_axes: The bytes that one device sends per step, in rings, by the mesh axes that these run over, such as
+        `"data"` or `"data+context"`.
       nic_bytes: The part of these on the network port of one device; 0 on one node, or without a machine.
       communication_seconds: The time that these take at the machine's rates if nothing else slows them; `None`
         without a machine.
@@ -83,7 +85,7 @@ class StepMemory(Report):
       True
     """
 
-    derived = ("arguments", "peak", "activation_bytes")
+    derived = ("arguments", "peak", "activation_bytes", "sent_bytes")
 
     params: int
     grads: int
@@ -94,7 +96,7 @@ class StepMemory(Report):
     temporaries: int
     gathered_bytes: int
     planned_bytes: int
-    sent_bytes: int
+    sent_by_axes: dict[str, int] = dataclasses.field(hash=False)
     nic_bytes: int
     communication_seconds: float | None
     flops: float
@@ -116,6 +118,11 @@ class StepMemory(Report):
     def peak(self) -> int:
         """The most memory that the step needs."""
         return self.arguments + self.temporaries
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that one device sends per step, over all axes."""
+        return sum(self.sent_by_axes.values())
 
     @property
     def seconds(self) -> float | None:
@@ -143,10 +150,17 @@ class StepMemory(Report):
         planned = f"planned: {format_bytes(self.planned_bytes)}"
         lines += ["", f"gathered per step: {format_bytes(self.gathered_bytes)} ({planned})"]
         lines += gathers_more(self.gathered_bytes, self.planned_bytes)
+        if len(self.sent_by_axes) > 1:
+            lines.append(f"sent per step: {', '.join(sent_over(self.sent_by_axes))}")
         if self.time is not None:
             lines += ["", f"time of a step: {self.time}"]
         lines += ["", *activation_lines(self.activations)]
         return "\n".join(lines)
+
+
+def sent_over(sent_by_axes: Mapping[str, int]) -> list[str]:
+    """Returns what is sent over mesh axes, in words."""
+    return [f"{format_bytes(num_bytes)} over {axes}" for axes, num_bytes in sent_by_axes.items()]
 
 
 def gathers_more(gathered: int, planned: int) -> list[str]:
@@ -239,7 +253,7 @@ def memory_of_trace(
         gathered_bytes=sum(x.times * x.num_bytes for x in program.transfers if x.of_param)
         + plan.traffic.bytes_gathered_in(micro_batches=0),
         planned_bytes=plan.traffic.bytes_gathered_in(micro_batches=micro_batches),
-        sent_bytes=round(sum(x.sent_bytes for x in traffic)),
+        sent_by_axes=_by_axes(program.transfers, traffic, plan.mesh),
         nic_bytes=round(sum(x.port_bytes for x in traffic)),
         communication_seconds=None if hardware is None else sum(x.seconds for x in traffic),
         flops=program.flops,
@@ -251,6 +265,13 @@ def arrays_on_host(plan: ZeroPlan) -> int:
     """Returns the bytes of one device's arrays in host memory; no program sees records."""
     host = plan.host_bytes_per_device
     return host.params if plan.has_records else host.total
+
+
+def _by_axes(transfers: Iterable[Transfer], traffic: Iterable[CollectiveTraffic], mesh: AnyMesh) -> dict[str, int]:
+    sent = collections.Counter[str]()
+    for x, of_x in zip(transfers, traffic, strict=True):
+        sent["+".join(axis for axis in x.axes if mesh.shape.get(axis, 1) > 1)] += round(of_x.sent_bytes)
+    return {axes: num_bytes for axes, num_bytes in sent.items() if num_bytes}
 
 
 def _rows(residuals: Iterable[Buffer]) -> tuple[ActivationRow, ...]:
