@@ -11,12 +11,13 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
 from tests import hf_models, test_context
 from tests.example_runs import EXAMPLES
+from tests.plan_states import abstract_mesh
 from tests.tiers import slow
 
 sys.path.insert(0, str(EXAMPLES / "llm"))
@@ -108,7 +109,7 @@ def test_the_decoder_with_its_experts_apart(num_data, tmp_path):
 
 
 def test_a_mesh_without_devices_is_estimated_for_a_machine():
-    mesh = AbstractMesh((2, 4), ("experts", "data"))
+    mesh = abstract_mesh(experts=2, data=4)
     make_state, loss = experts_of(mesh)
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     choice = jzero.fit(make_state, loss, batch, mesh=mesh, topology="h200:8", config=CONFIG, stages=(0,), **SMALL)
@@ -120,9 +121,10 @@ def test_a_mesh_without_devices_is_estimated_for_a_machine():
 
 def test_a_loss_may_divide_rows_further():
     """Of 2 rows of the devices along the axis, each has one: two micro-batches would leave half a row."""
-    make_state, loss = experts_of(AbstractMesh((2, 4), ("experts", "data")))
+    mesh = abstract_mesh(experts=2, data=4)
+    make_state, loss = experts_of(mesh)
     batch = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
-    options = {"mesh": AbstractMesh((2, 4), ("experts", "data")), "config": CONFIG, "stages": (0,), "confirm": False}
+    options = {"mesh": mesh, "config": CONFIG, "stages": (0,), "confirm": False}
     (least,) = jzero.fit(make_state, loss, batch, **options, **SMALL).tried
     scarce = {**SMALL, "hbm_bytes": least.memory.arguments, "max_accumulate_steps": 8}
     choice = jzero.fit(make_state, loss, batch, **options, **scarce)
@@ -164,7 +166,7 @@ def test_parts_of_rows(stage):
 def test_replicas_of_a_mesh_stay():
     state = jzero.TrainState.create(params={"w": np.ones((WIDTH, HIDDEN), np.float32)}, tx=TX)
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    config, mesh = dataclasses.replace(CONFIG, replica_axis="replica"), AbstractMesh((2, 4), ("replica", "data"))
+    config, mesh = dataclasses.replace(CONFIG, replica_axis="replica"), abstract_mesh(replica=2, data=4)
     options = {"mesh": mesh, "config": config, "stages": (0, 1), "topology": "h200:8", "confirm": False}
     choice = jzero.fit(state, lambda p, x: jnp.square(x @ p["w"]).mean(), batch, **options, **SMALL)
     assert [(x.config, x.mesh_shape) for x in sorted(choice.tried, key=lambda x: x.config.stage)] == [

@@ -198,8 +198,9 @@ def lower_init(
 
 def state_shapes(make_state: Callable[[jax.Array], State], mesh: AnyMesh | None) -> TrainStateLike:
     """Returns the state that a function makes, as shapes, cut over the axes of a mesh as its constraints say."""
+    key = jax.eval_shape(lambda: jax.random.key(0))  # on no device: the mesh that is set may have none
     with contextlib.nullcontext() if mesh is None else set_if_explicit(mesh):
-        return _trace_factory(make_state, jax.random.key(0))[0].state
+        return _trace_factory(make_state, key)[0].state
 
 
 def _trace_factory(make_state: Callable[[jax.Array], State], key: jax.Array) -> tuple[StateAdapter, ClosedJaxpr]:
