@@ -99,12 +99,12 @@ PATHS = ["embed", *(f"blocks/{i}/{name}" for i in range(LAYERS) for name in ("do
 
 
 @functools.cache
-def on_one_device(precision):
-    """The loss and gradients of two layers by plain jax."""
+def on_one_device(precision, layers=2):
+    """The loss and gradients by plain jax."""
     batch = make_batch()
     of_bf16 = lambda params: loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch.astype(jnp.bfloat16))
     reference = of_bf16 if precision == "bf16" else lambda params: loss_fn(params, batch)
-    return jax.jit(jax.value_and_grad(reference))(make_params(2))
+    return jax.jit(jax.value_and_grad(reference))(make_params(layers))
 
 
 @pytest.mark.parametrize(
