@@ -14,6 +14,7 @@ import optax
 
 import jzero
 import jzero.data
+from tests.multiprocess_states import message
 
 DEVICES_PER_PROCESS = 2
 COUNTS = (11, 3, 8, 0, 9, 5, 6)
@@ -127,12 +128,3 @@ def local_ids(batch: Any) -> list[int]:
     for rows, weights in zip(batch["id"].addressable_shards, batch["weights"].addressable_shards, strict=True):
         found += np.asarray(rows.data)[np.asarray(weights.data) == 1].tolist()
     return found
-
-
-def message(attempt: Any) -> str:
-    """Returns what an attempt that must fail says."""
-    try:
-        attempt()
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("it did not fail")

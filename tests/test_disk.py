@@ -1,6 +1,7 @@
 """Optimizer state on disk: the same numbers as in memory, for every optimizer, stage and precision; errors that lose
 nothing."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -153,41 +154,31 @@ def test_reading_editing_and_moving_what_is_on_disk(tmp_path):
         train(copy, steps=1)
 
 
-class Failing:
-    """Makes one read, write or computation of a pass fail; `with` puts everything back."""
+@contextlib.contextmanager
+def failing(owner, name, error):
+    """Makes the third read, write or computation of a pass fail."""
+    real, calls = getattr(owner, name), itertools.count(1)  # several threads count
 
-    def __init__(self, monkeypatch, where, error, after):
-        self.monkeypatch, self.where, self.error, self.after = monkeypatch, where, error, after
+    def fails(*args):
+        if next(calls) == 3:
+            raise error
+        return real(*args)
 
-    def __enter__(self):
-        owner, name = {
-            "read": (UnnamedFile, "read"),
-            "write": (UnnamedFile, "write"),
-            "update": (RecordPass, "_visit"),
-        }[self.where]
-        real, calls = getattr(owner, name), itertools.count(1)  # several threads count
-
-        def fails(*args):
-            if next(calls) == self.after:
-                raise self.error
-            return real(*args)
-
-        self.monkeypatch.setattr(owner, name, fails)
-
-    def __exit__(self, *_):
-        self.monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fails)
+        yield
 
 
 FAULTS = {
-    1: ("read", DiskError("Reading failed: EIO.")),
-    2: ("write", DiskError("Writing failed: ENOSPC.")),
-    3: ("update", KeyboardInterrupt()),
+    1: (UnnamedFile, "read", DiskError("Reading failed: EIO.")),
+    2: (UnnamedFile, "write", DiskError("Writing failed: ENOSPC.")),
+    3: (RecordPass, "_visit", KeyboardInterrupt()),
 }
 """What happens in which step."""
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_failed_step_changes_nothing_and_can_be_repeated(folder, monkeypatch, delay):
+def test_a_failed_step_changes_nothing_and_can_be_repeated(folder, delay):
     options = {"compute": "host", "delay": 1} if delay else {}
     make = lambda: state_on_disk(folder, precision="bf16", **options)
     expected, losses = train(make(), steps=4)
@@ -195,9 +186,9 @@ def test_a_failed_step_changes_nothing_and_can_be_repeated(folder, monkeypatch, 
     for i in range(4):
         batch = models.mlp_batch(48, seed=i)
         if i in FAULTS and (i == 2 or not delay):
-            where, error = FAULTS[i]
+            *where, error = FAULTS[i]
             before = arrays(jzero.gather_params(state))
-            with Failing(monkeypatch, where, error, after=3), pytest.raises(type(error)):
+            with failing(*where, error), pytest.raises(type(error)):
                 step(state, batch)
             assert_same_bits(arrays(jzero.gather_params(state)), before)
         state, metrics = step(state, batch)
