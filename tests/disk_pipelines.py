@@ -1,10 +1,6 @@
 """Passes over records on disk, and what makes calls of the system fail."""
 
 import gc
-import os
-import pathlib
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -17,11 +13,9 @@ from jzero.disk.files import PAGE, page_aligned
 from jzero.disk.pipeline import Pipeline
 from jzero.disk.stores import RamStore
 
-ROOT = pathlib.Path(__file__).parents[1]
 SIZES = tuple(PAGE * pages for pages in (3, 1, 17, 256, 1, 64, 5, 1031, 2, 100, 7))
 FEW = SIZES[:4]
 WAIT = 60  # seconds, in place of for ever
-MODULES = ("disk_pipelines", "test_disk_files", "test_disk_faults")
 
 
 @pytest.fixture
@@ -40,14 +34,9 @@ def adam_like(step):
     return visit
 
 
-def later(visit):
-    """The same in two parts: a visitor that lets a writer change the bytes."""
-    return lambda record, buffer: lambda same: visit(record, same)
-
-
-def train(pipeline, *steps, wrap=lambda visit: visit):
+def train(pipeline, *steps):
     for step in steps:
-        pipeline.run(wrap(adam_like(step)))
+        pipeline.run(adam_like(step))
         pipeline.store.commit()
 
 
@@ -96,15 +85,6 @@ def open_files():
 
 def pipeline_threads(before):
     return [thread.name for thread in threading.enumerate() if is_pipeline_thread(thread) and thread not in before]
-
-
-def run_python(text, *args):
-    """Runs a script that has the names of these modules, and checks that it succeeds."""
-    names = "".join(f"from tests.{module} import *\n" for module in MODULES)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    command, environment = [sys.executable, "-c", f"{names}{text}", *map(str, args)], os.environ | {"PYTHONPATH": path}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT, check=False)
-    assert ran.returncode == 0, ran.stderr
 
 
 def wait_until(condition):

@@ -4,7 +4,10 @@ import contextlib
 import errno
 import gc
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -23,14 +26,13 @@ from tests.disk_pipelines import (  # noqa: F401  # fixtures
     contents,
     expected,
     folder,
-    later,
     nothing_is_left,
     open_files,
-    run_python,
     train,
 )
 
 pytestmark = pytest.mark.timeout(300)
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def failing(monkeypatch, call, store, *, slot, after, number=errno.EIO):
@@ -45,6 +47,11 @@ def failing(monkeypatch, call, store, *, slot, after, number=errno.EIO):
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, call, fails)
+
+
+def later(visit):
+    """A visitor in two parts, of which a writer runs the second."""
+    return lambda record, buffer: lambda same: visit(record, same)
 
 
 # Failures. Afterwards the state is as before, and the step can be repeated.
@@ -235,7 +242,12 @@ def test_ctrl_c_twice_leaves_no_read_under_way(cancels, folder, monkeypatch):
 
 
 FORKED = """
-import contextlib
+import contextlib, os, sys
+from jzero.disk.files import DiskError
+from jzero.disk.pipeline import Pipeline
+from jzero.disk.stores import DiskStore
+from tests.disk_pipelines import SIZES, contents, expected, train
+
 pipeline = Pipeline(DiskStore(sys.argv[1], SIZES))
 train(pipeline, 0)
 numbers = [file._fd for file in pipeline.store._files]
@@ -270,7 +282,9 @@ assert contents(pipeline.store) == expected(SIZES, range(2))
 
 
 def test_a_forked_child_cannot_disturb(folder):
-    run_python(FORKED, folder)
+    command = [sys.executable, "-c", FORKED, folder]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 # Folders and figures.
