@@ -39,7 +39,6 @@ class Case:
     l2: bool = False
     aux: bool = False
     poisoned: int | None = None  # the step whose gradient is not a number
-    frozen_by: str = "trainable"  # or "optax"
     optimizer: str = "sgd"
     entry: str = "train_step"  # or "value_and_grad", "own_loop"
     num_devices: int = 8
@@ -294,7 +293,6 @@ def cases(draw: Any) -> Case:
         l2=random.random() < 0.3,
         aux=entry != "own_loop" and random.random() < 0.3,
         poisoned=random.choice((None, 1)) if policy.skips and entry == "train_step" else None,
-        frozen_by=random.choice(("trainable", "optax")),
         optimizer=random.choice(_optimizers(layers, extras, policy)),
         entry=entry,
         num_devices=num_devices,

@@ -45,10 +45,7 @@ def _tx(case: Case) -> Any:
     tx = OPTIMIZERS[case.optimizer]()
     if not set(case.extras) & set(FROZEN):
         return tx
-    label = lambda p: jax.tree_util.tree_map_with_path(lambda at, _: "none" if is_frozen(path_str(at)) else "train", p)
-    if case.frozen_by == "trainable":
-        return optax.masked(tx, lambda p: jax.tree.map(lambda x: x == "train", label(p)))
-    return optax.multi_transform({"train": tx, "none": optax.set_to_zero()}, label)
+    return optax.masked(tx, lambda p: jax.tree_util.tree_map_with_path(lambda at, _: not is_frozen(path_str(at)), p))
 
 
 def make_problem(case: Case) -> Problem:

@@ -187,9 +187,7 @@ def cross_entropy(model, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "options"), [(AxisType.Explicit, {}), (AxisType.Explicit, {"accumulate_steps": 2}), (AxisType.Auto, {})]
-)
+@pytest.mark.parametrize(("kind", "options"), [(AxisType.Explicit, {"accumulate_steps": 2}), (AxisType.Auto, {})])
 def test_flax_gemma_trains_on_its_mesh(kind, options):
     make_mesh = functools.partial(jax.make_mesh, axis_names=("fsdp", "tensor"), axis_types=(kind,) * 2)
     make_model = functools.partial(Gemma, P if kind == AxisType.Explicit else lambda *names: None)

@@ -154,8 +154,7 @@ def _own_step(case: Case, loss_fn: Any, **kwargs: Any) -> Any:
 def run_jzero(case: Case, problem: Problem) -> Run:
     sizes = {"replica": case.replicas} if case.replicas > 1 else {}
     mesh = jzero.make_mesh(devices=jax.devices()[: case.num_devices], **sizes, data=-1)
-    by_name = set(case.extras) & set(FROZEN) and case.frozen_by == "trainable"
-    trainable = TRAINABLE if by_name else None
+    trainable = TRAINABLE if set(case.extras) & set(FROZEN) else None
     state = jzero.shard_train_state(problem.state, config=case.zero_config(), mesh=mesh, trainable=trainable)
     kwargs = {"has_aux": case.aux, "check_rows": not case.depends_on_slices, **dict(case.step)}
     make = jzero.make_train_step if case.entry == "train_step" else functools.partial(_own_step, case)
@@ -265,7 +264,6 @@ SMALL = Case(
     layers=(Layer("custom_vjp", 5), Layer("silu", 7)),
     extras=("frozen_16",),
     poisoned=1,
-    frozen_by="optax",
     optimizer="momentum",
     rows=1,
     step=(("accumulate_steps", 2), ("clip_norm", 0.2)),

@@ -20,20 +20,6 @@ from tests import shared
 WIDTH, HIDDEN = 16, 64
 
 
-@jax.custom_vjp
-def doubled(x, y):
-    """The sine of one and the cosine of the other, with twice their derivatives, so that it shows whose is used."""
-    return jnp.sin(x) * y, jnp.cos(y)
-
-
-def _doubled_backward(residuals, counts):
-    x, y = residuals
-    return 2 * counts[0] * jnp.cos(x) * y, 2 * (counts[0] * jnp.sin(x) - counts[1] * jnp.sin(y))
-
-
-doubled.defvjp(lambda x, y: (doubled(x, y), (x, y)), _doubled_backward)
-
-
 def first_or_second(yes, no, x):
     return lax.cond(lax.axis_index("model") > 0, yes, no, x)
 
@@ -54,7 +40,6 @@ INSIDE = {
     "remat_with_policy": jax.checkpoint(
         lambda x: jax.nn.relu(jnp.sin(x) * 2) * x, policy=jax.checkpoint_policies.nothing_saveable
     ),
-    "vjp_in_scan": lambda x: turns(lambda c: doubled(c, 2 * c)[0] + c, x),
 }
 
 

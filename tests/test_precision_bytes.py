@@ -54,12 +54,6 @@ def test_bytes_of_zeros_table(num_devices):
         assert have.total == pytest.approx(sum(want) * size, rel=0.02)
 
 
-def test_gathered_bytes_count_16_bits():
-    state, mesh = large_state(), jax.sharding.AbstractMesh((8,), ("data",))
-    plan = jzero.plan_train_state(state, config=make_config(3), mesh=mesh)
-    assert plan.gathered_bytes == 2 * 2 * psi(state)
-
-
 # Less than fp32 between steps.
 
 
