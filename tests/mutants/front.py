@@ -124,7 +124,7 @@ MUTANTS = [
         "jaxpr/sizes.py",
         "return -(-size * _bits(jnp.dtype(dtype)) // 8)",
         "return size * int(jnp.dtype(dtype).itemsize)",
-        "test_four_bits.py::test_two_numbers_take_a_byte",
+        "test_quantized_base.py::test_two_numbers_take_a_byte",
     ),
     Mutant(
         "ledger_without_gradients",
