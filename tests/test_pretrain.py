@@ -91,17 +91,14 @@ def test_of_experts_those_count_that_a_token_goes_to(tmp_path):
     assert pretrain.flops_per_token(decoder.Decoder(config), 64) == 6 * (kernels + 2 * 64 / 2 * 36)
 
 
-def test_operations_are_those_of_the_products():
+def test_operations_are_those_of_the_products(tmp_path):
     """By hand, for 3 layers: q, o, k and v, three of the MLP; and the head. Two layers have windows of 4 tokens."""
-    config = jzero.hf.ModelConfig(
-        model_type="x", vocab_size=61, d_model=36, d_hidden=56, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=10,
-        eps=1e-5, tied=True, gelu=False, qkv_bias=True, qk_norm=True, unit_norm=False, post_norms=True, embed_scale=1.0,
-        attn_scale=1.0, attn_softcap=None, final_softcap=None, inverse_frequencies=((1.0,) * 5,) * 3,
-        windows=(4, 4, None), dtype="float32",
-    )  # fmt: skip
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(hf_models.fields("mistral", layer_types=types)))
     kernels = 3 * (2 * 36 * 60 + 2 * 36 * 20 + 3 * 36 * 56) + 61 * 36
     scores = 2 * (4 + 4 + 64 / 2) * 60
-    assert pretrain.flops_per_token(decoder.Decoder(config), 64) == 6 * (kernels + scores)
+    model = decoder.Decoder(jzero.hf.read_config(tmp_path))
+    assert pretrain.flops_per_token(model, 64) == 6 * (kernels + scores)
 
 
 def test_the_share_is_of_the_published_peak(folder, monkeypatch, capsys):
