@@ -76,7 +76,7 @@ class HeldParameters:
         """Returns a value made of literals alone, such as a mask or a table of angles, traced once for all its uses."""
         if x not in self._constants:
             inputs = [self.constant(y) if isinstance(y, Deferred) else y for y in x.inputs]
-            self._constants[x] = x.operation.apply(inputs)
+            self._constants[x] = x.operation.apply(cast("list[jax.Array]", inputs))
         return self._constants[x]
 
     def fill(self, x: ShardedParam) -> ShardedParam:
