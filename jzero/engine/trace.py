@@ -1,6 +1,6 @@
 """Traces the loss as a jaxpr over whole parameters and one device's rows of the batch.
 
-    trace_loss(loss_fn, plan, inputs, *, accumulate_steps, remat, times) -> TracedLoss
+    trace_loss(loss_fn, plan, inputs, *, accumulate_steps, times) -> TracedLoss
 
 The jaxpr is over the leaves of parameters, carried state, batch and key. Parameters have their natural shapes and the
 compute dtype. With 8 devices and a batch of 32 rows,
@@ -101,7 +101,7 @@ class TracedLoss:
       out_shape: `(loss, aux)` as shapes.
       num_inputs: The number of leaves of params, carried state, batch and rng.
       batch_specs: How each leaf of the batch is split.
-      remat: The recomputation, with the default resolved.
+      remat: The recomputation, with the default resolved, see `with_remat`.
       written: The variables that the loss writes, whose new values end its results.
       row_facts: How each of its results depends on the rows of the batch.
     """
@@ -110,7 +110,7 @@ class TracedLoss:
     out_shape: PyTree
     num_inputs: tuple[int, int, int, int]
     batch_specs: list[PartitionSpec]
-    remat: Remat
+    remat: Remat = "as_written"
     written: tuple[Written, ...] = ()
     row_facts: Sequence[RowFacts] = ()
 
@@ -120,6 +120,29 @@ class TracedLoss:
         num_params, num_carried, num_batch, _ = self.num_inputs
         invars = _compat.open_jaxpr(self.jaxpr)[0].invars[num_params + num_carried :][:num_batch]
         return {shape[0] for v in invars if (shape := _compat.type_of(v).shape)}
+
+    def with_remat(self, remat: Remat | None, plan: ZeroPlan) -> TracedLoss:
+        """Returns the same loss with `remat`; by default "cheap" if parameters are gathered again, else "as_written".
+
+        To be asked of the very jaxpr that is then rewritten, since splitting it into blocks takes time.
+        """
+        if remat is None and not plan.regathers:
+            return dataclasses.replace(self, remat="as_written")
+        if isinstance(remat, Keep) and remat.blocks and not num_blocks(self.jaxpr):
+            warnings.warn(
+                f"`Keep(blocks={remat.blocks})` keeps no block: the loss has no repeated blocks outside of loops, or "
+                "they say themselves what to recompute. Drop `blocks`, or undo the loss's own `jax.checkpoint`s.",
+                stacklevel=2,
+            )
+        if remat not in (None, "cheap") or attempt(has_parts_to_recompute, self.jaxpr):
+            return dataclasses.replace(self, remat="cheap" if remat is None else remat)
+        if remat is not None and not plan.regathers:  # else it says that parameters do not stay either
+            warnings.warn(
+                "`remat='cheap'` changes nothing: the loss has no scan and no repeated block of equations that does "
+                "not say itself what to recompute. Put `jax.checkpoint` around its parts, or drop the option.",
+                stacklevel=2,
+            )
+        return dataclasses.replace(self, remat="as_written")
 
     def with_row_facts(self, plan: ZeroPlan) -> TracedLoss:
         """Returns the same loss with its `row_facts`."""
@@ -152,7 +175,6 @@ def trace_loss(
     inputs: LossInputs,
     *,
     accumulate_steps: int = 1,
-    remat: Remat | None = None,
     times: int = 1,
 ) -> TracedLoss:
     """Traces `loss_fn` over whole parameters and one device's rows of a micro-batch, or over `times` as many rows."""
@@ -179,7 +201,7 @@ def trace_loss(
         )
     specs = [PartitionSpec(row_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
     sizes = (len(shapes), len(jax.tree.leaves(carried)), len(specs), len(key))
-    return TracedLoss(jaxpr, out_shape, sizes, specs, _resolve_remat(remat, plan, jaxpr))
+    return TracedLoss(jaxpr, out_shape, sizes, specs)
 
 
 def param_shape(leaf: StateLeaf, dtype: DType | None, plan: ZeroPlan) -> jax.ShapeDtypeStruct:
@@ -224,27 +246,6 @@ def _make_jaxpr(fn: Callable[..., PyTree], plan: ZeroPlan, shapes: tuple[PyTree,
     if any(map(is_of_other_mesh, _compat.open_jaxpr(jaxpr)[1])):
         raise ValueError(OTHER_MESH)
     return jaxpr, out_shape
-
-
-def _resolve_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: AnyJaxpr) -> Remat:
-    """Returns `remat` with the default resolved: "cheap" if parameters are gathered again, else "as_written"."""
-    if remat is None and not plan.regathers:
-        return "as_written"
-    if isinstance(remat, Keep) and remat.blocks and not num_blocks(jaxpr):
-        warnings.warn(
-            f"`Keep(blocks={remat.blocks})` keeps no block: the loss has no repeated blocks outside of loops, or they "
-            "say themselves what to recompute. Drop `blocks`, or undo the loss's own `jax.checkpoint`s.",
-            stacklevel=2,
-        )
-    if remat not in (None, "cheap") or attempt(has_parts_to_recompute, jaxpr):
-        return "cheap" if remat is None else remat
-    if remat is not None and not plan.regathers:  # else it says that parameters do not stay either
-        warnings.warn(
-            "`remat='cheap'` changes nothing: the loss has no scan and no repeated block of equations that does not "
-            "say itself what to recompute. Put `jax.checkpoint` around its parts, or drop the option.",
-            stacklevel=2,
-        )
-    return "as_written"
 
 
 def carried_leaves(plan: ZeroPlan, carried: Mapping[str, PyTree]) -> list[StateLeaf | None]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -93,8 +94,17 @@ def aval_bytes(aval: jax.core.ShapedArray) -> int:
     return array_bytes(math.prod(aval.shape), aval.dtype)
 
 
+_PARTS: weakref.WeakKeyDictionary[Jaxpr, list[EquationRun]] = weakref.WeakKeyDictionary()
+
+
 def split_into_parts(jaxpr: Jaxpr) -> list[EquationRun]:
     """Splits the equations of a jaxpr into parts: the repeated blocks, and the equations before, between and after."""
+    if jaxpr not in _PARTS:  # whether there are blocks is asked before they are rewritten
+        _PARTS[jaxpr] = _split(jaxpr)
+    return _PARTS[jaxpr]
+
+
+def _split(jaxpr: Jaxpr) -> list[EquationRun]:
     last_read = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _read(eqn)}
     last_read |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not _compat.is_literal(v)}
     blocks = _blocks(jaxpr, last_read)

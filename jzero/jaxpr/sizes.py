@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -12,9 +13,7 @@ from jzero._types import DType
 
 def array_bytes(size: int, dtype: DType) -> int:
     """Returns the bytes of `size` elements of a dtype, extended dtypes (PRNG keys) included."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return size * itemsize(dtype)
-    return -(-size * _bits(jnp.dtype(dtype)) // 8)
+    return -(-size * _bits(dtype) // 8)
 
 
 def itemsize(dtype: DType) -> int:
@@ -25,7 +24,11 @@ def itemsize(dtype: DType) -> int:
     return int(dtype.itemsize)
 
 
+@functools.cache  # asked for every variable of a program
 def _bits(dtype: DType) -> int:
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return 8 * itemsize(dtype)
+    dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).bits)
     return int(jnp.finfo(dtype).bits) if jnp.issubdtype(dtype, jnp.floating) else 8 * int(dtype.itemsize)

@@ -102,8 +102,8 @@ class StepLoss:
 
         def trace(times: int = 1) -> TracedLoss:
             loss_fn, _ = self._bind(state, dataclasses.replace(merge, times=times))
-            traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=steps, remat=self.remat, times=times)
-            return drop_unwritten(traced)
+            traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=steps, times=times)
+            return drop_unwritten(traced).with_remat(self.remat, plan)
 
         ahead, self._traced = self._traced, None
         if ahead is not None:
