@@ -31,7 +31,8 @@ FEWEST = 16
 
 def is_worth_a_call(jaxpr: AnyJaxpr | Program[JaxprEqn]) -> bool:
     """Whether a piece of a program is long enough to become a call, instead of being traced wherever it occurs."""
-    return sum(1 for eqn in open_program(jaxpr)[0].eqns for _ in equations_in(eqn)) >= FEWEST
+    eqns = (x for eqn in open_program(jaxpr)[0].eqns for x in equations_in(eqn))
+    return next(itertools.islice(eqns, FEWEST - 1, None), None) is not None
 
 
 class CanonicalJaxpr(NamedTuple):
