@@ -118,7 +118,7 @@ class StateLeaf:
     def _spec(self, base: PartitionSpec) -> PartitionSpec:
         return base if self.cut is None else self.cut.spec(base, self.axes)
 
-    @property
+    @functools.cached_property
     def device_sharding(self) -> NamedSharding:
         """Sharding of the stored array while it is on the devices."""
         return NamedSharding(self.mesh, self.spec)
