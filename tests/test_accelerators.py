@@ -16,6 +16,8 @@ import pytest
 
 import decoder_models
 import jzero
+from jzero.cli import decoder as cli_decoder
+from jzero.cli import sizes as cli_sizes
 from jzero.machines.topologies import topology_devices
 from jzero.state.init import lower_init
 from jzero.state.shard import abstract_train_state
@@ -248,3 +250,23 @@ def test_what_crosses_nodes_is_the_part_of_a_device(topology, kinds):
     if kinds:
         exact = sum(r.nic_bytes for r in report.collectives if r.level == "between" and r.dtype != "s8")
         assert exact < 0.1 * report.nic_bytes, "vectors"
+
+
+def test_adapters_travel_with_their_layer_on_h200():
+    """A turn of the loop gathers them along with kernels, and reduces the gradients of all seven at once."""
+    sizes, rank = cli_sizes.model_sizes("60M", {"d_model": 640}), 24  # no other size of these
+    plain = jax.eval_shape(cli_decoder.make_state(sizes, rank=rank, base_dtype="bfloat16"), jax.random.key(0))
+    config, mesh = jzero.ZeroConfig(stage=3, precision="bf16"), jzero.make_mesh(devices=topology_devices("h200:8"))
+    state = abstract_train_state(plain, config=config, mesh=mesh, trainable=cli_decoder.ADAPTERS)
+    batch = jax.ShapeDtypeStruct((8, 129), jnp.int32)
+    text = jzero.make_train_step(cli_decoder.make_loss(sizes)).lower(state, batch).compile().as_text()
+
+    def with_adapters(kind):
+        starts = [line.split(f" {kind}-start(")[0] for line in text.splitlines() if f" {kind}-start(" in line]
+        return [start for start in starts if "[24," in start]
+
+    gathers = with_adapters("all-gather")
+    assert gathers
+    assert all("bf16[640,640]" in start for start in gathers), gathers
+    reductions = [start.count("[24,") for start in with_adapters("reduce-scatter")]
+    assert reductions == [7] * len(reductions) != [], reductions
