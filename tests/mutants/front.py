@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "four_bits_count_a_byte",
         "jaxpr/sizes.py",
-        "return -(-size * _bits(jnp.dtype(dtype)) // 8)",
+        "return -(-size * _bits(dtype) // 8)",
         "return size * int(jnp.dtype(dtype).itemsize)",
         "test_quantized_base.py::test_two_numbers_take_a_byte",
     ),
