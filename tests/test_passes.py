@@ -186,6 +186,21 @@ def test_a_weight_that_is_computed_from_itself_is_gathered_once_in_each_pass():
     assert found.count("zero_reduce") == 1
 
 
+def test_a_table_made_of_literals_is_traced_once_in_each_pass_not_at_each_use():
+    def loss_fn(params, batch):
+        table = jnp.cos(lax.broadcasted_iota(jnp.float32, (1, WIDTH), 1))
+        h = jnp.tanh(batch * table @ params["w"] * table)
+        return jnp.square(h * table).mean()
+
+    state, params = sharded({"w": matrix()}), {"w": matrix()}
+    assert sum(name == "cos" for name in names(jax.make_jaxpr(loss_fn)(params, BATCH))) == 1
+    assert sum(name == "cos" for name in names(jax.make_jaxpr(jzero.value_and_grad(loss_fn))(state, BATCH))) <= 2
+    loss, grads = jzero.value_and_grad(loss_fn)(state, BATCH)
+    want, want_grads = jax.value_and_grad(loss_fn)(params, BATCH)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    np.testing.assert_allclose(grads["w"], want_grads["w"], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(("length", "operations"), [(8, 16), (24, 24)])
 def test_a_long_chain_of_parameters_alone_is_computed_once(length, operations):
     """A short one is repeated at each of its two uses."""

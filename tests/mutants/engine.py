@@ -166,6 +166,13 @@ MUTANTS = [
         "test_passes.py::test_a_long_chain_of_parameters_alone_is_computed_once",
     ),
     Mutant(
+        "tables_traced_at_each_use",
+        "engine/walk.py",
+        "if x not in self._constants:",
+        "if True:",
+        "test_passes.py::test_a_table_made_of_literals_is_traced_once_in_each_pass_not_at_each_use",
+    ),
+    Mutant(
         "shared_leaf_gathered_twice",
         "engine/shared_leaves.py",
         "i = index.setdefault(x, len(leaves))",
