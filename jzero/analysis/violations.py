@@ -4,8 +4,8 @@ Each gather and reduction of the traced program names its parameter (`jzero.esti
 compared with the plan by path. A compiled program has no such names, so it is compared with the traced one by kind of
 collective and bytes: a compiler can merge a second gather with the first, move a gather out of its loop, gather before
 a cast to 16 bits or over other mesh axes first, and all-reduce instead of reduce-scattering. Each of these changes the
-sums. A parameter that a pass uses several times may be gathered once for all of them: that sends less, and leaves
-nothing whole between the passes.
+sums. A parameter that a pass uses several times may be gathered once for all of them, and its gradients summed before
+they are reduced: that sends less, and leaves nothing whole between the passes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MISSING, EXCESS = 0.01, 0.05
 """The shares of the parameters' elements by which a compiled program may send less, or more, than the traced one:
 compilers keep small parameters to recompute from, and gather once more before and after a loop."""
 
-PASSES = 2
-"""The passes of a micro-batch that gather a parameter: forward and backward."""
+PASSES = {"all-gather": 2}
+"""The passes of a micro-batch that need a collective of a parameter, if not one: forward and backward gather it."""
 
 
 class PlanViolation(Exception):  # noqa: N818  # the name of the contract
@@ -169,7 +169,7 @@ class _Amounts:
 
     Attributes:
       placed: What the gathers and reductions of parameters move.
-      needed: The part of it that stays if each pass gathers a parameter once.
+      needed: The part of it that stays if each pass gathers a parameter once, and reduces a gradient once.
       traced: What all collectives of the traced program move.
       compiled: What all collectives of the compiled program move.
       updates: What the update moves in both.
@@ -219,7 +219,7 @@ class _Amounts:
 def _placed(compiled: Compiled, plan: ZeroPlan, *, by_bytes: bool) -> tuple[Amounts, Amounts]:
     """Returns what gathers and reductions of parameters move, and the least of it without whole ones between passes."""
     sizes = {x.path: x.size for x in plan.other_leaves} | {leaf.path: leaf.param.size for leaf in plan.leaves}
-    node, passes = {plan.config.node_axis} - {None}, PASSES * max(1, compiled.micro_batches)
+    node, micro_batches = {plan.config.node_axis} - {None}, max(1, compiled.micro_batches)
     amounts, elements = collections.Counter[tuple[str, Key]](), collections.Counter[tuple[str, Key]]()
     for x in compiled.sent:
         for hop in x.collectives:
@@ -229,6 +229,7 @@ def _placed(compiled: Compiled, plan: ZeroPlan, *, by_bytes: bool) -> tuple[Amou
     placed, needed = Amounts(), Amounts()
     for (path, key), amount in amounts.items():
         placed[key] += amount
+        passes = PASSES.get(key[0], 1) * micro_batches
         needed[key] += round(amount * min(1, passes * sizes.get(path, math.inf) / elements[path, key]))
     return placed, needed
 
