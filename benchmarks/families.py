@@ -254,7 +254,7 @@ def compiled(name: str, engine: str, stage: int, topology: str) -> dict[str, Any
 def figures(family: Family, built: Engine, mesh: Mesh, topology: str) -> dict[str, Any]:
     """Returns the figures of a step."""
     started = time.process_time()
-    facts = {"jax": jax.__version__, "engine_path": str(pathlib.Path(jzero.__file__).parent)}
+    facts = {"jax": jax.__version__}
     try:
         report = jzero.analyze(built.step, built.like, batch_of(family, mesh), topology=topology, mesh=mesh)
     except Exception as error:  # a table of many programs is worth more than the first that fails
