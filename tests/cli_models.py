@@ -54,37 +54,13 @@ def leaves():
     raise SystemExit("usage: ...")
 
 
-def two_values():
-    return make_state, loss_fn
-
-
-def no_tuple():
-    return None
-
-
-def takes_one(size):
-    return size
-
-
-def no_loss():
-    return make_state, "loss", jnp.ones((8, WIDTH))
-
-
-def no_state():
-    return {"w": jnp.ones(3)}, loss_fn, jnp.ones((8, WIDTH))
-
-
-def bad_maker():
-    return lambda key: 1 / 0, loss_fn, jnp.ones((8, WIDTH))
-
-
-def bad_maker_arguments():
-    return lambda: 0, loss_fn, jnp.ones((8, WIDTH))
-
-
-def uneven_batch():
-    return make_state, loss_fn, jnp.ones((13, WIDTH))
-
-
-def bad_loss():
-    return make_state, lambda params, batch: params["typo"], jnp.ones((8, WIDTH))
+SOME = jnp.ones((8, WIDTH))
+two_values = lambda: (make_state, loss_fn)
+no_tuple = lambda: None
+takes_one = lambda size: size
+no_loss = lambda: (make_state, "loss", SOME)
+no_state = lambda: ({"w": jnp.ones(3)}, loss_fn, SOME)
+bad_maker = lambda: (lambda key: 1 / 0, loss_fn, SOME)
+bad_maker_arguments = lambda: (lambda: 0, loss_fn, SOME)
+uneven_batch = lambda: (make_state, loss_fn, jnp.ones((13, WIDTH)))
+bad_loss = lambda: (make_state, lambda params, batch: params["typo"], SOME)

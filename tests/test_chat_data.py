@@ -1,21 +1,17 @@
 """Chats as rows of tokens: what is learned, what packing keeps, bad lines by number."""
 
 import json
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-from tests import hf_models
-from tests.byte_tokenizer import ASSISTANT, END, USER, ByteTokenizer, tokenizer_of_transformers
-from tests.example_runs import EXAMPLES
-
-sys.path.insert(0, str(EXAMPLES / "llm"))
 import chat_data
 import decoder
 import packing
 import training
+from tests import hf_models
+from tests.byte_tokenizer import ASSISTANT, END, USER, ByteTokenizer, tokenizer_of_transformers
 
 CHAT = [
     {"role": "user", "content": "a?"},

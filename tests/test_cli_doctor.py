@@ -90,14 +90,8 @@ def test_doctor_names_missing_compilers(monkeypatch, run):
     assert data_of(run("doctor --json"))["compilers"]["tpu"] is None
 
 
-@pytest.fixture
-def no_checks(monkeypatch):
-    """`doctor` runs no checks on devices."""
+def test_doctor_measures_a_disk(run, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", {})
-
-
-@pytest.mark.usefixtures("no_checks")
-def test_doctor_measures_a_disk(run, tmp_path):
     found = data_of(run(f"doctor --disk {tmp_path} --disk-bytes 3e6 --json"))["disk"]
     assert found["folder"] == str(tmp_path)
     assert found["free_bytes"] > 3e6

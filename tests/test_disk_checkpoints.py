@@ -1,5 +1,8 @@
 """Checkpoints of states with optimizer state on disk: the same tree as from memory, in the memory of a few records."""
 
+import ctypes
+import functools
+import gc
 import json
 import math
 import os
@@ -10,6 +13,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -187,9 +191,67 @@ def test_parameters_are_exported_leaf_by_leaf_and_loaded(on_disk, expected, plai
     train(step, loaded, 1)
 
 
+MEMORY_SHAPE = (2048, 2048)
+MEMORY_RECORD = 1 << 20
+
+
+def measure(directory):
+    """Saves and restores; returns by how many bytes memory grew meanwhile."""
+
+    def make(key, num_params):
+        params = {f"{i}": jnp.full(MEMORY_SHAPE, 1.0 + i) for i in range(num_params)}  # files are not compressed
+        return jzero.TrainState.create(params=params, tx=optax.adamw(1e-3))
+
+    os.makedirs(f"{directory}/scratch", exist_ok=True)
+    offload = jzero.Offload(optimizer="disk", path=f"{directory}/scratch", chunk_bytes=MEMORY_RECORD)
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, precision="bf16", offload=offload)
+    grew = {}
+    for num_params in (1, 3):  # the first one so that everything is compiled
+        state = jzero.init_train_state(functools.partial(make, num_params=num_params), jax.random.key(0), config=config)
+        like, path = jzero.abstract_train_state(state, config=config), f"{directory}/{num_params}"
+        grew["save"] = growth(functools.partial(jzero.save_checkpoint, path, state))
+        grew["restore"] = growth(functools.partial(jzero.restore_checkpoint, path, like))
+    plan = jzero.plan_of(state)
+    return {
+        "on_disk": plan.disk_bytes_per_device // 2 * plan.mesh.size,
+        "save": grew["save"],
+        "restore": grew["restore"] - 2 * sum(leaf.param.size for leaf in plan.leaves),  # the new parameters, in bf16
+        "allowed": 16 * MEMORY_RECORD + (44 << 20),
+    }
+
+
+def growth(call):
+    """Returns how far the memory of this process grew while it made a call."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed does not count as there
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status("VmRSS")
+    kept = call()
+    grew = status("VmHWM") - before
+    del kept
+    return grew
+
+
+def status(field):
+    line = next(x for x in pathlib.Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+MEASURE = """
+import json, sys
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+from tests.test_disk_checkpoints import measure
+
+print(json.dumps(measure(sys.argv[1])))
+"""
+
+
 @pytest.mark.slow
 def test_saving_and_restoring_take_the_memory_of_a_few_records(tmp_path):
-    command = [sys.executable, "-W", "error", "-m", "tests.disk_checkpoint_run", str(tmp_path)]
+    command = [sys.executable, "-W", "error", "-c", MEASURE, str(tmp_path)]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed goes back to the system at once
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

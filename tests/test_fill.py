@@ -64,10 +64,14 @@ def peak_with(blocks):
     return reckoned(jzero.make_train_step(loss_fn, remat=jzero.Keep(params="all", blocks=blocks)))
 
 
-def test_everything_is_kept_where_memory_is_free():
-    step, full = filled(None)
-    assert full.remat == jzero.Keep(params="all", blocks=LAYERS)
-    assert step.remat is None
+@pytest.mark.parametrize("given", [{}, {"remat": "as_written"}])
+def test_everything_is_kept_where_memory_is_free(given):
+    """A given `remat` stays, and a step can be filled again."""
+    step, full = filled(None, **given)
+    assert full.remat == jzero.Keep(params="all", **given or {"blocks": LAYERS})
+    assert step.remat == given.get("remat")
+    again = jzero.fill_memory(full, default_state(), make_batch(), topology="h200:8", confirm=False)
+    assert again.remat.params == "all"
 
 
 def test_parameters_come_before_blocks_and_the_last_used_first():
@@ -182,18 +186,6 @@ def test_rows_of_stacks_stay_partitioned_where_links_have_time():
     assert step.remat is None
     _, found = filled(None, loss=scan_loss, state=state, batch=make_batch(8))
     assert found.remat == jzero.Keep(params="all")
-
-
-@pytest.mark.slow
-def test_a_given_remat_stays():
-    _, found = filled(None, remat="as_written")
-    assert found.remat == jzero.Keep(params="all", remat="as_written")
-
-
-def test_a_step_can_be_filled_again():
-    _, once = filled(None)
-    twice = jzero.fill_memory(once, default_state(), make_batch(), topology="h200:8", confirm=False)
-    assert twice.remat.params == "all"
 
 
 @pytest.mark.parametrize("fields", [{"stage": 2}, {"reshard_after_forward": False}])

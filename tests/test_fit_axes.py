@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,15 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jzero
-from tests import hf_models, test_context
-from tests.example_runs import EXAMPLES
-from tests.plan_states import abstract_mesh
-from tests.tiers import slow
-
-sys.path.insert(0, str(EXAMPLES / "llm"))
 import balance
 import decoder
 import expert_parallel
+import jzero
 import pretrain
 import training
+from tests import hf_models, test_context
+from tests.plan_states import abstract_mesh
+from tests.tiers import slow
 
 WIDTH, HIDDEN, EXPERTS, ROWS = 10, 14, 4, 96
 CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0, padding_threshold=0)

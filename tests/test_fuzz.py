@@ -18,12 +18,72 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training import train_state
 from jax import lax
 
 import jzero
-from tests.fuzz_cases import FROZEN, OPTIMIZERS, TRAINABLE, Case, Layer, cases, make_batch
-from tests.fuzz_problems import STEPS, WIDTH, Problem, is_frozen, is_real, make_problem, path_str
+from tests.fuzz_cases import (
+    FROZEN,
+    OPTIMIZERS,
+    TRAINABLE,
+    Case,
+    Layer,
+    cases,
+    forward,
+    make_batch,
+    make_params,
+    reduced,
+)
 from tests.test_loss_scale import expected_scales
+
+STEPS, WIDTH = 3, 7
+
+
+class Problem(NamedTuple):
+    """A case for either side.
+
+    Attributes:
+      state: A train state.
+      loss_fn: As jzero takes it.
+      params: The parameters by path, as plain jax takes them.
+      plain_loss: `plain_loss(params, batch)` with those.
+    """
+
+    state: Any
+    loss_fn: Any
+    params: dict[str, Any]
+    plain_loss: Any
+
+
+def path_str(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_frozen(path: str) -> bool:
+    return not re.fullmatch(TRAINABLE, path)
+
+
+def _tx(case: Case) -> Any:
+    """The optimizer; where leaves are frozen optax is told so, since `init` knows no moments of integers."""
+    tx = OPTIMIZERS[case.optimizer]()
+    if not set(case.extras) & set(FROZEN):
+        return tx
+    return optax.masked(tx, lambda p: jax.tree_util.tree_map_with_path(lambda at, _: not is_frozen(path_str(at)), p))
+
+
+def make_problem(case: Case) -> Problem:
+    params, _ = make_params(case, WIDTH)
+    loss_fn = lambda params, batch: reduced(case, params, forward(case, params, batch["x"], batch), batch)
+    create = jzero.TrainState.create if case.framework == "plain" else train_state.TrainState.create
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    flat = {path_str(path): x for path, x in leaves}
+    plain_loss = lambda flat, batch: loss_fn(jax.tree.unflatten(treedef, list(flat.values())), batch)
+    return Problem(create(apply_fn=None, params=params, tx=_tx(case)), loss_fn, flat, plain_loss)
+
+
+def is_real(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
 
 REFUSALS = ("`Weighted.weight` depends on parameters",)  # with micro-batches
 """How the errors begin that a draw may end in; all others are failures."""

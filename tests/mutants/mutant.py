@@ -14,7 +14,7 @@ class Mutant(NamedTuple):
       old: Text that occurs in it once.
       new: What takes its place.
       test: The test that must fail, as `file::function` below `tests/`.
-      cases: Which cases of it suffice, as pytest's `-k` takes them; all by default.
+      cases: Which cases of it suffice, as pytest's `-k` takes them, where all would take long.
     """
 
     name: str

@@ -9,7 +9,7 @@ MUTANTS = [
         "engine/gradients.py",
         "parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps",
         "parts = num_batch_shards(plan.mesh, plan.config)",
-        "test_engine_loops.py::test_accumulated_micro_batches_equal_the_whole_batch",
+        "test_fuzz.py::test_a_small_case_trains_like_plain_optax",
     ),
     Mutant(
         "unscaled_without_predivide",
@@ -31,7 +31,6 @@ MUTANTS = [
         "            replicated = replicated + square",
         "            sharded = sharded + square",
         "test_accumulation.py::test_clip_norm_equals_optax_clipping",
-        "[0]",
     ),
     Mutant(
         "micro_batches_start_from_the_state_before_the_step",
@@ -94,14 +93,14 @@ MUTANTS = [
         "_compat.py",
         "value = np.bool_(literal.val) if isinstance(literal.val, bool) else literal.val",
         "value = literal.val",
-        "test_constants.py::test_constants_of_a_training_step",
+        "test_engine_values.py::test_constants_of_a_training_step",
     ),
     Mutant(
         "numbers_of_python_in_their_own_width",
         "engine/written_variables.py",
         "can_represent(dtype, kind)",
         "False",
-        "test_constants.py::test_constants_of_a_training_step",
+        "test_engine_values.py::test_constants_of_a_training_step",
     ),
     Mutant(
         "rows_are_averaged",
@@ -124,7 +123,6 @@ MUTANTS = [
         'name == "mul" and any(zero) and _finite_elsewhere(eqn, zero)',
         'name == "mul" and any(zero)',
         "test_trained.py::test_what_is_not_frozen_is_trained",
-        "times and zero",
     ),
     Mutant(
         "skipped_step_applied",
@@ -152,7 +150,7 @@ MUTANTS = [
         "update/transformation.py",
         "return _compat.when_added(update, lambda total: leaf.store(total.astype(leaf.dtype)))",
         "return update",
-        "test_engine_loops.py::test_two_updates_of_parameters_held_whole_keep_their_layout",
+        "test_engine.py::test_two_updates_of_parameters_held_whole_keep_their_layout",
     ),
     Mutant(
         "padding_updated",
@@ -190,7 +188,6 @@ MUTANTS = [
         '_require(dim not in contracted[k], "a product over slices")',
         "pass",
         "test_batches.py::test_what_mixes_slices_has_no_program_of_one",
-        "product",
     ),
     Mutant(
         "norms_of_all_slices_count_as_those_of_one",
@@ -198,7 +195,6 @@ MUTANTS = [
         '_require(dim not in gone, f"`{eqn.primitive.name}` over slices")',
         "pass",
         "test_batches.py::test_what_mixes_slices_has_no_program_of_one",
-        "sum",
     ),
     Mutant(
         "matrices_get_numbers_of_others",
@@ -242,7 +238,6 @@ MUTANTS = [
         "return lax.select(same, master, lax.convert_element_type(param, master.dtype))",
         "return master",
         "test_precision_masters.py::test_an_edit_by_replace_is_taken_over",
-        "[bf16-2]",
     ),
     Mutant(
         "truncated_not_rounded",
