@@ -66,20 +66,6 @@ def test_what_was_loaded_is_written_again(family, stage, num_devices, tmp_path):
     assert jzero.hf.read_config(tmp_path / "out") == config
 
 
-@pytest.mark.slow
-def test_16_bits_are_written_as_they_were(tmp_path):
-    config = hf_models.write_folder(tmp_path / "like", "llama3")
-    there = {name: x.astype(ml_dtypes.bfloat16) for name, x in hf_models.tensors(config).items()}
-    hf_models.write_tensors(tmp_path / "like", there)
-    for precision, dtype in (("fp32", "bfloat16"), ("bf16", "bfloat16"), ("bf16", None)):
-        out = tmp_path / f"{precision}-{dtype}"
-        state = jzero.load_params(born(config, precision=precision)[0], tmp_path / "like", mapping="llama")
-        jzero.export_params(state, out, mapping="llama", like=tmp_path / "like", dtype=dtype)
-        wanted = there if dtype else {name: x.astype(np.float32) for name, x in there.items()}
-        assert {name: x.tobytes() for name, x in tensors_in(out).items()} == {n: x.tobytes() for n, x in wanted.items()}
-        assert json.loads((out / "config.json").read_text())["dtype"] == (dtype or "float32")
-
-
 def test_a_checkpoint_is_written_as_its_state_is(tmp_path):
     config = hf_models.write_folder(tmp_path / "like", "gemma2")
     state = jzero.load_params(born(config)[0], tmp_path / "like", mapping="auto")

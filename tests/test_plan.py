@@ -1,7 +1,8 @@
 """Plans: what is cut at each stage, who owns an optimizer leaf, bytes per device, and what stays whole."""
 
-import dataclasses
+import functools
 import gc
+import math
 import weakref
 
 import jax
@@ -9,16 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.plan.table import format_bytes
 from tests.plan_states import (
     OPTIMIZERS,
     PARAMS,
     RULES,
     STAGES,
-    abstract_state,
     momentum_that_looks_into_the_parameters,
     plan_for,
 )
@@ -45,41 +45,6 @@ def test_stage_says_what_is_cut(stage):
     assert plan.opt_state[0].count == P()
     # Stage 1 too hands cut gradients to the optimizer; what differs from stage 2 is when they are reduced.
     assert plan.grads == (cut if stage >= 1 else whole)
-
-
-def test_stage_3_alone_pads_params():
-    for stage, num_shards in ((0, 7), (1, 7), (2, 7)):
-        plan = plan_for({"odd": (37, 11), "tiny": (3,)}, num_shards=num_shards, stage=stage, persistence_threshold=0)
-        assert plan.params == {"odd": P(), "tiny": P()}
-        assert plan.padding == {"odd": 0, "tiny": 0}
-        assert [leaf.param.stored_shape for leaf in plan.leaves] == [(37, 11), (3,)]
-    plan = plan_for({"odd": (37, 11)}, num_shards=8, stage=3, persistence_threshold=0)
-    assert plan.params == {"odd": P("data")}
-    assert plan.padding == {"odd": 3 * 11}
-    assert plan.opt_leaves[1].stored_shape == (40, 11), "the moments likewise"
-
-
-@pytest.mark.smoke
-def test_mesh_of_a_machine_that_is_not_there_needs_no_more_than_names_and_sizes():
-    state = abstract_state({"w": jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)}, optax.adam(1e-3))
-    plan = jzero.plan_train_state(state, stage=3, mesh=AbstractMesh((512,), ("data",)))
-    assert plan.opt_state[0].mu == {"w": P("data")}
-    assert plan.bytes_per_device.params == 4 * (1 << 40) // 512, "of four terabytes"
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("stage", [2, 3])
-def test_sharded_state_carries_its_plan_and_every_value(stage):
-    params = {"w": jnp.linspace(0, 1, 512 * 257).reshape(512, 257), "odd": jnp.arange(117.0), "b": jnp.arange(13)}
-    state = jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
-    before = jzero.plan_train_state(state, config=config)
-    sharded = jzero.shard_train_state(state, config=config)
-    assert jzero.plan_of(sharded) == before
-    assert jzero.plan_train_state(sharded, config=config) == before, "an already sharded state is planned anew"
-    for x, spec in zip(jax.tree.leaves(sharded.params), jax.tree.leaves(before.params), strict=True):
-        assert x.sharding == NamedSharding(before.mesh, spec)
-    jax.tree.map(np.testing.assert_array_equal, jzero.unshard_train_state(sharded), state)
 
 
 # What stays whole.
@@ -215,23 +180,6 @@ def test_rules_for_a_dimension_and_a_scanned_one_are_obeyed():
 # Plans are values.
 
 
-def test_plans_are_values():
-    config = {"persistence_threshold": 10, "rules": {"w": jzero.LeafRule(dim=0)}}
-    first, second = (plan_for({"w": (64, 37), "b": (5,)}, stage=3, **config) for _ in range(2))
-    assert first == second
-    assert hash(first) == hash(second)
-    assert len({first, second}) == 1
-    others = [
-        plan_for({"w": (64, 37), "b": (5,)}, stage=2, **config),
-        plan_for({"w": (64, 37), "b": (6,)}, stage=3, **config),
-        plan_for({"w": (64, 37), "b": (5,)}, stage=3, num_shards=7, **config),
-        plan_for({"w": (64, 37), "b": (5,)}, stage=3, tx=optax.lion(1e-3), **config),
-    ]
-    assert all(other != first for other in others)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        first.mesh = None
-
-
 def test_a_mesh_axis_that_nothing_is_split_over_is_told():
     state = jzero.TrainState.create(params={"w": np.zeros((64, 64), np.float32)}, tx=optax.sgd(0.1, momentum=0.9))
     mesh = jax.sharding.AbstractMesh((2, 4), ("replica", "data"))
@@ -247,12 +195,16 @@ def test_a_mesh_axis_that_nothing_is_split_over_is_told():
 
 
 def test_equal_plans_are_one_object_as_long_as_one_is_held():
-    make = lambda size: jzero.TrainState.create(params={"w": np.zeros((size, 64), np.float32)}, tx=optax.sgd(0.1))
-    first, second = (jzero.plan_train_state(make(64), stage=3) for _ in range(2))
-    assert first is second
-    assert jzero.plan_of(jzero.shard_train_state(make(64), stage=3)) is first
-    assert jzero.plan_train_state(make(72), stage=3) != first
-    gone = weakref.ref(jzero.plan_train_state(make(80), stage=3))
+    config = {"stage": 3, "persistence_threshold": 10, "rules": {"w": jzero.LeafRule(dim=0)}}
+    make = lambda **other: plan_for(**{"params": {"w": (64, 37), "b": (5,)}, **config, **other})
+    first = make()
+    assert make() is first
+    others = [{"stage": 2}, {"params": {"w": (64, 37), "b": (6,)}}, {"num_shards": 7}, {"tx": optax.lion(1e-3)}]
+    assert all(make(**other) != first for other in others)
+    plain = jzero.TrainState.create(params={"w": np.zeros((64, 64), np.float32)}, tx=optax.sgd(0.1))
+    planned = jzero.plan_train_state(plain, stage=3)
+    assert jzero.plan_of(jzero.shard_train_state(plain, stage=3)) is planned
+    gone = weakref.ref(make(num_shards=5))
     gc.collect()
     assert gone() is None
 
@@ -313,3 +265,92 @@ def test_parameters_may_be_one_array():
     plan = plan_for((64, 128), num_shards=8, stage=3, persistence_threshold=0)
     assert plan.params == P(None, "data")
     assert plan.opt_state[0].mu == plan.opt_state[0].nu == P(None, "data")
+
+
+def device_bytes(tree):
+    """Bytes of the tree's arrays that live on the first device."""
+    first = jax.devices()[0]
+    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == first]
+    return sum(s.data.nbytes for s in shards)
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "devices"), [("adamw", 3, 5), ("adafactor", 1, 8), ("masked by function", 3, 8)]
+)
+def test_bytes_per_device_are_those_of_the_live_buffers(name, stage, devices):
+    tx = OPTIMIZERS[name]()
+    params = {k: jnp.ones(shape) for k, shape in PARAMS.items()} | {"half": jnp.ones((24, 8), jnp.bfloat16)}
+    state = jzero.TrainState.create(params=params, tx=tx)
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, rules=RULES)
+    mesh = jzero.make_mesh(devices=jax.devices()[:devices])
+    plan = jzero.plan_train_state(state, config=config, mesh=mesh)
+    sharded = jzero.shard_train_state(state, config=config, mesh=mesh)
+    assert plan.bytes_per_device.params == device_bytes(sharded.params)
+    assert plan.bytes_per_device.opt_state == device_bytes(sharded.opt_state)
+    assert plan.bytes_per_device.total == sum(plan.bytes_per_device)
+
+
+@pytest.mark.parametrize(("stage", "num_shards"), [(0, 8), (1, 64), (2, 8), (3, 64)])
+def test_bytes_agree_with_the_arithmetic_of_zero(stage, num_shards):
+    shapes = {"embed": (50257, 256), "blocks": {"kernel": (6, 256, 768), "bias": (6, 768)}}
+    plan = plan_for(shapes, num_shards=num_shards, stage=stage, persistence_threshold=0)
+    psi = sum(math.prod(leaf.param.shape) for leaf in plan.leaves)
+    assert psi > 10_000_000
+    expected = {
+        "params": 4 * psi / (num_shards if stage == 3 else 1),
+        "grads": 4 * psi / (num_shards if stage >= 2 else 1),
+        "opt_state": 8 * psi / (num_shards if stage >= 1 else 1),
+    }
+    assert plan.bytes_per_device._asdict() == pytest.approx(expected, rel=0.02)
+    assert plan.bytes_per_device.total == pytest.approx(sum(expected.values()), rel=0.02)
+    assert plan.replicated_bytes._asdict() == pytest.approx(
+        {"params": 4 * psi, "grads": 4 * psi, "opt_state": 8 * psi}, rel=1e-6
+    )
+
+
+def test_gathered_bytes_by_hand():
+    params = {"w": (512, 256), "v": (256, 64), "b": (512,)}
+    w, v, b = (4 * math.prod(shape) for shape in params.values())
+    gathered = {
+        0: 0,
+        1: w + v + b,  # once, after the update
+        2: w + v + b,
+        3: 2 * (w + v) + b,  # forward and backward; `b` stays whole between updates
+    }
+    for stage, expected in gathered.items():
+        assert plan_for(params, stage=stage, persistence_threshold=512).gathered_bytes == expected, stage
+    kept = plan_for(params, stage=3, persistence_threshold=512, reshard_after_forward=False)
+    assert kept.gathered_bytes == w + v + b
+    assert kept.traffic.bytes_gathered_in(micro_batches=3) == 3 * (w + v) + b
+    assert plan_for({"scalar": ()}, stage=3).gathered_bytes == 0, "what is not cut is never gathered"
+    assert plan_for({"odd": (129, 3)}, stage=3, persistence_threshold=0).gathered_bytes == 2 * 4 * 136 * 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_plans_of_whole_parameters_tell_what_stage_3_would_hold(stage, precision):
+    rules = {"kept": jzero.LeafRule(persistent=True), "shared": jzero.LeafRule(replicated=True)}
+    params = {"w": (512, 256), "odd": (129, 3), "b": (512,), "kept": (64, 64), "shared": (64, 64)}
+    make = functools.partial(plan_for, params, precision=precision, persistence_threshold=512, rules=rules)
+    other = make(stage=3, reshard_after_forward=False)
+    held = lambda plan: format_bytes(plan.bytes_per_device.params + plan.bytes_per_device.opt_state)
+    plan = make(stage=stage)
+    said = f"params and opt_state take {held(other)} then, not {held(plan)}"
+    assert (said in str(plan)) == (stage in (1, 2))
+    assert ("reshard_after_forward" in str(plan)) == (stage in (1, 2))
+    if stage in (1, 2):
+        assert plan.gathered_bytes == other.gathered_bytes
+
+
+# Text.
+
+
+def test_text_counts_the_rows_that_it_hides():
+    plan = plan_for({f"w{i:02}": (64, 64) for i in range(50)}, stage=3, persistence_threshold=0)
+    assert "w49" not in str(plan)
+    assert "... 10 more (plan.table(max_rows=None))" in str(plan)
+    assert "w49" in plan.table(max_rows=None)
+    assert "more" not in plan.table(max_rows=None)
