@@ -1,5 +1,6 @@
 """The monitor of a training loop: what is fetched when, what sinks get, what a person sees, what is profiled."""
 
+import contextlib
 import json
 import pathlib
 import types
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 import jzero
+from jzero.monitor import progress as progress_module
 from jzero.monitor import readings as readings_module
 from jzero.step.metrics import STEP_METRICS
 from tests import disk_states, pages
@@ -29,21 +31,6 @@ def test_nothing_is_read_before_the_step_after_the_interval():
     assert reads == list(range(1, 11)), "each once; the last ones at the end"
     assert [step for step, _ in sink] == list(range(1, 11))
     assert [values["loss"] for _, values in sink] == list(range(1, 11))
-
-
-def test_times_are_between_fetches_and_the_first_step_is_apart(monkeypatch):
-    clock, sink = Clock(monkeypatch), Record()
-    with quiet(sinks=[sink], every=4, tokens_per_step=600) as monitor:
-        for seconds in (30, 1, 1, 1, 3, 3, 3, 3, 5):
-            clock.now += seconds
-            monitor.log({"loss": 1.0})
-        clock.now += 7
-    timed = {step: {k: v for k, v in values.items() if k.startswith("perf/")} for step, values in sink}
-    assert [step for step, values in timed.items() if values] == [1, 4, 8, 9]
-    assert timed[1] == {"perf/first_step_seconds": 31}, "until step 1 was read, after step 2 was dispatched"
-    assert timed[4] == {"perf/seconds_per_step": (1 + 1 + 3) / 3, "perf/tokens_per_second": 600 / (5 / 3)}
-    assert timed[8]["perf/seconds_per_step"] == (3 + 3 + 3 + 5) / 4
-    assert timed[9]["perf/seconds_per_step"] == 7, "read at the end"
 
 
 def test_time_in_pause_counts_nowhere(monkeypatch):
@@ -130,18 +117,6 @@ def test_what_cannot_be_a_metric_is_named(metrics, error, text):
     assert not sink
 
 
-def test_values_now_and_then_come_at_once_after_the_steps_before():
-    sink = Record()
-    with quiet(sinks=[sink], every=10) as monitor:
-        monitor.write({"validation": 9.0})
-        for _ in range(3):
-            monitor.log({"loss": 1.0})
-        monitor.write({"validation": {"loss": jnp.float32(8)}})
-        assert sink[0] == (0, {"validation": 9.0})
-        assert [step for step, _ in sink] == [0, 1, 2, 3, 3]
-        assert sink[-1] == (3, {"validation/loss": 8.0})
-
-
 def test_a_failing_sink_is_named_and_the_others_are_closed():
     good = Record()
 
@@ -223,3 +198,65 @@ def test_guide_runs_from_top_to_bottom(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in pathlib.Path("run/log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, 46), 45, *range(46, 61), 60]
     assert list(pathlib.Path("run").rglob("*.xplane.pb"))
+
+
+def test_bar_ends_if_the_profile_cannot_begin(monkeypatch):
+    closed = []
+    monkeypatch.setattr(progress_module.Lines, "close", lambda self: closed.append(True))
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(jzero.Monitor(profile_dir="p", profile_steps=(1, 1)), steps=1)
+    assert len(closed) == 1
+
+
+class Traces(list):
+    """Stands for `jax.profiler`'s traces."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(jax.profiler, "start_trace", self.append)
+        monkeypatch.setattr(jax.profiler, "stop_trace", lambda: self.append("stop"))
+        steps = self
+
+        class Annotation:
+            def __init__(self, name, step_num):
+                self.step = step_num
+
+            def __enter__(self):
+                steps.append(self.step)
+
+            def __exit__(self, *error):
+                steps.append(-self.step)
+
+        monkeypatch.setattr(jax.profiler, "StepTraceAnnotation", Annotation)
+
+
+def test_one_profile_of_the_steps_asked_for(monkeypatch):
+    traces, sink, reads = Traces(monkeypatch), Record(), []
+    with quiet(sinks=[sink], every=100, start_step=20, profile_dir="p", profile_steps=(3, 4)) as monitor:
+        for step in range(6):
+            monitor.log({"loss": Reading(step, reads)})
+            if step == 1:
+                assert len(reads) == 2, "nothing of the steps before runs while it is traced"
+            if step == 3:
+                assert len(reads) == 4, "the trace ends when its steps have"
+    assert traces == ["p", 23, -23, 24, -24, "stop"]
+    ends = [step for step, values in sink if any(name.startswith("perf/") for name in values)]
+    assert ends == [21, 22, 24, 26], "an interval of its own"
+
+
+@pytest.mark.parametrize("error", [None, KeyError("mine")])
+def test_profile_ends_with_the_loop(error, monkeypatch):
+    traces = Traces(monkeypatch)
+    with contextlib.nullcontext() if error is None else pytest.raises(KeyError, match="mine"):
+        run(quiet(profile_dir="p", profile_steps=(2, 9)), steps=3, error=error)
+    assert traces[0] == "p"
+    assert traces[-1] == "stop"
+    assert traces.count("stop") == 1
+    assert sum(x for x in traces if isinstance(x, int)) == 0, "every annotation that began has ended"
+
+
+def test_profile_that_was_not_taken_is_a_warning(monkeypatch):
+    traces = Traces(monkeypatch)
+    with pytest.warns(UserWarning, match="after 3 steps, .*, 10"):
+        run(quiet(profile_dir="p"), steps=3)
+    assert not traces

@@ -6,7 +6,12 @@ What two processes do without dying they do one after another in one run, as far
 import concurrent.futures
 import hashlib
 import json
+import os
+import pathlib
 import signal
+import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -14,16 +19,37 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from tests import data_results, data_worker, models, multiprocess_states, multiprocess_worker, real_processes
+from tests import data_results, data_worker, models, multiprocess_states, multiprocess_worker
+
+ROOT = pathlib.Path(__file__).parents[1]
+TIME_LIMIT = 300  # seconds, in place of for ever
 
 
 def run_processes(scenarios, folder):
-    """Runs functions of the worker in two processes; returns `(exit status, stdout, stderr)` of each."""
-    return real_processes.run_processes(
-        "tests.multiprocess_worker",
-        lambda index, port: [scenarios, index, port, folder],
-        multiprocess_worker.NUM_PROCESSES,
-    )
+    """Runs functions of the worker in processes on a free port; returns `(exit status, stdout, stderr)` of each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    start = [sys.executable, "-W", "error", "-m", "tests.multiprocess_worker", scenarios]
+    processes = [
+        subprocess.Popen(
+            [*start, str(index), str(port), str(folder)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(multiprocess_worker.NUM_PROCESSES)
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIME_LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # no more than a formality, unless one of them hangs
+            process.wait()
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
 def results_in(output):

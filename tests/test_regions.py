@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import _compat
+from jzero.jaxpr import primitives
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.products import cost_of, mixes
 from jzero.jaxpr.regions import find_regions, flow_of
@@ -84,3 +85,11 @@ def test_costs_are_those_of_products_in_loops_and_of_the_longest_branch():
     assert cost_of(loop) == 7 * product
     branch = jax.make_jaxpr(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x.T, lambda: jnp.ones((4, 4))))(x)
     assert product <= cost_of(branch) <= product + 100
+
+
+def test_every_primitive_has_one_row():
+    """A name in two rows would silently have the traits of the last one."""
+    names = [name for _, names in primitives._ROWS for name in names.split()]
+    assert sorted(names) == sorted(primitives.TRAITS)
+    assert primitives.CHEAP < primitives.LIGHT
+    assert not primitives.LIGHT & primitives.primitives_with(primitives.Trait.MIXING | primitives.Trait.CALL)
