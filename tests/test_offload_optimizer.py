@@ -1,7 +1,9 @@
 """Optimizer state on the host: the same numbers, less device memory, nothing left behind."""
 
 import dataclasses
+import functools
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -163,3 +165,157 @@ def test_stochastic_rounding_draws_the_same_bits_wherever_it_runs():
         CPU,
     ):
         jax.tree.map(np.testing.assert_array_equal, run(offload), want)
+
+
+def test_born_there_laid_out_anew_and_back():
+    def make(key):
+        params = {"w": jax.random.normal(key, (129, 40)), "b": jnp.zeros(7)}
+        return jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
+
+    born = jzero.init_train_state(make, jax.random.key(0), config=config(3, "bf16"))
+    placed = jzero.shard_train_state(make(jax.random.key(0)), config=config(3, "bf16"))
+    assert kinds(born.opt_state.inner) == kinds(born.opt_state.masters) == {"pinned_host"}
+    assert [x.sharding for x in jax.tree.leaves(born)] == [x.sharding for x in jax.tree.leaves(placed)]
+    for path, x in arrays(placed).items():  # drawn inside of a program and outside: up to the last bit
+        np.testing.assert_allclose(
+            np.asarray(arrays(born)[path], np.float32),
+            np.asarray(x, np.float32),
+            rtol=1e-2 if x.dtype == jnp.bfloat16 else 1e-6,
+        )
+    away = jzero.shard_train_state(born, config=config(1, "bf16", jzero.Offload()))
+    assert kinds(away) == {"device"}
+    back = jzero.shard_train_state(away, config=config(3, "bf16"))
+    assert_same_bits(arrays(back), arrays(born))
+    made = born.tx.init(born.params)
+    assert kinds((made.masters, made.inner)) == {"pinned_host"}
+
+
+mlp_state = functools.partial(small_state, sizes=models.MLP_SIZES)
+
+
+def test_part_of_it():
+    by_size = ["layer_1/kernel", "layer_0/kernel", "layer_2/kernel", "layer_0/bias", "layer_1/bias", "layer_2/bias"]
+
+    def offloaded(offload, **options):
+        plan = jzero.plan_of(mlp_state(3, offload=offload, **options))
+        return {plan.leaves[i].path for i in plan.offloaded}
+
+    sizes = {x.path: x.param.size for x in jzero.plan_of(mlp_state(3)).leaves}
+    assert sorted(sizes, key=lambda path: -sizes[path]) == by_size
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.0)) == set()
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.5)) == set(by_size[:1])
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.7)) == set(by_size[:2])
+    rules = {".*bias": jzero.LeafRule(offload=False), "layer_2/kernel": jzero.LeafRule(offload=True)}
+    assert offloaded(HOST, rules=rules) == set(by_size[:3])
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.0), rules=rules) == {"layer_2/kernel"}
+
+
+def test_frozen_parameters_do_not_count():
+    params = {"frozen": jnp.ones((256, 512)), "a": jnp.ones((128, 64)), "b": jnp.ones((64, 32))}
+    labels = {"frozen": "f", "a": "t", "b": "t"}
+    tx = optax.multi_transform({"f": optax.set_to_zero(), "t": optax.adam(1e-3)}, labels)
+    state = jzero.TrainState.create(params=params, tx=tx)
+    for ratio, expected in ((0.5, {"a"}), (0.9, {"a", "b"}), (0.0, set())):
+        plan = jzero.plan_train_state(state, config=config(3, offload=jzero.Offload(optimizer="host", ratio=ratio)))
+        assert {plan.leaves[i].path for i in plan.offloaded} == expected
+
+
+def test_a_budget_moves_no_more_than_it_must():
+    def plan(budget, **options):
+        return jzero.plan_of(mlp_state(3, offload=jzero.Offload(optimizer="host", device_budget_bytes=budget)))
+
+    everything = jzero.plan_of(mlp_state(3, offload=jzero.Offload())).bytes_per_device
+    full = everything.params + everything.opt_state
+    assert not plan(full).offloaded
+    one = plan(full - 1)
+    assert [one.leaves[i].path for i in one.offloaded] == ["layer_1/kernel"]
+    kernel = 61 * 128 // 8 * 4  # 127 rows padded to 128
+    assert one.bytes_per_device.opt_state == everything.opt_state - 2 * kernel
+    assert one.host_bytes_per_device == (0, 0, 2 * kernel)
+    least = jzero.plan_of(mlp_state(3)).bytes_per_device
+    assert len(plan(least.params + least.opt_state).offloaded) == 6
+    with pytest.raises(ValueError, match="device_budget_bytes=100` cannot"):
+        plan(100)
+
+
+def test_what_needs_more_than_elements_says_so():
+    state = small_state(3, tx=optax.contrib.muon(1e-3), sizes=ONE_LAYER)
+    with pytest.warns(UserWarning, match=r"as a whole: \['layer_0/kernel'"):
+        step_of().eval_shape(state, models.mlp_batch(48))
+    away = dataclasses.replace(SMALL, params="host")
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tx in (clipped, optax.lamb(1e-3)):  # norms are summed chunk by chunk
+            step_of().eval_shape(small_state(3, tx=tx, offload=away, sizes=ONE_LAYER), models.mlp_batch(48))
+
+
+def test_plan_and_analysis_tell_host_bytes_apart():
+    state = small_state(3, "bf16")
+    plan = jzero.plan_of(state)
+    held = lambda kind: sum(
+        x.addressable_shards[0].data.nbytes
+        for x in jax.tree.leaves((state.params, state.opt_state))
+        if x.sharding.memory_kind == kind
+    )
+    assert plan.host_bytes_per_device.total == held("pinned_host")
+    assert plan.bytes_per_device.params + plan.bytes_per_device.opt_state == held("device")
+    assert "on the host" in str(plan)
+    report = jzero.analyze(step_of(), state, models.mlp_batch(48))
+    assert report.memory.host == report.estimated.host == held("pinned_host")
+    assert report.estimated.params + report.estimated.opt_state == held("device")
+    batch = sum(x.nbytes for x in models.mlp_batch(48).values()) // 8
+    assert report.memory.arguments == report.estimated.arguments == held("device") + batch + 4  # the step's number
+    report.verify()
+
+
+def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
+    """As compile-only GPUs: a plan is fine, but nothing may be placed where the devices would have to hold it."""
+    monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: [])
+    for room in ("layout.leaves", "plan.state_layout"):  # the function itself keeps what it knows of a mesh
+        monkeypatch.setattr(f"jzero.{room}.names_host_memory", lambda mesh: False)
+    monkeypatch.setattr("jzero.plan.planner._PLANS", weakref.WeakKeyDictionary())  # an equal one knows other memories
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2))
+    assert jzero.plan_train_state(state, config=config(3)).host_bytes_per_device.opt_state > 0
+    for place in (
+        lambda: jzero.shard_train_state(state, config=config(3)),
+        lambda: jzero.init_train_state(lambda key: state, jax.random.key(0), config=config(3)),
+    ):
+        with pytest.raises(ValueError, match="do not say what memories"):
+            place()
+
+
+# Moved for a while.
+
+
+def moved_state():
+    return small_state(3, offload=jzero.Offload())
+
+
+def test_evaluation_needs_the_parameters_alone():
+    state = moved_state()
+    evaluate = jzero.make_eval_step(lambda params, batch: {"loss": models.mlp_loss(params, batch)})
+    expected = evaluate(state, models.mlp_batch(24))["loss"]
+    away = jzero.offload_train_state(state, include=["opt_state"])
+    assert kinds(away.params) == {"device"}
+    assert float(evaluate(away, models.mlp_batch(24))["loss"]) == float(expected)
+    gone = jzero.offload_train_state(away, include=["params"])
+    with pytest.raises(RuntimeError, match="in host memory"):
+        evaluate(gone, models.mlp_batch(24))
+    there = arrays(jzero.gather_params(gone))  # which takes copies
+    assert_same_bits(arrays(jzero.gather_params(jzero.reload_train_state(gone))), there)
+
+
+def test_fields_that_are_not_there():
+    with pytest.raises(ValueError, match=r"`include` .*got \['mu'\]"):
+        jzero.offload_train_state(moved_state(), include=["mu"])
+    with pytest.raises(ValueError, match="got 'params'"):
+        jzero.offload_train_state(moved_state(), include="params")
+
+
+def test_devices_without_host_memory(monkeypatch):
+    monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: ["device"])
+    state = moved_state()
+    with pytest.raises(ValueError, match=r"'pinned_host', only \['device'\]"):
+        jzero.offload_train_state(state)
+    assert np.isfinite(float(state.params["layer_0"]["bias"][0])), "and nothing was moved"

@@ -1,20 +1,72 @@
-"""`prefetch_bytes`: the same numbers, gathered ahead, by no more than the bound."""
+"""`prefetch_bytes`: the same numbers, gathered ahead by no more than the bound, and how far ahead."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from jax import lax
+from jax.interpreters import partial_eval as pe
 
 import jzero
-from tests import engine_losses
+from jzero import _compat
+from jzero.layout.platform import PLATFORMS
+from tests import engine_losses, shared
 from tests.engine_losses import D
-from tests.prefetch_models import (
-    AMPLE,
-    short_loops_too,  # noqa: F401  # fixtures
-)
 from tests.tiers import slow
+
+AMPLE = 2**30
+
+
+@pytest.fixture(autouse=True)
+def short_loops_too(monkeypatch):
+    """Loops of these tests have few turns, whose last gathers a large share in vain."""
+    monkeypatch.setattr("jzero.engine.prefetch.MOST_IN_VAIN", 1.0)
+
+
+def on(platform, monkeypatch):
+    """Has steps traced as for such devices."""
+    facts = {name: getattr(PLATFORMS[platform], name) for name in ("second_gather", "postpones", "prefetches")}
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(**facts))
+
+
+def two_products(p, batch):
+    def layer(h, w):
+        return jnp.tanh(jnp.tanh(h @ w["up"]) @ w["down"]), None
+
+    return jnp.square(lax.scan(layer, batch, p)[0]).mean()
+
+
+def stack_state(limit, layers=5, width=32, inner=64, precision="fp32"):
+    rng = np.random.default_rng(0)
+    params = {
+        "up": rng.normal(size=(layers, width, inner)).astype(np.float32) / 6,
+        "down": rng.normal(size=(layers, inner, width)).astype(np.float32) / 8,
+    }
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=limit, precision=precision)
+    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), config=config)
+
+
+def carried_shapes(fn, *args):
+    """The shapes that loops carry from turn to turn, one list for each loop with a gather in it."""
+    found = []
+
+    def search(jaxpr):
+        for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+            if eqn.primitive.name == "scan" and "zero_gather" in str(eqn.params["jaxpr"]):
+                consts, carry = _compat.scan_groups(eqn)
+                found.append([v.aval.shape for v in eqn.invars[consts : consts + carry]])
+            for inner in _compat.contained_jaxprs(eqn):
+                search(inner)
+
+    search(jax.make_jaxpr(fn)(*args))
+    return found
 
 
 def scan_in_a_scan(p, batch):
@@ -105,3 +157,203 @@ def test_a_gather_ahead_travels_in_the_dtype_that_the_layer_casts_to():
     of_stack = [line.rsplit("->", 1)[1] for line in gathers if whole in line.rsplit("->", 1)[1]]
     assert of_stack
     assert all("xbf16" in line for line in of_stack), of_stack
+
+
+@pytest.mark.parametrize(
+    ("turns", "limit", "ahead"),
+    [
+        (32, AMPLE, ["up", "down"]),
+        (31, AMPLE, ["up"]),  # a 32nd of what the loop gathers is less than a turn
+        (16, AMPLE, ["up"]),
+        (16, None, ["up"]),  # the first one, though it is more than a third of a turn
+        (15, None, []),
+    ],
+)
+def test_the_last_turn_gathers_little_in_vain(turns, limit, ahead, monkeypatch):
+    monkeypatch.undo()
+    on("gpu", monkeypatch)
+    loops = carried_shapes(jzero.value_and_grad(two_products), stack_state(limit, layers=turns), jnp.ones((8, 32)))
+    of = {(32, 64): "up", (64, 32): "down"}
+    backwards = [{"up": "down", "down": "up"}[name] for name in ahead]  # what the backward pass uses first
+    assert [{of[shape] for shape in shapes if shape in of} for shapes in loops] == [set(ahead), set(backwards)]
+
+
+@pytest.mark.parametrize(
+    ("turns", "limit", "message"),
+    [
+        # Half of a turn must be at most a 32nd of all turns.
+        (15, AMPLE, r"7680 bytes .* 8192\. Scan 16 "),
+        (5, AMPLE, "2560 bytes ahead, .* Scan 16 "),
+        (32, 8191, "`prefetch_bytes=8191`.* 8192 "),
+    ],
+)
+def test_a_bound_that_has_no_effect_is_warned_about(turns, limit, message, monkeypatch):
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match=message):
+        loops = carried_shapes(jzero.value_and_grad(two_products), stack_state(limit, layers=turns), jnp.ones((8, 32)))
+    assert len(loops) == 2
+    assert not {(32, 64), (64, 32)} & {shape for shapes in loops for shape in shapes}
+
+
+def scan_within_remat_with_policy(p, batch):
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    def layers(h, stack):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w["w"] + w["b"][None]), None), h, stack)[0]
+
+    return engine_losses.out(p, layers(batch["x"], p["stack"]), batch)
+
+
+@pytest.mark.parametrize("limit", [AMPLE, 0, pytest.param(None, marks=pytest.mark.smoke)])
+def test_a_scan_inside_of_a_policy_gathers_ahead(limit, monkeypatch):
+    """The policy sees whole parameters, and nothing of what loops carry for it."""
+    on("gpu", monkeypatch)
+    state, batch = engine_losses.sharded(3, 8, prefetch_bytes=limit), engine_losses.batch()
+    if limit is None:
+        engine_losses.assert_equal(state, scan_within_remat_with_policy, batch)
+    loops = carried_shapes(jzero.value_and_grad(scan_within_remat_with_policy), state, batch)
+    assert [(D, D) in shapes for shapes in (loops[0], loops[-1])] == [limit != 0] * 2
+    assert len(loops) >= 2
+
+
+def three_products(p, batch):
+    def layer(h, w):
+        return jnp.tanh(jnp.tanh(jnp.tanh(h @ w["first"]) @ w["up"]) @ w["down"]), None
+
+    return jnp.square(lax.scan(layer, batch, p)[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "ahead"),
+    [
+        ("gpu", {}, {"first", "down"}),  # what the forward pass uses first, and what the backward pass does
+        ("gpu", {"prefetch_bytes": 0}, set()),
+        ("gpu", {"reshard_after_forward": False}, {"first"}),
+        ("gpu", {"offload": jzero.Offload(params="host")}, set()),
+        ("tpu", {}, set()),
+        ("cpu", {}, set()),
+    ],
+)
+def test_loops_on_gpus_gather_ahead_what_is_used_first(platform, options, ahead, monkeypatch):
+    on(platform, monkeypatch)
+    rng = np.random.default_rng(0)
+    sizes = {"first": (32, 32), "up": (32, 64), "down": (64, 32)}
+    params = {name: rng.normal(size=(5, *size)).astype(np.float32) / 8 for name, size in sizes.items()}
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, **options)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    batch = rng.normal(size=(16, 32)).astype(np.float32)
+    loops = carried_shapes(jzero.value_and_grad(three_products), state, batch)
+    found = {name for name, size in sizes.items() if any(size in shapes for shapes in loops)}
+    assert found == ahead
+    if len(ahead) > 1:  # `first`; three in a turn; what the backward pass gathers before its first turn waits for that
+        assert gathers_of(jzero.value_and_grad(three_products), state, batch)[4].needs
+
+
+# Outside of loops: what each gather waits for, read from the program.
+
+
+@dataclasses.dataclass
+class Gather:
+    """One gather of a program: what it brings, what it waits for, and the product that uses it first."""
+
+    size: int
+    needs: frozenset[int]
+    use: int | None = None
+
+
+def gathers_of(fn, *args):
+    """All gathers of parameters, in the order of the program; calls are looked into."""
+    found: list[Gather] = []
+    products = iter(range(10**6))
+
+    none = (frozenset(), frozenset())
+
+    def walk(jaxpr, inputs):
+        """`inputs`: of each variable, the products that it is made of and the gathers not used yet."""
+        jaxpr, consts = _compat.open_jaxpr(jaxpr)
+        env = dict(zip(jaxpr.constvars, [none] * len(consts), strict=True))
+        env |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atoms):
+            return [none if _compat.is_literal(v) else env[v] for v in atoms]
+
+        for eqn in jaxpr.eqns:
+            given = read(eqn.invars)
+            inner = [x for x in _compat.contained_jaxprs(eqn) if len(x.invars) == len(eqn.invars)]
+            if len(inner) == 1:
+                outputs = walk(inner[0], given)
+            else:
+                needs, holds = (frozenset().union(*(x[i] for x in given)) for i in (0, 1))
+                if eqn.primitive.name == "zero_gather":
+                    aval = eqn.outvars[0].aval
+                    found.append(Gather(math.prod(aval.shape) * aval.dtype.itemsize, needs))
+                    holds = holds | {len(found) - 1}
+                elif eqn.primitive.name == "dot_general":
+                    number = next(products)
+                    for i in holds:
+                        found[i].use = number if found[i].use is None else found[i].use
+                    needs, holds = needs | {number}, frozenset()
+                if eqn.primitive.name in (
+                    "optimization_barrier",
+                    "zero_wait",
+                ):  # waits for all, but is made of its own
+                    outputs = [(needs, own) for _, own in given]
+                else:
+                    outputs = [(needs, holds)] * len(eqn.outvars)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return read(jaxpr.outvars)
+
+    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(fn)(*args))
+    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)  # as the compiler will see it
+    walk(jaxpr, [none] * len(jaxpr.invars))
+    return found
+
+
+def most_ahead(gathers):
+    """The most bytes that may be gathered and not used yet when a gather is done, by what it waits for."""
+    return max(
+        sum(g.size for g in gathers[: i + 1] if g.use is None or g.use not in gather.needs)
+        for i, gather in enumerate(gathers)
+    )
+
+
+def chain(p, batch, wrap=lambda layer: layer):
+    h, layer = batch, wrap(lambda w, h: jnp.tanh(h @ w))
+    for name in sorted(p):
+        h = layer(p[name], h)
+    return jnp.square(h).mean()
+
+
+def recomputed_chain(p, batch):
+    return chain(p, batch, wrap=jax.checkpoint)
+
+
+def chain_state(limit, layers=8):
+    rng = np.random.default_rng(0)
+    params = {f"w{i}": rng.normal(size=(D, D)).astype(np.float32) / 5 for i in range(layers)}
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=limit)
+    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "remat", "limit", "forward", "backward"),
+    [
+        (chain, "as_written", None, 8, 1),
+        (chain, "as_written", 2, 2, 2),
+        (chain, None, 0, 1, 1),
+        (chain, None, 3, 3, 3),
+        (recomputed_chain, None, None, 8, 1),
+        (recomputed_chain, None, 1, 1, 1),
+    ],
+)
+def test_gathers_outside_of_loops_wait_for_earlier_uses(limit, forward, backward, loss_fn, remat):
+    """In units of one matrix: without a bound all of the forward pass may be whole at once, and nothing is ahead in
+    the backward pass; with one, both go ahead as far as it says. Recomputed layers are their own blocks.
+    """
+    unit = D * D * 4
+    state = chain_state(None if limit is None else limit * unit)
+    gathers = gathers_of(jzero.make_train_step(loss_fn, remat=remat), state, jnp.ones((8, D)))
+    first = int(loss_fn is recomputed_chain)  # whose input needs no gradient, but its result is wanted again
+    assert len(gathers) == 15 + first, "8 forward; backward all but the first"
+    assert most_ahead(gathers[:8]) == forward * unit
+    assert most_ahead(gathers[8:]) == backward * unit
+    assert all(7 in g.needs for g in gathers[8:]), "nothing before the forward pass is done: product 7 is its last"

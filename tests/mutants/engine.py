@@ -37,7 +37,7 @@ MUTANTS = [
         "engine/differentiate.py",
         "objective = total - _global_loss(total, fixed, sums) * weight",
         "objective = total",
-        "test_passes_recompute.py::test_a_weight_that_depends_on_parameters_is_differentiated",
+        "test_passes.py::test_a_weight_that_depends_on_parameters_is_differentiated",
     ),
     Mutant(
         "every_constant_reported",
@@ -124,7 +124,7 @@ MUTANTS = [
         "engine/roles.py",
         "is_awaited = is_sharded or self.stage < 3",
         "is_awaited = is_sharded",
-        "test_waiting.py::test_the_backward_loop_waits_for_the_gradient_of_the_head",
+        "test_waits.py::test_the_backward_loop_waits_for_the_gradient_of_the_head",
     ),
     # What the walk gathers and holds.
     Mutant(
@@ -189,14 +189,14 @@ MUTANTS = [
         "engine/shard_rules.py",
         "return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None",
         "return dataclasses.replace(lazy, wire_dtype=new, dtype=new)",
-        "test_passes_recompute.py::test_each_rounding_of_a_chain_of_casts_happens",
+        "test_passes.py::test_each_rounding_of_a_chain_of_casts_happens",
     ),
     Mutant(
         "narrower_range_counts_as_wider",
         "engine/shard_rules.py",
         "of_old.nmant <= of_new.nmant and of_old.minexp >= of_new.minexp and of_old.maxexp <= of_new.maxexp",
         "of_old.nmant <= of_new.nmant",
-        "test_passes_recompute.py::test_each_rounding_of_a_chain_of_casts_happens",
+        "test_passes.py::test_each_rounding_of_a_chain_of_casts_happens",
     ),
     Mutant(
         "constraints_dropped",
@@ -219,14 +219,14 @@ MUTANTS = [
         "engine/prefetch.py",
         "MOST_IN_VAIN = 1 / 32",
         "MOST_IN_VAIN = 1.0",
-        "test_prefetch_reach.py::test_the_last_turn_gathers_little_in_vain",
+        "test_prefetch.py::test_the_last_turn_gathers_little_in_vain",
     ),
     Mutant(
         "rows_not_kept_for_the_backward_loop",
         "engine/loops.py",
         "if is_cut(stack) and stack.stays else None",
         "if False else None",
-        "test_passes_recompute.py::test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says",
+        "test_passes.py::test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says",
     ),
     Mutant(
         "parameters_that_stay_dropped",

@@ -59,7 +59,7 @@ MUTANTS = [
         "weights/config.py",
         "if name in own or name in COMMON}",
         "}",
-        "test_hf_config.py::test_a_family_reads_its_own_fields_only",
+        "test_hf_parity.py::test_a_family_reads_its_own_fields_only",
     ),
     Mutant(
         "yarn_scales_queries_alone",
@@ -95,14 +95,14 @@ MUTANTS = [
         "layout/blocks.py",
         "jnp.minimum(scale, _LARGEST_SCALE)",
         "scale",
-        "test_quantized_blocks.py::test_blocks_are_those_of_the_definition",
+        "test_quantization.py::test_blocks_are_those_of_the_definition",
     ),
     Mutant(
         "nf4_levels_are_even",
         "layout/blocks.py",
         '_levels(z) if kind == "nf4"',
         'z.astype(jnp.float32) / 8 if kind == "nf4"',
-        "test_quantized_blocks.py::test_blocks_are_those_of_the_definition",
+        "test_quantization.py::test_blocks_are_those_of_the_definition",
     ),
     Mutant(
         "gathered_parameters_keep_their_dtype",

@@ -237,7 +237,7 @@ MUTANTS = [
         "layout/casts.py",
         "return lax.select(same, master, lax.convert_element_type(param, master.dtype))",
         "return master",
-        "test_precision_masters.py::test_an_edit_by_replace_is_taken_over",
+        "test_precision.py::test_an_edit_by_replace_is_taken_over",
     ),
     Mutant(
         "truncated_not_rounded",

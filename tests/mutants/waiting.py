@@ -23,7 +23,7 @@ MUTANTS = [
         "engine/waits.py",
         "eqn = self.delay(eqn, _carried(eqn), self.due + self.latest)",
         "pass",
-        "test_waiting.py::test_the_backward_loop_waits_for_the_gradient_of_the_head",
+        "test_waits.py::test_the_backward_loop_waits_for_the_gradient_of_the_head",
     ),
     Mutant(
         "names_end_at_calls",
@@ -95,7 +95,7 @@ MUTANTS = [
         "layout/blocks.py",
         "scale = jnp.where(jnp.isfinite(y).all(axis=-1), scale, jnp.nan)",
         "scale = jnp.where(jnp.isfinite(most), scale, 0)",
-        "test_quantized_blocks.py::test_what_is_not_finite_fills_its_block_alone",
+        "test_quantization.py::test_what_is_not_finite_fills_its_block_alone",
     ),
     Mutant(
         "gradients_rounded_within_nodes",
@@ -137,7 +137,7 @@ MUTANTS = [
         "engine/order.py",
         "if ahead > self.limit or i == self._turned_at:",
         "if ahead > 2 * self.limit or i == self._turned_at:",
-        "test_prefetch_reach.py::test_gathers_outside_of_loops_wait_for_earlier_uses",
+        "test_prefetch.py::test_gathers_outside_of_loops_wait_for_earlier_uses",
         "chain-as_written",
     ),
     Mutant(
@@ -145,7 +145,7 @@ MUTANTS = [
         "engine/rules.py",
         "again = tuple(i for i, x in enumerate(shared.leaves) if walk.order.was_gathered(x))",
         "again = ()",
-        "test_passes_recompute.py::test_what_calls_gather_again_is_not_merged_with_what_was_gathered_before",
+        "test_passes.py::test_what_calls_gather_again_is_not_merged_with_what_was_gathered_before",
     ),
     Mutant(
         "no_barriers_inside_of_loops",
