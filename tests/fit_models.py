@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import optax
 
 import jzero
-from jzero.analysis import fit, search
 from jzero.estimate.step_memory import memory_of_step
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH
 
@@ -22,12 +21,6 @@ def make_state(key):
 
 
 _RECKONED = {}
-
-
-def search_quickly(monkeypatch):
-    """Lets `fit` trace equal steps once in a process, and spend nothing of the memory that its choice has left."""
-    monkeypatch.setattr(search, "memory_of_step", reckoned_once)
-    monkeypatch.setattr(fit, "_filled", lambda *args, **options: None)
 
 
 def reckoned_once(step, arguments, hardware, traced=None):

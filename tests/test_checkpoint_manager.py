@@ -15,8 +15,8 @@ from tests.checkpoint_states import numbered, sharded
 
 
 @pytest.fixture(scope="module")
-def plain():
-    return jzero.TrainState.create(params={"w": jnp.arange(13.0)}, tx=optax.sgd(0.1, momentum=0.9))
+def state():
+    return sharded(jzero.TrainState.create(params={"w": jnp.arange(13.0)}, tx=optax.sgd(0.1, momentum=0.9)), 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,8 @@ def plain():
         ({"max_to_keep": 1, "best_metric": "loss", "best_mode": "max"}, [1, 7]),
     ],
 )
-def test_what_is_saved_and_kept(options, kept, plain, tmp_path):
+def test_what_is_saved_and_kept(options, kept, state, tmp_path):
     losses = dict(zip(range(1, 8), [9.0, 2.0, 5.0, 1.0, 4.0, 6.0, 3.0], strict=True))
-    state = sharded(plain, 1, 2)
     with jzero.CheckpointManager(tmp_path, **options) as manager:
         for number, loss in losses.items():
             manager.save(numbered(state, number), metrics={"loss": loss})
@@ -44,8 +43,7 @@ def test_what_is_saved_and_kept(options, kept, plain, tmp_path):
         assert int(reader.restore(state, step=kept[0]).step) == kept[0]
 
 
-def test_saving_again_and_out_of_turn(plain, tmp_path):
-    state = sharded(plain, 1, 2)
+def test_saving_again_and_out_of_turn(state, tmp_path):
     with jzero.CheckpointManager(tmp_path, save_interval_steps=10) as manager:
         assert manager.save(numbered(state, 3))
         assert not manager.save(numbered(state, 3), force=True)
@@ -76,16 +74,15 @@ def test_impossible_options(options, message, tmp_path):
 @pytest.mark.parametrize(
     "step", [-1, 1.9, 3.0, "3", True, np.bool_(True), np.float32(2), np.array([3]), jnp.int32(-1)], ids=repr
 )
-def test_steps_that_are_none(step, plain, tmp_path):
+def test_steps_that_are_none(step, state, tmp_path):
     with jzero.CheckpointManager(tmp_path) as manager:
-        for use in (lambda: manager.save(sharded(plain, 1, 2), step=step), lambda: manager.restore_extra(step)):
+        for use in (lambda: manager.save(state, step=step), lambda: manager.restore_extra(step)):
             with pytest.raises(ValueError, match="`step` must be"):
                 use()
         assert manager.all_steps() == []
 
 
-def test_going_back_sets_later_steps_aside(plain, tmp_path):
-    state = sharded(plain, 1, 2)
+def test_going_back_sets_later_steps_aside(state, tmp_path):
     with jzero.CheckpointManager(tmp_path) as manager:
         for number in (2, 4, 6):
             manager.save(numbered(state, number), extra={"branch": "first"})
@@ -105,8 +102,7 @@ def test_going_back_sets_later_steps_aside(plain, tmp_path):
         other.save(numbered(state, 1))
 
 
-def test_looking_at_an_earlier_step_changes_nothing(plain, tmp_path):
-    state = sharded(plain, 1, 2)
+def test_looking_at_an_earlier_step_changes_nothing(state, tmp_path):
     with jzero.CheckpointManager(tmp_path, best_metric="loss") as manager:
         for number, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
             manager.save(numbered(state, number), metrics={"loss": loss})
@@ -116,11 +112,10 @@ def test_looking_at_an_earlier_step_changes_nothing(plain, tmp_path):
     assert not (tmp_path / "superseded").exists()
 
 
-def test_sigterm_after_a_save_that_failed(plain, tmp_path, monkeypatch):
+def test_sigterm_after_a_save_that_failed(state, tmp_path, monkeypatch):
     async def fail(*_):
         raise OSError("disk on fire")
 
-    state = sharded(plain, 1, 2)
     with jzero.CheckpointManager(tmp_path) as manager:
         manager.save(numbered(state, 1))
         manager.wait()
@@ -139,8 +134,7 @@ def test_sigterm_after_a_save_that_failed(plain, tmp_path, monkeypatch):
     assert jzero.CheckpointManager(tmp_path).all_steps() == [1, 5]
 
 
-def test_sigterm_after_falling_back_from_a_damaged_step(plain, tmp_path):
-    state = sharded(plain, 1, 2)
+def test_sigterm_after_falling_back_from_a_damaged_step(state, tmp_path):
     with jzero.CheckpointManager(tmp_path, best_metric="loss") as manager:
         for number in (4, 6):
             manager.save(numbered(state, number), metrics={"loss": 1.0})
@@ -155,8 +149,7 @@ def test_sigterm_after_falling_back_from_a_damaged_step(plain, tmp_path):
     assert jzero.inspect_checkpoint(tmp_path / "6", verify=True).damaged == {}
 
 
-def test_metrics_that_are_equal_no_numbers_or_not_there(plain, tmp_path):
-    state = sharded(plain, 1, 2)
+def test_metrics_that_are_equal_no_numbers_or_not_there(state, tmp_path):
     with jzero.CheckpointManager(tmp_path) as manager:
         manager.save(numbered(state, 1))
     options = {"max_to_keep": 2, "best_metric": "loss"}
@@ -169,8 +162,7 @@ def test_metrics_that_are_equal_no_numbers_or_not_there(plain, tmp_path):
     assert jzero.CheckpointManager(tmp_path, best_metric="accuracy").best_step() is None
 
 
-def test_a_metric_with_another_name(plain, tmp_path):
-    state = sharded(plain, 1, 2)
+def test_a_metric_with_another_name(state, tmp_path):
     for name, numbers in (("loss", (1, 2, 3)), ("eval/loss", (4, 5, 6, 7))):
         with jzero.CheckpointManager(tmp_path, max_to_keep=2, best_metric=name) as manager:
             for number in numbers:
@@ -178,20 +170,19 @@ def test_a_metric_with_another_name(plain, tmp_path):
     assert manager.all_steps() == [1, 2, 3, 4, 5, 7], "all without it, the best two, the latest"
 
 
-def test_mistakes_write_nothing(plain, tmp_path):
+def test_mistakes_write_nothing(state, tmp_path):
     with jzero.CheckpointManager(tmp_path / "run", best_metric="loss") as manager:
         assert manager.all_steps() == []
         with pytest.raises(jzero.CheckpointError, match=r"There is no checkpoint in .* to restore"):
-            manager.restore(sharded(plain, 1, 2))
+            manager.restore(state)
         with pytest.raises(ValueError, match=r"'loss'.*got \['acc'\]"):
-            manager.save(sharded(plain, 1, 2), metrics={"acc": 1.0})
+            manager.save(state, metrics={"acc": 1.0})
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("exit_code", [0, 143, None])
-def test_sigterm_saves_and_ends(exit_code, plain, tmp_path):
+def test_sigterm_saves_and_ends(exit_code, state, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    state = sharded(plain, 1, 2)
     with jzero.CheckpointManager(tmp_path, save_interval_steps=100, preemption_exit_code=exit_code) as manager:
         assert manager.save(numbered(state, 100))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -208,12 +199,11 @@ def test_sigterm_saves_and_ends(exit_code, plain, tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_other_handlers_of_sigterm_are_called(plain, tmp_path):
+def test_other_handlers_of_sigterm_are_called(state, tmp_path):
     called = []
     before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
     try:
         with jzero.CheckpointManager(tmp_path, preemption_exit_code=None) as manager:
-            state = sharded(plain, 1, 2)
             manager.save(state)
             os.kill(os.getpid(), signal.SIGTERM)
             manager.save(state)

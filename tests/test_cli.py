@@ -29,16 +29,10 @@ from tests.cli_runs import data_of, fit_tries_little, folder, message_of, run, t
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-# estimate
-
-
 def test_estimate_takes_deepspeeds_machine_from_the_topology(run):
     text = text_of(run("estimate --deepspeed --params 7B --topology h100:16"))
     assert "Setup with 2 nodes, 8 GPUs per node" in text
     assert "6738M total params, 131M largest layer" in text
-
-
-# plan
 
 
 def test_devices_have_one_name_and_keep_their_former_ones(run, folder):
@@ -55,9 +49,6 @@ def test_plan_prints_the_table_of_this_machine(run):
     assert text_of(run("plan users:concrete --stage 1")).endswith(f"\n\n{jzero.plan_train_state(state, stage=1)}\n")
 
 
-# analyze
-
-
 def test_analyze_ends_with_1_if_the_program_departs_from_the_plan(run, monkeypatch):
     analyze = jzero.analyze
     departs = lambda *args, **kwargs: dataclasses.replace(analyze(*args, **kwargs), violations=("a planted fault",))
@@ -67,9 +58,6 @@ def test_analyze_ends_with_1_if_the_program_departs_from_the_plan(run, monkeypat
     assert json.loads(result.stdout)["violations"] == ["a planted fault"]
     assert "departs from the plan:\n  a planted fault" in result.stderr
     assert run("analyze users:nnx_pair").exit_code == 0, "only if asked"
-
-
-# fit
 
 
 @pytest.mark.usefixtures("fit_tries_little")
@@ -84,9 +72,6 @@ def test_fit_ends_with_1_if_nothing_fits(run):
     result = run("fit users:nnx_pair --topology h200:8 --stage 3 --hbm-bytes 1000 --no-confirm")
     assert result.exit_code == 1
     assert "nothing fits. The least is stage 3" in result.stdout
-
-
-# export, inspect
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +169,7 @@ def test_commands_of_the_guide_run(run, checkpoint, tmp_path):
     lines = [line.split("#")[0] for block in blocks for line in block.splitlines() if line.startswith("jzero ")]
     commands = {"estimate", "plan", "analyze", "fit", "deepspeed", "export", "inspect", "doctor"}
     assert {line.split()[1] for line in lines} == commands
-    elsewhere = {  # `tests/test_cli_doctor.py` and `tests/test_memory_story.py`
+    elsewhere = {  # `tests/test_cli_commands.py` and `tests/test_memory_story.py`
         "jzero doctor",
         "jzero doctor --disk /local/scratch",
         "jzero fit --params 7B --topology h100:8 --precision bf16 --batch 8 --no-confirm",

@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 import jzero
 from tests.error_cases import BATCH, EVERYTHING, leaves_intact, loss_fn, plain_state, raises, sharded_state
 
-# Configuration.
-
 
 def rules(**patterns):
     return lambda: jzero.plan_train_state(plain_state(), config=jzero.ZeroConfig(stage=3, rules=patterns))
@@ -114,9 +112,6 @@ def test_rules_must_name_dimensions_that_are_free():
     config = jzero.ZeroConfig(stage=3, rules={"w": jzero.LeafRule(dim=1)})
     with raises(ValueError, "w: the rule has dim=1", "'model'"):
         jzero.plan_train_state(state, config=config, mesh=mesh)
-
-
-# Meshes.
 
 
 def test_mesh_must_have_the_axis():
@@ -320,9 +315,6 @@ def test_an_axis_of_another_name_is_explained():
         jzero.make_train_step(loss)(sharded_state(), BATCH)
     with pytest.raises(NameError, match="undefined"):
         jzero.make_train_step(lambda p, b: undefined)(sharded_state(), BATCH)  # noqa: F821
-
-
-# Effects.
 
 
 def with_ordered_print(params, batch):

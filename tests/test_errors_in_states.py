@@ -8,7 +8,6 @@ import subprocess
 import sys
 import weakref
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,14 +54,6 @@ def test_leaves_that_are_no_arrays_are_all_listed(call):
     layer = {"w": jnp.ones((8, 8)), "activation": jnp.tanh, "name": np.array(["dense"])}
     with raises(TypeError, "params/activation: ", "params/name: ndarray", "eqx.partition"):
         call(jzero.TrainState(step=0, params=layer, opt_state=(), tx=shared.sgd(0.1)), stage=1)
-
-
-def test_static_fields_are_no_leaves():
-    class Named(flax_train_state.TrainState):
-        name: str = flax.struct.field(pytree_node=False)
-
-    state = Named.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=shared.sgd(0.1), name="first run")
-    assert jzero.shard_train_state(state, stage=3).name == "first run"
 
 
 @pytest.mark.parametrize(

@@ -190,9 +190,6 @@ def test_arguments_are_deepspeeds():
         assert extra in ({"formulas": OLD}, {"formulas": OLD, "verbose": True})
 
 
-# Errors.
-
-
 SILENT = {"verbose": False}
 
 
@@ -311,9 +308,6 @@ def test_shared_arrays_count_once():
     assert count({"layer": {"a": w, "b": w}}) == (35, 35)
     assert count({"a": {"x": shape}, "b": {"x": shape}}) == (70, 35), "a shape is nobody's in particular"
     assert count({"a": {"x": 1.0}, "b": {"x": 1.0}}) == (2, 1)
-
-
-# NNX.
 
 
 class Tied(nnx.Module):

@@ -14,14 +14,16 @@ import pytest
 import jzero
 from jzero.analysis import compiled_step, fit, search
 from jzero.machines.machine import machine
-from tests.fit_models import BATCH, make_state, reckoned_once, search_quickly
+from tests.fit_models import BATCH, make_state, reckoned_once
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
 from tests.tiers import slow
 
 
 @pytest.fixture(autouse=True)
 def _search_quickly(monkeypatch):
-    search_quickly(monkeypatch)
+    """Lets `fit` trace equal steps once in a process, and spend nothing of the memory that its choice has left."""
+    monkeypatch.setattr(search, "memory_of_step", reckoned_once)
+    monkeypatch.setattr(fit, "_filled", lambda *args, **options: None)
 
 
 FILLED = fit._filled

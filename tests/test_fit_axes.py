@@ -28,6 +28,7 @@ CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0, padding_threshold=0)
 SMALL = {"hbm_bytes": 1e9, "remat": ("as_written",), "max_accumulate_steps": 1}
 TX = optax.adam(1e-3)
 KEY = jax.random.key(0)
+BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
 
 
 def shard_bytes(tree):
@@ -62,13 +63,12 @@ def test_a_candidate_counts_what_devices_along_another_axis_hold_and_send(num_da
     """The state is the live buffers; bytes are those of the compiled program, but for sums that the compiler adds."""
     mesh = jzero.make_mesh(devices=jax.devices()[: 2 * num_data], experts=2, data=num_data)
     make_state, loss = experts_of(mesh)
-    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    choice = jzero.fit(make_state, loss, batch, mesh=mesh, config=CONFIG, confirm=False, stages=(3,), **SMALL)
+    choice = jzero.fit(make_state, loss, BATCH, mesh=mesh, config=CONFIG, confirm=False, stages=(3,), **SMALL)
     assert {tuple(x.mesh_shape.items()) for x in choice.tried} == {(("experts", 2), ("data", num_data))}
     state, memory = jzero.init_train_state(make_state, KEY, config=choice.config, mesh=mesh), choice.chosen.memory
     tokens = 4 * ROWS * WIDTH // num_data  # of the devices along the axis
     assert memory.arguments == shard_bytes(state) + tokens
-    report = jzero.analyze(jzero.make_train_step(loss, remat=choice.remat), state, batch)
+    report = jzero.analyze(jzero.make_train_step(loss, remat=choice.remat), state, BATCH)
     assert report.memory.arguments == memory.arguments
     sent = collections.Counter()
     for row in report.collectives:
@@ -107,8 +107,7 @@ def test_the_decoder_with_its_experts_apart(num_data, tmp_path):
 def test_a_mesh_without_devices_is_estimated_for_a_machine():
     mesh = abstract_mesh(experts=2, data=4)
     make_state, loss = experts_of(mesh)
-    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    choice = jzero.fit(make_state, loss, batch, mesh=mesh, topology="h200:8", config=CONFIG, stages=(0,), **SMALL)
+    choice = jzero.fit(make_state, loss, BATCH, mesh=mesh, topology="h200:8", config=CONFIG, stages=(0,), **SMALL)
     held = 2 * (WIDTH * HIDDEN * 2) + WIDTH * 3
     assert choice.chosen.memory.params == 4 * held
     assert choice.chosen.memory.time.communication > 0
@@ -130,13 +129,12 @@ def test_a_loss_may_divide_rows_further():
 
 def test_axes_of_unknown_size_are_refused():
     make_state, loss = experts_of(jzero.make_mesh(experts=2, data=4))
-    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     with pytest.raises(ValueError, match=r"axes \['experts'\].* `mesh=jzero.make_mesh\(experts=..., data=...\)`"):
-        jzero.fit(make_state, loss, batch, **SMALL)
+        jzero.fit(make_state, loss, BATCH, **SMALL)
     with pytest.raises(ValueError, match=r"axes \['experts'\]"):
-        jzero.fit(make_state, loss, batch, mesh=jzero.make_mesh(), **SMALL)
+        jzero.fit(make_state, loss, BATCH, mesh=jzero.make_mesh(), **SMALL)
     with pytest.raises(ValueError, match="`mesh` has 8 devices, and 'h200:16' has 16"):
-        jzero.fit(make_state, loss, batch, mesh=jzero.make_mesh(experts=2, data=4), topology="h200:16", **SMALL)
+        jzero.fit(make_state, loss, BATCH, mesh=jzero.make_mesh(experts=2, data=4), topology="h200:16", **SMALL)
 
 
 @pytest.mark.parametrize("stage", [3, slow(1)])
@@ -161,10 +159,9 @@ def test_parts_of_rows(stage):
 
 def test_replicas_of_a_mesh_stay():
     state = jzero.TrainState.create(params={"w": np.ones((WIDTH, HIDDEN), np.float32)}, tx=TX)
-    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     config, mesh = dataclasses.replace(CONFIG, replica_axis="replica"), abstract_mesh(replica=2, data=4)
     options = {"mesh": mesh, "config": config, "stages": (0, 1), "topology": "h200:8", "confirm": False}
-    choice = jzero.fit(state, lambda p, x: jnp.square(x @ p["w"]).mean(), batch, **options, **SMALL)
+    choice = jzero.fit(state, lambda p, x: jnp.square(x @ p["w"]).mean(), BATCH, **options, **SMALL)
     assert [(x.config, x.mesh_shape) for x in sorted(choice.tried, key=lambda x: x.config.stage)] == [
         (dataclasses.replace(config, stage=stage), {"replica": 2, "data": 4}) for stage in (0, 1)
     ]

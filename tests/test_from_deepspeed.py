@@ -43,9 +43,6 @@ def imported(request):
     )
 
 
-# Whole files
-
-
 def test_every_key_and_field_is_the_expected_one(imported):
     assert len(CONFIGS) >= 12
     config, report, wanted = imported.config, imported.report, imported.expected
@@ -103,9 +100,6 @@ def test_the_dictionary_stays_as_it_is():
     assert config == json.loads(path_of("zero3_offload").read_text())
 
 
-# Batch sizes
-
-
 def test_batch_sizes_are_deepspeeds():
     rows = json.loads((DATA / "deepspeed_golden.json").read_text())["batches"]
     solved = refused = 0
@@ -131,9 +125,6 @@ def test_step_arguments_need_the_number_of_micro_batches():
         _, auto = read({"gradient_accumulation_steps": "auto"}, num_devices=8)
     with pytest.raises(ValueError, match="'auto'"):
         auto.step_arguments()
-
-
-# Offload works as it is read
 
 
 def test_what_is_not_made_says_for_want_of_what():

@@ -16,8 +16,6 @@ import jzero
 from jzero.deepspeed.schema import SCHEMA
 from tests.deepspeed_configs import BATCH, DATA, note, read, read_refused, verdicts
 
-# What DeepSpeed's code says about single keys
-
 
 def zero(stage=3, **keys):
     return {"zero_optimization": {"stage": stage, **keys}}
@@ -136,16 +134,6 @@ def test_optimizer_state_goes_to_nvme(name):
 def test_nvme_needs_a_folder():
     with pytest.raises(ValueError, match=r"offload_optimizer\.nvme_path`"):
         read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}})
-
-
-@pytest.mark.parametrize("device", ["none", "cpu"])
-def test_without_nvme_its_keys_are_ignored(device):
-    zero = {"stage": 2, "offload_optimizer": {**NVME, "device": device}}
-    config, report = read({"zero_optimization": zero, "aio": {"intra_op_parallelism": 4}})
-    assert config.offload.path is None
-    assert config.offload.optimizer == {"none": "none", "cpu": "host"}[device]
-    found = verdicts(report)
-    assert found["zero_optimization.offload_optimizer.nvme_path"] == found["aio.intra_op_parallelism"] == "ignored"
 
 
 @pytest.mark.parametrize("stage", [1, 2])

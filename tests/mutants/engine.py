@@ -51,14 +51,14 @@ MUTANTS = [
         "_compat.py",
         "isinstance(x, jax.core.Tracer) and not any(x._trace is trace for trace in live)",
         "isinstance(x, jax.core.Tracer)",
-        "test_custom_rules.py::test_values_from_around_the_step_may_be_closed_over",
+        "test_engine.py::test_values_from_around_the_step_may_be_closed_over",
     ),
     Mutant(
         "values_of_the_loss_closed_over",
         "engine/differentiate.py",
         "        raise _captures(traced.jaxpr, value, line)",
         "        _captures(traced.jaxpr, value, line)",
-        "test_custom_rules.py::test_a_rule_that_closes_over_a_value_of_the_loss_is_named",
+        "test_engine.py::test_a_rule_that_closes_over_a_value_of_the_loss_is_named",
     ),
     # Which gradients are reduced, and where.
     Mutant(
