@@ -40,10 +40,10 @@ def train(pipeline, *steps):
         pipeline.store.commit()
 
 
-def contents(store):
-    """The bytes of all records, read one by one."""
+def contents(store, sizes=None):
+    """The bytes of all records of a store, or of those that it has pinned, read one by one."""
     found = []
-    for record, size in enumerate(store.sizes):
+    for record, size in enumerate(sizes or store.sizes):
         buffer = page_aligned(size)
         store.read(record, buffer)
         found.append(buffer.tobytes())
@@ -55,10 +55,6 @@ def expected(sizes, steps):
     pipeline = Pipeline(RamStore(sizes), threads=1)
     train(pipeline, *steps)
     return contents(pipeline.store)
-
-
-def is_pipeline_thread(thread):
-    return thread.name.startswith("jzero disk")
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +80,7 @@ def open_files():
 
 
 def pipeline_threads(before):
-    return [thread.name for thread in threading.enumerate() if is_pipeline_thread(thread) and thread not in before]
+    return [x.name for x in threading.enumerate() if x.name.startswith("jzero disk") and x not in before]
 
 
 def wait_until(condition):

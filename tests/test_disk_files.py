@@ -164,21 +164,12 @@ def test_a_pinned_generation_stays_while_one_step_commits(folder, make):
     time.sleep(0.1)
     assert pipeline.store.generation == 2
     assert pin.generation == 1
-    assert pinned(pin, FEW) == expected(FEW, [0])
+    assert contents(pin, FEW) == expected(FEW, [0])
     pin.release()
     pin.release()
     second.join(WAIT)
     assert not second.is_alive()
     assert contents(pipeline.store) == expected(FEW, range(3))
-
-
-def pinned(pin, sizes):
-    found = []
-    for record, size in enumerate(sizes):
-        buffer = page_aligned(size)
-        pin.read(record, buffer)
-        found.append(buffer.tobytes())
-    return found
 
 
 def test_a_read_only_pass_waits_for_no_pin():
