@@ -1,7 +1,5 @@
 """Models and optimizers with matrix work: layers one by one, stacks, experts; Muon, SOAP, GaLore."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """States in mixed precision, trained and compared."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Rounding by the definition, in NumPy, and states whose parameters and gradients travel as integers."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import jzero

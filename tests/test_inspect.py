@@ -1,7 +1,5 @@
 """Single parameters, gradients and optimizer leaves by path, against values that were not made by jzero."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

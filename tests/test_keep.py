@@ -1,7 +1,5 @@
 """`Keep`: parameters that stay whole between the passes, and blocks that are not recomputed."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import warnings

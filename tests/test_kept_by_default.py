@@ -1,7 +1,5 @@
 """What a step keeps between its passes if the user says nothing, see [Note: Kept by default]."""
 
-from __future__ import annotations
-
 import collections
 import types
 

@@ -1,7 +1,5 @@
 """fp16 loss scaling: DeepSpeed's rules by hand, one decision for all devices, skipped steps change nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -82,22 +80,28 @@ def expected_scales(overflows, num_steps, *, initial, window, hysteresis, minimu
 
 
 @pytest.mark.parametrize(
-    ("window", "hysteresis", "overflows", "expected"),
+    ("rules", "overflows", "expected"),
     [
-        (2, 1, {7}, [8, 8, 8, 16, 16, 32, 32, 64, 32, 32, 32, 64]),
-        (3, 1, set(), [8, 8, 8, 8, 16, 16, 16, 32]),
+        ((2, 1, 1.0, False), {7}, [8, 8, 8, 16, 16, 32, 32, 64, 32, 32, 32, 64]),
+        ((3, 1, 1.0, False), set(), [8, 8, 8, 8, 16, 16, 16, 32]),
         # An overflow uses hysteresis, the next one halves; growth restores it, so that the last one halves nothing.
-        (4, 2, {1, 2, 8}, [8, 8, 8, 4, 4, 4, 4, 4, 8, 8, 8, 8]),
+        ((4, 2, 1.0, False), {1, 2, 8}, [8, 8, 8, 4, 4, 4, 4, 4, 8, 8, 8, 8]),
+        # The step between two overflows restores it, or does not; the scale does not fall below 4.
+        ((9, 2, 4.0, True), {1, 3, 5, 6, 7, 8}, [8, 8, 8, 8, 8, 8, 8, 4, 4, 4]),
+        ((9, 2, 4.0, False), {1, 3, 5, 6, 7, 8}, [8, 8, 8, 8, 4, 4, 4, 4, 4, 4]),
     ],
 )
-def test_the_first_scales_by_hand(window, hysteresis, overflows, expected):
-    """The values are written out, not computed."""
-    rules = jzero.DynamicLossScale(initial=8.0, window=window, hysteresis=hysteresis)
+def test_the_first_scales_by_hand(rules, overflows, expected):
+    """The values are written out, not computed; they hold the model above as well."""
+    window, hysteresis, minimum, consecutive = rules
+    options = {"initial": 8.0, "window": window, "hysteresis": hysteresis, "minimum": minimum}
+    rules = jzero.DynamicLossScale(**options, consecutive_hysteresis=consecutive)
     scale, scales = initial_loss_scale(rules, 1), []
     for i in range(len(expected)):
         scales.append(int(scale.scale))
         scale = next_loss_scale(scale, rules, jnp.array([i in overflows]))
     assert scales == expected
+    assert expected_scales(overflows, len(expected), **options, consecutive=consecutive) == expected
 
 
 def test_a_skipped_step_changes_nothing_but_the_scale():

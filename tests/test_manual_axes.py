@@ -1,7 +1,5 @@
 """Losses that call `jax.shard_map` themselves, over an axis of the mesh that is not ZeRO's."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import re

@@ -1,7 +1,5 @@
 """Each matrix of an update on one device: the numbers of optax on one device, and what devices exchange for them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """`docs/migrating.md`: its code runs, its tables of keys are those of the code, and what it names is there."""
 
-from __future__ import annotations
-
 import json
 
 import jax

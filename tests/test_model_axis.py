@@ -1,7 +1,5 @@
 """ZeRO beside tensor parallelism: the loss constrains what it computes to a further axis of the mesh."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import re

@@ -1,7 +1,5 @@
 """Constraints in the loss along another axis: functions of what is constrained, and of parts."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -5,8 +5,6 @@ difference; optimizers that divide by small numbers (or take signs) amplify it, 
 one device and plain optax, with the batch summed in N slices.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

@@ -1,7 +1,5 @@
 """The passes of the engine one by one, and what differentiating first makes right."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Mixed precision: who holds which dtype, what travels in 16 bits, that masters and parameters stay together."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """Bytes of mixed precision by ZeRO's table, and policies that hold less than fp32 between steps."""
 
-from __future__ import annotations
-
 import re
 
 import jax

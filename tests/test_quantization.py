@@ -1,7 +1,5 @@
 """Parameters and gradients that travel as integers: against NumPy's rounding, and training on rounded parameters."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """A base in integers, or in 4 bits, under adapters: it trains them, keeps its bits, and counts by them."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

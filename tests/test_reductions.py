@@ -1,7 +1,5 @@
 """What is reduced of parameters that a loss uses more than once: each gradient once, whatever the loss."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

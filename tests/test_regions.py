@@ -1,7 +1,5 @@
 """The matrix work of an update: which equations belong to one parameter, between which values, in which order."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

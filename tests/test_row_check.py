@@ -1,7 +1,5 @@
 """What steps say of values of single examples, and of losses that are no means over independent examples."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

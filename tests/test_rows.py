@@ -1,7 +1,5 @@
 """How values depend on the rows of a batch: which differ between devices, and which dimensions hold rows."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

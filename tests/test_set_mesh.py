@@ -1,7 +1,5 @@
 """Meshes that the program sets with `jax.set_mesh`: the state's mesh decides, and jax's own kind is taken as it is."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import pathlib

@@ -1,7 +1,5 @@
 """What is no value of a setting is refused with its name, what it is and what is allowed; whatever the setting."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Machines that are not there: their names, the facts about them, and that both compilers take them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """`AnalysisReport.save_trace`: a file as Chrome's trace format wants it, whose times are those of the model."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

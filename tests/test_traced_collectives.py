@@ -1,7 +1,5 @@
 """What a step sends, by parameter: against counts by hand; and what is found where a compiler departs from that."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

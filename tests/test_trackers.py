@@ -3,8 +3,6 @@
 The files and databases are read without the sinks' own packages, where that is possible.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sqlite3

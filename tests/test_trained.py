@@ -1,7 +1,5 @@
 """Frozen parameters: no gradient, no master, no moments, still partitioned; equal to plain optax on the rest."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """A ZeRO axis of two levels, nodes and their devices: against the flat one and against plain optax."""
 
-from __future__ import annotations
-
 import collections
 import functools
 

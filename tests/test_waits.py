@@ -1,7 +1,5 @@
 """What keeps a second gather apart, what holds it back, and what backward passes on GPUs wait for."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

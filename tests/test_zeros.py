@@ -1,7 +1,5 @@
 """`init_train_state(zeros=)`: parameters that a load replaces are not drawn."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import optax
