@@ -3,8 +3,6 @@
 `tests/data/make_hf_logits.py` keeps their logits by `transformers`.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import zlib

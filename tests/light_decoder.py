@@ -1,7 +1,5 @@
 """A decoder without attention, whose norms only scale: few equations, so that its programs compile fast."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Small models with awkward sizes, and their data."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """What one of two processes may do otherwise than the other: each must be told to both."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from typing import Any

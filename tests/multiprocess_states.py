@@ -1,7 +1,5 @@
 """What two processes train, and the numbers that one process compares with."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from typing import Any

@@ -4,8 +4,6 @@ Scenarios run one after another, since a process takes seconds to start. What ea
 also run by the test itself, in one process.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import faulthandler
 import gc

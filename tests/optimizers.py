@@ -1,7 +1,5 @@
 """Every optimizer that jzero promises equal numbers for, and the ways of running one."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@
 Texts hold no addresses, source lines or modules of `jzero`, so that files may move.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

@@ -8,8 +8,6 @@ each time: about a second for a small model, where a step that is shared takes m
 test looks at what happens while a step is traced, or changes jzero.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, Literal
 

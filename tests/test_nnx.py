@@ -1,7 +1,5 @@
 """Flax NNX: models, optimizers, tied variables, batch statistics, what a loss writes."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

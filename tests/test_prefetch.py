@@ -1,7 +1,5 @@
 """`prefetch_bytes`: the same numbers, gathered ahead by no more than the bound, and how far ahead."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

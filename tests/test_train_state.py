@@ -1,7 +1,5 @@
 """Sharding, initialising, gathering and editing train states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

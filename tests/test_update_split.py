@@ -1,7 +1,5 @@
 """The split of an update: what every optimizer of optax and optax.contrib needs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

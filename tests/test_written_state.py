@@ -3,8 +3,6 @@
 The reference is a loop over the whole micro-batches, on one device.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 

@@ -4,8 +4,6 @@ A case must be able to find what no other case finds. Most faults show with one 
 cases that differ in mechanism, each value in one of them, and by default runs fewer still.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
