@@ -203,7 +203,7 @@ MUTANTS = [
         "engine/meshes.py",
         "return constrain_lazy(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)",
         "return x",
-        "test_model_axis_constraints.py::test_shardings_of_calls_are_constraints",
+        "test_model_axis.py::test_shardings_of_calls_are_constraints",
     ),
     # Loops.
     Mutant(

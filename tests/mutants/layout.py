@@ -187,7 +187,7 @@ MUTANTS = [
         "layout/parts.py",
         "    if not before:\n",
         "    if True:\n",
-        "test_model_axis_constraints.py::test_parts_survive_what_is_done_to_shards",
+        "test_model_axis.py::test_parts_survive_what_is_done_to_shards",
     ),
     # Layout and plan.
     Mutant(
