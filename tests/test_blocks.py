@@ -24,6 +24,11 @@ def parts(fn, *args):
     return split_into_parts(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
 
 
+def sharded(params, **fields):
+    config = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **fields})
+    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(1.0)), config=config)
+
+
 def remats(jaxpr):
     """Yields the `jax.checkpoint` equations of a program."""
     for eqn in jaxpr.eqns:
@@ -175,10 +180,8 @@ def counted_on_one_device():
 
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["by default", "by the loss"])
 def test_what_depends_on_the_batch_alone_needs_no_derivative(wrap):
-    params, batch = make_params(2), make_batch()
-    state = jzero.TrainState.create(params=params, tx=shared.sgd(1.0))
-    state = jzero.shard_train_state(state, config=shared.config(3))
-    new, metrics = jzero.make_train_step(counting_loss(wrap))(state, batch)
+    params = make_params(2)
+    new, metrics = jzero.make_train_step(counting_loss(wrap))(sharded(params), make_batch())
     want_loss, want = counted_on_one_device()
     np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-6)
     for old, x, g in zip(*map(jax.tree.leaves, (params, shared.whole(new.params), want)), strict=True):
@@ -206,23 +209,17 @@ def make_stack():
     ],
 )
 def test_layers_are_recomputed_by_default_where_parameters_are_gathered_again(fields, remat, expected):
-    config = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **fields})
-    state = jzero.TrainState.create(params=make_params(2), tx=shared.sgd(1.0))
     step = jzero.make_train_step(loss_fn, remat=remat)
-    assert step.recomputation(jzero.shard_train_state(state, config=config), make_batch()) == expected
+    assert step.recomputation(sharded(make_params(2), **fields), make_batch()) == expected
 
 
 def test_what_is_recomputed_by_default_is_told():
-    state = jzero.TrainState.create(params=make_params(2), tx=shared.sgd(1.0))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    notes = jzero.analyze(jzero.make_train_step(loss_fn), state, make_batch()).notes
+    notes = jzero.analyze(jzero.make_train_step(loss_fn), sharded(make_params(2)), make_batch()).notes
     assert any('`remat="as_written"` keeps what the loss keeps' in note for note in notes)
 
 
 def test_gradients_outside_of_a_step_are_recomputed_alike():
-    state = jzero.TrainState.create(params=make_params(), tx=shared.sgd(1.0))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    gradients = jzero.value_and_grad
+    state, gradients = sharded(make_params()), jzero.value_and_grad
     fns = (gradients(loss_fn), gradients(loss_fn, remat="as_written"), jzero.make_eval_step(loss_fn))
     jaxprs = [_compat.open_jaxpr(jax.make_jaxpr(fn)(state, make_batch()))[0] for fn in fns]
     differentiated, as_written, evaluated = map(num_activations, jaxprs)
@@ -246,20 +243,14 @@ def test_what_prints_is_not_run_twice(scan, capfd):
         return jnp.square(batch).mean()
 
     params, batch = (make_stack() if scan else make_params()), np.ones((24, WIDTH), np.float32)
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(1.0)), config=config)
-    jax.block_until_ready(jzero.make_train_step(loss)(state, batch))
+    jax.block_until_ready(jzero.make_train_step(loss)(sharded(params), batch))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("a layer") == LAYERS * jax.device_count()
 
 
 def test_an_option_that_changes_nothing_says_so():
     """At stage 3 it says that parameters do not stay either."""
-    plain = jzero.TrainState.create(params=make_params(1), tx=shared.sgd(1.0))
-    states = {
-        stage: jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
-        for stage in (2, 3)
-    }
+    states = {stage: sharded(make_params(1), stage=stage) for stage in (2, 3)}
     with pytest.warns(UserWarning, match="`remat='cheap'` changes nothing"):
         jzero.make_train_step(loss_fn, remat="cheap").trace(states[2], make_batch())
     with warnings.catch_warnings():

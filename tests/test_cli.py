@@ -184,9 +184,6 @@ def test_commands_of_the_guide_run(run, checkpoint, tmp_path):
         assert run(here).exit_code == 0, line
 
 
-# What takes long.
-
-
 def test_a_terminal_shows_what_takes_long_as_long_as_it_does(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -293,9 +290,6 @@ def test_errors_of_an_installed_jzero_are_not_the_users(monkeypatch, files, wher
         namespace["before"]()
     message = terminal._in_users_code(raised.value.with_traceback(raised.tb.tb_next))
     assert message is None if where is None else message.startswith(f"KeyError in {where}, line 1")
-
-
-# The log names what takes long, at its start.
 
 
 @pytest.fixture

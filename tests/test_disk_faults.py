@@ -159,9 +159,6 @@ def test_a_write_that_was_lost_is_found(folder, monkeypatch):
         pipeline.run(adam_like(3))
 
 
-# Space.
-
-
 def test_too_little_space_is_found_before_anything_is_computed(folder, monkeypatch):
     there = free_bytes(folder)
     size = (there // 2 // PAGE + 1) * PAGE
@@ -236,9 +233,6 @@ def test_ctrl_c_twice_leaves_no_read_under_way(cancels, folder, monkeypatch):
     train(pipeline, 0)
     assert contents(pipeline.store) == expected(FEW, [0])
     thread.join()
-
-
-# Forks.
 
 
 FORKED = """

@@ -15,30 +15,14 @@ from jax.sharding import PartitionSpec as P
 import jzero
 from tests.error_cases import BATCH, EVERYTHING, leaves_intact, loss_fn, plain_state, raises, sharded_state
 
-
-def rules(**patterns):
-    return lambda: jzero.plan_train_state(plain_state(), config=jzero.ZeroConfig(stage=3, rules=patterns))
-
-
-def zero(**fields):
-    return lambda: jzero.ZeroConfig(**{"stage": 3} | fields)
-
-
-def rule(**fields):
-    return lambda: jzero.LeafRule(**fields)
-
-
-def keep(**fields):
-    return lambda: jzero.Keep(**fields)
-
-
-def mesh(**sizes):
-    return lambda: jzero.make_mesh(**sizes)
-
-
-def train(**arguments):
-    return lambda: jzero.make_train_step(loss_fn, **arguments)
-
+rules = lambda **patterns: (
+    lambda: jzero.plan_train_state(plain_state(), config=jzero.ZeroConfig(stage=3, rules=patterns))
+)
+zero = lambda **fields: lambda: jzero.ZeroConfig(**{"stage": 3} | fields)
+rule = lambda **fields: lambda: jzero.LeafRule(**fields)
+keep = lambda **fields: lambda: jzero.Keep(**fields)
+mesh = lambda **sizes: lambda: jzero.make_mesh(**sizes)
+train = lambda **arguments: lambda: jzero.make_train_step(loss_fn, **arguments)
 
 SHADOWED = {"dense/.*": jzero.LeafRule(), "dense/w": jzero.LeafRule(dim=0)}
 NOWHERE = {"dense/w": jzero.LeafRule(dim=0), "decoder/.*": jzero.LeafRule(dim=0)}

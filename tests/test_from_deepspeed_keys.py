@@ -175,25 +175,11 @@ def test_each_key_has_one_row_and_each_argument_exists():
 
 CYCLE = {"cycle_min_lr": 0, "cycle_max_lr": 1}
 
-
-def zero_block(**keys):
-    return {"zero_optimization": keys}
-
-
-def offload(**keys):
-    return zero_block(stage=3, offload_optimizer={"device": "cpu", **keys})
-
-
-def fp16(**keys):
-    return {"fp16": {"enabled": True, **keys}}
-
-
-def adam(params):
-    return {"optimizer": {"type": "AdamW", "params": params}}
-
-
-def schedule(name, **params):
-    return {"scheduler": {"type": name, "params": params}}
+zero_block = lambda **keys: {"zero_optimization": keys}
+offload = lambda **keys: zero_block(stage=3, offload_optimizer={"device": "cpu", **keys})
+fp16 = lambda **keys: {"fp16": {"enabled": True, **keys}}
+adam = lambda params: {"optimizer": {"type": "AdamW", "params": params}}
+schedule = lambda name, **params: {"scheduler": {"type": name, "params": params}}
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,6 @@ MUTANTS = [
         "            while rest:",
         "            if rest:",
         "test_monitor_sinks.py::test_a_full_disk_is_an_error_and_no_line_is_written_in_part",
-        "JsonLines",
     ),
     # DeepSpeed.
     Mutant(
@@ -206,6 +205,5 @@ MUTANTS = [
         "path not in STEP_METRICS",
         '"disk" not in path',
         "test_monitor.py::test_every_metric_of_a_step_with_records_is_logged_by_its_name",
-        "[delay]",
     ),
 ]

@@ -165,7 +165,6 @@ MUTANTS = [
         "part.without_padding(product, neutral)",
         "part.without_padding(product, 0)",
         "test_offload_optimizer.py::test_numbers_over_state_on_the_host_equal_one_device",
-        "device",
     ),
     Mutant(
         "devices_draw_noise_of_one",
@@ -266,6 +265,5 @@ MUTANTS = [
         "np.promote_types(dtype, np.float32)",
         "jnp.promote_types(dtype, jnp.float32)",
         "test_strict_promotion.py::test_train_steps",
-        "bf16",
     ),
 ]

@@ -31,7 +31,6 @@ MUTANTS = [
         "eqn, first or eqn.params",
         "eqn, eqn.params",
         "test_traced_collectives.py::test_each_parameter_travels_as_often_as_counted_by_hand",
-        "False-None",
     ),
     Mutant(
         "merged_gathers_pass",
