@@ -24,9 +24,9 @@ def parts(fn, *args):
     return split_into_parts(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
 
 
-def sharded(params, **fields):
-    config = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **fields})
-    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(1.0)), config=config)
+def sharded(params, stage=3, **fields):
+    plain = jzero.TrainState.create(params=params, tx=shared.sgd(1.0))
+    return jzero.shard_train_state(plain, config=shared.config(stage, **fields))
 
 
 def remats(jaxpr):
