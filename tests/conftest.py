@@ -14,8 +14,12 @@ from pathlib import Path
 # programs in flight can wait for each other for ever: after 40 s XLA ends the process (seen with jax 0.10, 2 cores).
 os.environ["PJRT_NPROC"] = "32"
 
+import hypothesis
 import jax
 import pytest
+
+hypothesis.settings.register_profile("busy machines", deadline=None)
+hypothesis.settings.load_profile("busy machines")
 
 # Tests compile much and run little. Not optimizing machine code saves a third of the suite's time; with jax up to 0.10
 # plainer code for fusions saves a third of the rest, and one LLVM module per program an eighth of what is left. XLA's

@@ -65,7 +65,7 @@ def chunks_of(pieces):
 
 
 @given(LARGE, st.sampled_from([2, 4, 12]), st.integers(1, 10**6), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_chunks_are_no_larger_than_they_must_be(shape, num_bytes, chunk_bytes, tiled):
     pieces = split(shape, num_bytes, chunk_bytes, tiled=tiled)
     assert math.prod(pieces.view) == math.prod(shape)

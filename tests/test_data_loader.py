@@ -172,7 +172,7 @@ def test_a_loader_without_end_has_no_length():
 
 
 SIZES = st.integers(1, 60)
-few = hypothesis.settings(max_examples=8, deadline=None)  # Grain's permutation is slow for small sizes
+few = hypothesis.settings(max_examples=8)  # Grain's permutation is slow for small sizes
 
 
 def places(order, epoch):

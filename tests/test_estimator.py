@@ -117,7 +117,7 @@ SETUPS = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(**SETUPS)
 def test_stages_1_and_2_against_rational_arithmetic(total, gpus, nodes, quarters):
     factor, num = Fraction(quarters, 4), gpus * nodes
@@ -142,7 +142,7 @@ def test_stages_1_and_2_against_rational_arithmetic(total, gpus, nodes, quarters
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(part=st.floats(0, 1), **SETUPS)
 def test_stage_3_against_rational_arithmetic(total, part, gpus, nodes, quarters):
     layer, factor = int(total * part), Fraction(quarters, 4)

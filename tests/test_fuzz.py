@@ -313,7 +313,6 @@ def drawn(draws: int, seed: int, run: Any) -> None:
     settings = hypothesis.settings(
         max_examples=draws,
         database=None,
-        deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
         phases=[hypothesis.Phase.generate],  # there is nothing to shrink
     )

@@ -149,7 +149,7 @@ TURNED = {"conv": numbers(2, 3, 4)}, {"kernel": From("conv", (1, 2, 0))}, {"kern
 
 @pytest.mark.parametrize("num_cases", [3, slow(20)])
 def test_any_mapping_is_undone_by_its_export(tmp_path_factory, num_cases):
-    settings(max_examples=num_cases, deadline=None)(given(cases())(example(TURNED)(undo)))(tmp_path_factory)
+    settings(max_examples=num_cases)(given(cases())(example(TURNED)(undo)))(tmp_path_factory)
 
 
 def undo(tmp_path_factory, case):
