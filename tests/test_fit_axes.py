@@ -19,6 +19,7 @@ import expert_parallel
 import jzero
 import pretrain
 import training
+from jzero.plan.table import format_bytes
 from tests import hf_models, test_context
 from tests.plan_states import abstract_mesh
 from tests.tiers import slow
@@ -78,7 +79,7 @@ def test_a_candidate_counts_what_devices_along_another_axis_hold_and_send(num_da
     assert 0 <= added - 4 * 3 * WIDTH < 32, "gradients of the head, of each device's rows, and scalars"
     assert memory.sent_by_axes["experts"] == 3 * tokens // 2
     assert memory.sent_bytes == pytest.approx(sum(sent.values()), abs=16)
-    assert "1.88 KiB over experts" in str(choice)
+    assert f"{format_bytes(3 * tokens // 2)} over experts" in str(choice)
 
 
 @pytest.mark.slow
