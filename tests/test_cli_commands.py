@@ -12,7 +12,7 @@ from jzero.cli import doctor
 from jzero.cli.disk_report import examine_disk
 from jzero.machines import topologies
 from tests import pages
-from tests.cli_runs import data_of, folder, message_of, run, text_of  # noqa: F401  # fixtures  # noqa: F401  # fixtures
+from tests.cli_runs import data_of, folder, message_of, run, text_of  # noqa: F401  # fixtures
 
 
 def doubled(function):
