@@ -249,6 +249,27 @@ def test_optimizer_leaf_is_cut_like_its_parameter(name):
     assert grads["first"].spec != grads["second"].spec
 
 
+def test_an_optimizer_is_traced_for_one_parameter_of_each_kind():
+    """Its state is told by the first of each, and one leaf that differs from its equals is found by tracing all."""
+    seen = []
+    adam = optax.adam(1e-3)
+    tx = optax.GradientTransformation(
+        lambda params: seen.append(sum(hasattr(x, "shape") for x in jax.tree.leaves(params))) or adam.init(params),
+        adam.update,
+    )
+    params = {f"{name}{i}": np.ones(shape) for i in range(5) for name, shape in (("a", (16, 9)), ("b", (7,)))}
+    state = jzero.TrainState.create(params=params, tx=tx)
+    seen.clear()
+    plan = jzero.plan_train_state(state, stage=3)
+    assert max(seen) == 2
+    assert [plan.leaves[leaf.owner].path for leaf in plan.opt_leaves if leaf.shape] == 2 * sorted(params)
+    adam_state = state.opt_state[0]
+    for mu in ({**adam_state.mu, "a3": np.ones((16, 8))}, {x: y for x, y in adam_state.mu.items() if x != "a3"}):
+        bad = state.replace(opt_state=(adam_state._replace(mu=mu), *state.opt_state[1:]))
+        with pytest.raises(ValueError, match=r"0/mu/a3: (missing|shape \(16, 8\), but \(16, 9\))"):
+            jzero.plan_train_state(bad, stage=3)
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_parameter_named_like_another_or_like_a_field_of_the_optimizer_is_not_confused(by_hand):
     params = {"w": (64, 128), "mu": {"w": (128, 64)}, "nu": {"w": (64, 64), "mu": (96,)}, "count": (64,)}

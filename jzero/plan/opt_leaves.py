@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeGuard
 
 import jax
@@ -20,6 +20,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jzero import _compat
+from jzero._text import path_str
 from jzero._types import DType, KeyPath, PyTree
 from jzero.config.precision import cast_dtype, is_key
 from jzero.config.zero import ZeroConfig
@@ -62,6 +63,46 @@ def plan_opt_leaf(
         least = config.most_unpadded
         cut, _ = choose_cut(leaf.shape, num_shards, scan_dim=None, taken_dims=leaf.taken, most_unpadded=least)
     return laid_out(cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
+
+
+def initial_dtypes(
+    update: OptimizerUpdate, params: Sequence[str], values: Mapping[str, ArrayLike], owners: Sequence[int | None]
+) -> dict[str, DType]:
+    """Returns the dtype of each optimizer leaf in `tx.init`, which is traced for one parameter of each kind.
+
+    Parameters of one shape and dtype are of one kind if the optimizer keeps the same of them. If that is not what
+    `tx.init` makes of the first of each, all of it is traced, and tells what is wrong.
+
+    Args:
+      update: The update of the optimizer.
+      params: The path of each parameter.
+      values: The optimizer's leaves by path.
+      owners: The parameter of each of them.
+
+    Raises:
+      ValueError: The leaves are not those that `tx.init` makes.
+    """
+    seen: list[jax.ShapeDtypeStruct] = jax.tree.leaves(update.params)
+    kept: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in params]
+    for (path, x), i in zip(values.items(), owners, strict=True):
+        if i is not None:
+            kept[i].append((path.removesuffix(params[i]), np.shape(x)))
+    kinds: dict[Hashable, int] = {}
+    first = [kinds.setdefault((x.shape, x.dtype, *kept[i]), i) for i, x in enumerate(seen)]
+    same = {
+        path: path if i is None else path.removesuffix(params[i]) + params[first[i]] * path.endswith(params[i])
+        for path, i in zip(values, owners, strict=True)
+    }
+    some = update.restricted(list(kinds.values())) if len(kinds) < len(seen) else None
+    made = {} if some is None else _by_path(some.opt_state)
+    if {(name, np.shape(values[path])) for path, name in same.items()} != {(n, x.shape) for n, x in made.items()}:
+        made, same = _by_path(update.opt_state), {path: path for path in values}
+        check_opt_state(made, values)
+    return {path: made[name].dtype for path, name in same.items()}
+
+
+def _by_path(opt_state: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+    return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(opt_state)}
 
 
 def check_opt_state(initialised: Mapping[str, jax.ShapeDtypeStruct], values: Mapping[str, ArrayLike]) -> None:
@@ -109,15 +150,17 @@ def find_owners(
     return owners if len(owners) == len(paths) else _owners_by_path(params, opt_state, paths)
 
 
-def owners_by_flow(update: OptimizerUpdate, owners: Sequence[int | None], num_params: int) -> list[int | None]:
+def owners_by_flow(
+    update: OptimizerUpdate, owners: Sequence[int | None], state: Sequence[ArrayLike], num_params: int
+) -> list[int | None]:
     """Returns the parameters of optimizer leaves, completed by the one whose gradient and state alone move a leaf.
 
     Args:
       update: The update of the optimizer.
       owners: The parameter of each optimizer leaf, as far as the structure tells.
+      state: The optimizer's leaves.
       num_params: The number of parameters.
     """
-    state = jax.tree.leaves(update.opt_state)
     unknown = [j for j, (x, i) in enumerate(zip(state, owners, strict=True)) if i is None and _is_array(x)]
     if not unknown or (jaxpr := update.jaxpr) is None:
         return list(owners)
@@ -135,8 +178,8 @@ def owners_by_flow(update: OptimizerUpdate, owners: Sequence[int | None], num_pa
     return owners_now
 
 
-def _is_array(x: jax.ShapeDtypeStruct) -> bool:
-    return math.prod(x.shape) > 1 and not is_key(x.dtype)
+def _is_array(x: ArrayLike) -> bool:
+    return math.prod(np.shape(x)) > 1 and not is_key(jax.dtypes.result_type(x))
 
 
 def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[KeyPath]) -> list[int | None]:

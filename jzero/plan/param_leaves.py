@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -74,7 +75,6 @@ def plan_params(
                 dim=rule.dim,
                 most_unpadded=0 if rule.persistent is False else config.most_unpadded,
             )
-        grad = dataclasses.replace(leaf, cut=cut, reason=reason)
         why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
         # Vectors, even in a scanned layer, are not worth the transfer, and TPUs cannot slice 16-bit stacks of them.
         is_matrix = len(leaf.shape) - (scan_dim is not None) > 1
@@ -83,8 +83,24 @@ def plan_params(
         is_read = scan_dim == 0 and is_matrix and not why and jnp.issubdtype(leaf.dtype, jnp.floating)
         to_disk = config.offload.params == "disk" and is_read and i in offloaded
         memory: Memory = "host" if to_host else "records" if to_disk else "device"
-        param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, memory=memory)
-        plans.append(_with_dtypes(param, grad, scan_dim, rule, config, i in offloaded))
+        compute, master_dtype, update = _dtypes(leaf.dtype, rule, config.policy)
+        # A parameter that is whole on every device, or offloaded, is stored in the compute dtype; its master is cut.
+        separate = bool(why or cut is None or i in offloaded) and compute != master_dtype
+        grad_dtype = update if is_key(leaf.dtype) else cast_dtype(compute, config.policy.accumulate)
+        described_by = functools.partial(dataclasses.replace, leaf)
+        state = far_memory(config) if i in offloaded else "device"
+        plans.append(
+            LeafPlan(
+                param=described_by(
+                    dtype=compute if separate else master_dtype, cut=None if why else cut, reason=why, memory=memory
+                ),
+                grad=described_by(dtype=grad_dtype, cut=cut, reason=reason),
+                scan_dim=scan_dim,
+                compute_dtype=compute,
+                update_dtype=update,
+                master=described_by(dtype=master_dtype, cut=cut, reason=reason, memory=state) if separate else None,
+            )
+        )
     return plans
 
 
@@ -98,6 +114,7 @@ def as_seen(params: PyTree, config: ZeroConfig) -> PyTree:
     return jax.tree_util.tree_map_with_path(shape, params)
 
 
+@functools.lru_cache(maxsize=256)
 def _dtypes(dtype: DType, rule: LeafRule, policy: Precision) -> tuple[DType, DType, DType]:
     """Returns the dtypes in which the loss has a parameter, in which its master is, and in which it is updated."""
     if is_key(dtype):  # its gradient and update are never used
@@ -107,23 +124,6 @@ def _dtypes(dtype: DType, rule: LeafRule, policy: Precision) -> tuple[DType, DTy
     if policy.master is not None and itemsize(compute) > itemsize(master):
         master = compute  # a rule asks for more than the master's dtype
     return compute, master, cast_dtype(dtype, wide_dtype(master) if policy.master is not None else None)
-
-
-def _with_dtypes(
-    param: StateLeaf, grad: StateLeaf, scan_dim: int | None, rule: LeafRule, config: ZeroConfig, offloaded: bool
-) -> LeafPlan:
-    """Returns the plan of a parameter with the dtypes that the precision policy gives it."""
-    policy, dtype = config.policy, param.dtype
-    compute, master_dtype, update = _dtypes(dtype, rule, policy)
-    if is_key(dtype):
-        return LeafPlan(param, dataclasses.replace(grad, dtype=update), scan_dim, compute, update)
-    # A parameter that is whole on every device, or offloaded, is stored in the compute dtype; its master is cut.
-    separate = (param.cut is None or offloaded) and compute != master_dtype
-    memory = far_memory(config) if offloaded else "device"
-    master = dataclasses.replace(grad, dtype=master_dtype, memory=memory) if separate else None
-    param = dataclasses.replace(param, dtype=compute if separate else master_dtype)
-    grad = dataclasses.replace(grad, dtype=cast_dtype(compute, policy.accumulate))
-    return LeafPlan(param, grad, scan_dim, compute, update, master)
 
 
 def far_memory(config: ZeroConfig) -> Memory:

@@ -27,7 +27,7 @@ from jzero.layout.mesh import (
     with_explicit_axes,
 )
 from jzero.plan.matrices import warn_of_matrices, with_matrices
-from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, plan_opt_leaf
+from jzero.plan.opt_leaves import find_owners, initial_dtypes, owners_by_flow, plan_opt_leaf
 from jzero.plan.opt_state import DiskState, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.param_leaves import (
     as_seen,
@@ -63,8 +63,7 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
     offload = config.offload
     if "host" in (offload.optimizer, offload.params):
         check_host_memory(mesh)
-    optimizer_inputs = as_seen(state.params, config)
-    update = OptimizerUpdate(tx, optimizer_inputs, jax.eval_shape(tx.init, optimizer_inputs))
+    update = OptimizerUpdate(tx, as_seen(state.params, config))
     plan = with_matrices(_choose_plan(state, update, config, mesh), update)
     if config.offload.delays_updates and not plan.has_records:
         name, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")
@@ -157,18 +156,18 @@ def _make_plan(
     frozen_trees = [others[name] for name in frozen_fields(state)]
     frozen_paths = [path_str(path) for x in frozen_trees for path, _ in jax.tree_util.tree_leaves_with_path(x)]
     check_rules_match(config, [*(leaf.path for leaf in leaves), *frozen_paths])
-    initialised = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(update.opt_state)}
     paths, values = unzip(jax.tree_util.tree_leaves_with_path(state.opt_state))
     names = list(map(path_str, paths))
-    check_opt_state(initialised, dict(zip(names, values, strict=True)))
     owners = find_owners(update.tx.init, state.params, state.opt_state, paths)
-    owners = owners_by_flow(update, owners, len(leaves))
+    given = dict(zip(names, values, strict=True))
+    initialised = initial_dtypes(update, [leaf.path for leaf in leaves], given, owners)
+    owners = owners_by_flow(update, owners, values, len(leaves))
     shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
     frozen = find_frozen(update, [i in shaped for i in range(len(leaves))])
     dtypes = [dtype_of(x) for x in jax.tree.leaves(state.params)]
     leaves = [freeze(leaf, dtype, config) if f else leaf for leaf, dtype, f in zip(leaves, dtypes, frozen, strict=True)]
     inner = [
-        plan_opt_leaf(describe_leaf(name, x, config, mesh), owner, initialised[name].dtype, leaves, config, mesh)
+        plan_opt_leaf(describe_leaf(name, x, config, mesh), owner, initialised[name], leaves, config, mesh)
         for name, x, owner in zip(names, values, owners, strict=True)
     ]
     shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in offloaded and leaf.trained}

@@ -155,12 +155,15 @@ class OptimizerUpdate:
     Attributes:
       tx: The optax transformation.
       params: The parameters as it sees them, as shapes.
-      opt_state: The state that it makes, as shapes.
     """
 
     tx: Optimizer
     params: PyTree
-    opt_state: PyTree
+
+    @functools.cached_property
+    def opt_state(self) -> PyTree:
+        """The state that it makes, as shapes."""
+        return jax.eval_shape(self.tx.init, self.params)
 
     @functools.cached_property
     def jaxpr(self) -> ClosedJaxpr | None:
@@ -174,6 +177,11 @@ class OptimizerUpdate:
 
     def jaxpr_of(self, chosen: Sequence[int]) -> ClosedJaxpr | None:
         """Returns the jaxpr as if only some parameters existed, given by index; `None` if that cannot be traced."""
+        some = self.restricted(chosen)
+        return None if some is None else _traced(some.tx.update, *_flat_shapes(some.params, some.opt_state))
+
+    def restricted(self, chosen: Sequence[int]) -> OptimizerUpdate | None:
+        """Returns the update as if only some parameters existed, given by index; `None` if it takes no such tree."""
         leaves, treedef = jax.tree.flatten(self.params)
         params = [optax.MaskedNode()] * len(leaves)  # as `optax.masked` leaves parameters out
         for i in chosen:
@@ -181,12 +189,12 @@ class OptimizerUpdate:
         tx = self.tx
         if isinstance(tx, MaskedTransformation):
             tx = dataclasses.replace(tx, mask=tuple(tx.mask[i] for i in chosen))
-        some = treedef.unflatten(params)
+        some = OptimizerUpdate(tx, treedef.unflatten(params))
         try:
-            opt_state = jax.eval_shape(tx.init, some)
-        except Exception:  # it may take no other tree, and say so by any exception
+            _ = some.opt_state
+        except Exception:  # it may say so by any exception
             return None
-        return _traced(tx.update, *_flat_shapes(some, opt_state))
+        return some
 
 
 def _flat_shapes(params: PyTree, opt_state: PyTree) -> tuple[PyTreeDef, tuple[Shape, ...]]:
