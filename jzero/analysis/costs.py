@@ -76,6 +76,10 @@ def _convolution_flops(computation: Computation, x: Instruction) -> float:
         return 0.0
     ins, kernel, outs = labels.groups()
     out = max(x.results, key=lambda array: array.size)
+    if "BackwardInput" in x.target:  # these two have the labels and the window of the forward pass
+        lhs, out = (out,), lhs[0]
+    elif "BackwardFilter" in x.target:
+        rhs, out = (out,), rhs[0]
     window = dict(re.findall(r"(\w+)=([\w\-]+)", match.group(1))) if (match := _WINDOW.search(x.attributes)) else {}
     groups = re.search(r"batch_group_count=(\d+)", x.attributes)
     flops = 2.0 * out.shape[outs.index("f")] * rhs[0].shape[kernel.index("i")]
