@@ -148,16 +148,25 @@ def tied(w, x):
     return (jnp.tanh(x @ w) @ w.T).sum()
 
 
-def tied_around_a_loop(w, x):
-    h = lax.scan(lambda h, _: (jnp.sin(h), None), x @ w, None, length=3)[0]
-    return (h @ w.T).sum()
+def tied_around(turn):
+    return lambda w, x: (lax.scan(lambda h, _: (turn(h), None), x @ w, None, length=3)[0] @ w.T).sum()
+
+
+tied_around_layers = tied_around(lambda h: jnp.sin(h @ (h.T @ h)))
+tied_around_sums = tied_around(jnp.sin)
 
 
 @pytest.mark.parametrize(
     ("loss", "by_use", "is_summed"),
-    [(tied, True, True), (tied_around_a_loop, True, False), (tied_around_a_loop, False, True)],
+    [
+        (tied, True, True),
+        (tied_around_layers, True, False),
+        (tied_around_layers, False, True),
+        (tied_around_sums, True, True),
+    ],
+    ids=["no loop", "layers", "layers, at the end", "a loop without products"],
 )
-def test_a_tied_gradient_is_summed_first_but_not_across_a_loop(loss, by_use, is_summed):
+def test_a_tied_gradient_is_summed_first_but_not_across_a_loop_over_layers(loss, by_use, is_summed):
     jaxpr = gradient(loss, (16, 8), (2, 16))
     exits = [how((16, 8), 0, by_use=by_use)]
     assert (reduced_at(jaxpr, exits)[0] == ["add_any"]) == is_summed

@@ -17,6 +17,7 @@ from jzero import _compat
 from jzero._compat import Atom
 from jzero.engine.gradient_exits import Reduction
 from jzero.jaxpr.equations import equations_in
+from jzero.jaxpr.products import mixes
 
 RELABELS = frozenset(
     ["broadcast_in_dim", "convert_element_type", "copy", "reshard", "sharding_constraint", "transpose"]
@@ -62,10 +63,11 @@ class DefUse:
 
     @functools.cached_property
     def _loops(self) -> list[int]:
-        return [i for i, eqn in enumerate(self.eqns) if any(x.primitive.name == "scan" for x in equations_in(eqn))]
+        scans = ((i, x) for i, eqn in enumerate(self.eqns) for x in equations_in(eqn) if x.primitive.name == "scan")
+        return [i for i, scan in scans if mixes(scan)]
 
     def is_loop_between(self, x: Atom, y: Atom) -> bool:
-        """Whether a loop stands between the equations that made two gradients, or makes the second."""
+        """Whether a loop with products stands between the equations that made two gradients, or makes the second."""
         first, second = sorted(map(self._find_first_definition, (x, y)))
         return any(first < i <= second for i in self._loops)  # `<=`: the second may come out of the loop
 

@@ -22,7 +22,7 @@ may differ in what they run: such a gradient is reduced after it.
 The gradients of a parameter's uses are summed first and reduced once: that holds one whole gradient between the uses,
 and sends each element once. There are two exceptions, each reduced one by one: parts of a stack, which together make
 the stack; and, from stage 2 on, uses with a loop between them, since the whole gradient would stay in memory beside the
-activations of that loop.
+activations of that loop. A loop without products is no loop over layers and does not count.
 """
 
 from __future__ import annotations
