@@ -51,6 +51,19 @@ def test_what_a_layer_keeps():
     assert memory.activation_bytes == pytest.approx(LOCAL * (HIDDEN + WIDTH) * 4, abs=8)  # and a scalar
 
 
+def test_a_saved_operand_is_kept_though_its_product_reads_another_layout():
+    """Of a recomputed block its input and the named operand, which its product contracts over outer dimensions."""
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("shares"))
+    def block(y):
+        shares = jax.ad_checkpoint.checkpoint_name(jnp.tanh(y), "shares")
+        return jnp.einsum("rabc,rac->rb", shares, y[:, :, 0])
+
+    loss = lambda params, x: jnp.square(block((x @ params["up"]).reshape(len(x), 2, 2, -1))).mean()
+    memory = reckoned(loss, mlp_state(config_of(0)))
+    assert memory.activation_bytes == pytest.approx((2 * HIDDEN + 2) * LOCAL * 4, abs=8)  # and the result, and a scalar
+
+
 def test_what_the_backward_pass_needs_is_written_where_it_is_computed():
     """The sum of two products goes into a checkpoint: it is kept, not the products, which nothing else reads."""
 

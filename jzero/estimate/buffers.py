@@ -265,6 +265,8 @@ class TracedProgram:
             self.add(BufferOperation((written,), backward, in_place=True, num_bytes=num_bytes), x.sources)
         if stays:
             self._written[x], self._writer[x] = done, reader
+        else:
+            self._first_reader.setdefault(x, reader)
         return done
 
     def include(self, *bodies: TracedProgram, times: int = 1) -> None:
