@@ -17,8 +17,6 @@ AdamW in bf16 with fp32 masters and tell the norm of their gradients.
 No accelerator is needed: the compilers of `jzero[gpu]` and `jzero[tpu]` tell. Each line of the result file is one
 program; lines that are there already are not compiled again. `--table old.jsonl new.jsonl` prints such files side by
 side. `--trace` compiles nothing: it prints what tracing and lowering a step takes beside plain `jax.jit`.
-
-On GPUs the modelled step of the U-Net counts convolutions by their bytes alone; `notes` of a line say such things.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def unknown_kernel(instruction: Instruction) -> bool:
     """Whether an instruction is a kernel whose arithmetic HLO does not show, such as one of Pallas."""
     if instruction.opcode != "custom-call" or instruction.target.startswith(_BOOKKEEPING):
         return False
-    return "gemm" not in instruction.target and "matmul" not in instruction.target and not instruction.called
+    return not any(x in instruction.target for x in ("gemm", "matmul", "cudnn$conv")) and not instruction.called
 
 
 def flops_of(program: HloProgram, computation: Computation, x: Instruction) -> Iterator[tuple[float, str, bool]]:
