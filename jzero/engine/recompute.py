@@ -21,8 +21,15 @@ folded into random keys, which Flax derives from a layer's path, and which becom
 are those of the first layer.
 
 [Note: Kept blocks]
-With `Keep(blocks=k)` the last k blocks get no checkpoint. Blocks count in the order in which they run, through calls
-but not in loops and branches. A kept block is a call with a name of its own, by which `kept_bytes` finds it.
+With `Keep(blocks=k)` the last k blocks save the results of all heavy operations, and of their batched products the
+operands that come from products: queries, keys, values and probabilities of attention. So no product is computed twice,
+nor a softmax, while the backward pass redoes what is elementwise inside the operations that read it. Saving all that
+differentiation would save takes as much memory and a longer step: it is written in the forward pass, for the backward
+pass alone. Blocks with loops save it all the same, since jax would run such a loop again.
+
+A loop whose turns are such blocks counts as one. If it is kept, it saves those operands, too, but no scores: to write
+and read stacks of them takes longer. Blocks count in the order in which they run, through calls but not in loops and
+branches. A kept block is a call with a name of its own, and a kept loop has named operands; so `kept_bytes` finds them.
 """
 
 from __future__ import annotations
@@ -30,13 +37,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.sharding import NamedSharding
 
 from jzero import _compat
@@ -46,7 +54,15 @@ from jzero.jaxpr.equations import equations_in
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import Piece, evaluate, propagate
 from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
-from jzero.jaxpr.repeats import EquationRun, aval_bytes, keeps_heavy, split_into_parts
+from jzero.jaxpr.repeats import (
+    OPERAND,
+    EquationRun,
+    aval_bytes,
+    is_batched_product,
+    keeps_heavy,
+    keeps_products,
+    split_into_parts,
+)
 from jzero.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
 from jzero.layout.mesh import HOST_MEMORY
 
@@ -137,11 +153,17 @@ def recompute(jaxpr: AnyJaxpr, remat: Remat, axis_env: AxisEnv) -> ClosedJaxpr:
 
 
 def num_blocks(jaxpr: AnyJaxpr) -> int:
-    """Returns how many repeated blocks `remat="cheap"` recomputes, outside of loops and branches."""
+    """Returns how many blocks there are to keep, see [Note: Kept blocks]."""
     parts = split_into_parts(_compat.open_jaxpr(jaxpr)[0])
     free = [part.is_block and _is_free(part.eqns) for part in parts]
     others = [eqn for part, is_free in zip(parts, free, strict=True) if not is_free for eqn in part.eqns]
-    return sum(free) + sum(num_blocks(called_jaxpr(eqn)) for eqn in others if eqn.primitive.name in CALLS)
+    nested = sum(num_blocks(called_jaxpr(eqn)) for eqn in others if eqn.primitive.name in CALLS)
+    return sum(free) + sum(map(_is_loop_of_blocks, others)) + nested
+
+
+def _is_loop_of_blocks(eqn: JaxprEqn) -> bool:
+    """Whether a loop counts as a block: whether it has batched products, and does not say what to recompute."""
+    return eqn.primitive.name == "scan" and any(map(is_batched_product, equations_in(eqn))) and _is_free([eqn])
 
 
 def kept_bytes(jaxpr: AnyJaxpr) -> int:
@@ -149,11 +171,12 @@ def kept_bytes(jaxpr: AnyJaxpr) -> int:
     opened, total = _compat.open_jaxpr(jaxpr)[0], 0
     read = {v for eqn in opened.eqns if _compat.is_transposed(eqn) for v in eqn.invars if not _compat.is_literal(v)}
     for eqn in opened.eqns:
-        if eqn.primitive.name not in CALLS or _compat.is_transposed(eqn):
+        if _compat.is_transposed(eqn) or eqn.primitive.name not in (*CALLS, "scan"):
             continue
-        if eqn.params.get("name") == KEPT_BLOCK:
+        names = {x.params.get("name") for x in equations_in(eqn)}
+        if eqn.params.get("name") == KEPT_BLOCK or (eqn.primitive.name == "scan" and OPERAND in names):
             total += sum(aval_bytes(_compat.type_of(v)) for v in eqn.outvars if v in read)
-        else:
+        elif eqn.primitive.name in CALLS:
             total += kept_bytes(called_jaxpr(eqn))
     return total
 
@@ -180,6 +203,35 @@ def _rewritten_jaxprs(eqn: JaxprEqn) -> Sequence[AnyJaxpr]:
     """Returns the jaxprs of an equation that the rewrite enters."""
     kind = eqn.primitive.name
     return eqn.params["branches"] if kind == "cond" else [called_jaxpr(eqn)] if kind in CALLS else []
+
+
+def _shardings_of(call: JaxprEqn) -> list[tuple[NamedSharding | None, ...]]:
+    """Returns the shardings of a call's operands and results; only calls of `jit` have any."""
+    return [
+        tuple(s if isinstance(s, NamedSharding) else None for s in call.params.get(name, variables))
+        for name, variables in (("in_shardings", call.invars), ("out_shardings", call.outvars))
+    ]
+
+
+def _naming_operands(made: Iterable[Var]) -> Apply:
+    """Returns how a kept block is evaluated, see [Note: Kept blocks]; `made` are inputs that come from products."""
+    from_products = set(made)
+
+    def apply(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
+        comes = [not _compat.is_literal(v) and v in from_products for v in eqn.invars]
+        products = [x for x in equations_in(eqn) if x.primitive.name == "dot_general"]
+        if any(comes) or products:
+            from_products.update(eqn.outvars)
+        is_batched = any(map(is_batched_product, products))
+        if is_batched and eqn.primitive.name in CALLS and not any(itertools.chain(*_shardings_of(eqn))):
+            jaxpr = called_jaxpr(eqn)
+            invars = _compat.open_jaxpr(jaxpr)[0].invars
+            return evaluate(jaxpr, inputs, _naming_operands(itertools.compress(invars, comes)))
+        if is_batched_product(eqn):
+            inputs = [checkpoint_name(x, OPERAND) if named else x for x, named in zip(inputs, comes, strict=True)]
+        return _compat.bind(eqn, inputs)
+
+    return apply
 
 
 @dataclasses.dataclass
@@ -215,7 +267,10 @@ class _Rewrite:
 
         def apply(part: EquationRun, values: list[jax.Array]) -> list[jax.Array]:
             if is_cheap and part in layers and self._is_kept():
-                return self._call_shared(layers[part], values, _compat.bind, lambda layer: layer, KEPT_BLOCK)
+                if any(x.primitive.name == "scan" for eqn in part.eqns for x in equations_in(eqn)):
+                    return self._call_shared(layers[part], values, _compat.bind, lambda layer: layer, KEPT_BLOCK)
+                keep = functools.partial(jax.checkpoint, policy=keeps_products)
+                return self._call_shared(layers[part], values, _naming_operands(()), keep, KEPT_BLOCK)
             if part in numbers and times[numbers[part]] > 1:  # a layer that occurs once stays in place
                 return self._call_shared(layers[part], values, _compat.bind, wrap)
             if is_cheap and part in layers:
@@ -263,7 +318,8 @@ class _Rewrite:
             branches = [lambda *xs, jaxpr=jaxpr: inside(jaxpr, xs) for jaxpr in eqn.params["branches"]]
             return list(lax.switch(inputs[0], branches, *inputs[1:]))
         if kind == "scan" and self._changes(eqn):
-            return self._scan(eqn, inputs)
+            is_block = self.remat == "cheap" and not self.in_loop and _is_loop_of_blocks(eqn)
+            return self._scan(eqn, inputs, keeps=is_block and self._is_kept())
         return _compat.bind(eqn, inputs)
 
     def _in_loop(self) -> _Rewrite:
@@ -277,10 +333,7 @@ class _Rewrite:
 
     def _call(self, eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
         jaxpr = called_jaxpr(eqn)
-        in_shardings, out_shardings = (  # only calls of `jit` have shardings
-            tuple(s if isinstance(s, NamedSharding) else None for s in eqn.params.get(name, variables))
-            for name, variables in (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars))
-        )
+        in_shardings, out_shardings = _shardings_of(eqn)
         inside = self
         if self.before_kept is not None:
             inside = dataclasses.replace(self, before_kept=min(self.before_kept, num_blocks(jaxpr)))
@@ -309,7 +362,7 @@ class _Rewrite:
         common = CanonicalJaxpr.of(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
         return self._call_shared(common, inputs, apply, wrap, (prevent_cse, id(policy)))
 
-    def _scan(self, eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
+    def _scan(self, eqn: JaxprEqn, inputs: list[jax.Array], *, keeps: bool) -> list[jax.Array]:
         num_consts, num_carry = _compat.scan_groups(eqn)
         jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
         end = num_consts + num_carry
@@ -321,7 +374,7 @@ class _Rewrite:
         # With "offload" each turn of an outermost loop is recomputed as one piece; the loops in it are as written.
         inner = _Rewrite(None if self.remat == "offload" else self.remat, in_loop=True, calls=self.calls)
         if self.remat == "cheap":  # one checkpoint is enough: its policy also decides for loops inside
-            inner = functools.partial(evaluate, apply=_compat.bind)
+            inner = functools.partial(evaluate, apply=_naming_operands(()) if keeps else _compat.bind)
 
         def run(consts: list[jax.Array], carry: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
             named = [

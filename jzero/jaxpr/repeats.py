@@ -36,6 +36,8 @@ from jzero._types import Params
 from jzero.jaxpr.primitives import LIGHT
 from jzero.jaxpr.sizes import array_bytes
 
+OPERAND = "operand_of_product"
+"""Name of a saved operand."""
 THIN = 256
 """Floating-point operations per byte of a result. Accelerators do 150 to 300 in the time that they move a byte."""
 
@@ -62,16 +64,30 @@ class EquationRun(NamedTuple):
 
 
 def keeps_heavy(primitive: Primitive, *avals: jax.core.ShapedArray, **params: object) -> bool:
-    """Policy for `jax.checkpoint` that saves the results of heavy operations: products, random numbers, loops.
+    """Policy for `jax.checkpoint` that saves results of heavy operations but scores, and operands named `OPERAND`."""
+    is_thin = primitive.name == "dot_general" and _is_thin(*avals, params=params)
+    return not is_thin and keeps_products(primitive, *avals, **params)
 
-    It also saves the results of `lt`: a random draw compared with a probability takes one byte in place of four. It
-    saves nothing that involves complex numbers: jax rounds saved values by `reduce_precision`, which takes real ones.
+
+def keeps_products(primitive: Primitive, *avals: jax.core.ShapedArray, **params: object) -> bool:
+    """Policy for `jax.checkpoint` that saves results of all heavy operations, and operands named `OPERAND`."""
+    return params.get("name") == OPERAND or _is_heavy_or_drawn(primitive, *avals)
+
+
+def _is_heavy_or_drawn(primitive: Primitive, *avals: jax.core.ShapedArray) -> bool:
+    """Whether an operation is heavy: a product, a loop, random numbers, or their comparison with a probability.
+
+    That one, `lt`, has a result of one byte in place of four. Nothing that involves complex numbers counts: jax rounds
+    saved values by `reduce_precision`, which takes real ones.
     """
     if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in avals if hasattr(x, "dtype")):
         return False
-    if primitive.name == "lt":
-        return True
-    return primitive.name not in LIGHT and not (primitive.name == "dot_general" and _is_thin(*avals, params=params))
+    return primitive.name == "lt" or primitive.name not in LIGHT
+
+
+def is_batched_product(eqn: JaxprEqn) -> bool:
+    """Whether an equation multiplies matrices pairwise, as attention does."""
+    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
 
 def _is_thin(a: jax.core.ShapedArray, b: jax.core.ShapedArray, *, params: Params) -> bool:

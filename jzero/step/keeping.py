@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 KEPT_SHARE = 0.7
 """Share of the memory of a step up to which values are kept without a compiler: estimates have been 17 % low."""
 FREED = 0.5
-"""The part of its activations that a recomputed block frees at least; the rest are results of products, which stay."""
+"""The part of its activations that a recomputed block frees at least; most others are products with weights."""
 
 
 class KeepingStep(NamedTuple):

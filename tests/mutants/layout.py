@@ -232,6 +232,13 @@ MUTANTS = [
         "base=grad.base, reason=grad.reason)",
         "test_plan.py::test_optimizer_leaf_is_cut_like_its_parameter",
     ),
+    Mutant(
+        "optimizer_state_taken_as_it_is",
+        "plan/opt_leaves.py",
+        "for n, x in made.items()}:",
+        "for n, x in made.items()} and some is None:",
+        "test_plan.py::test_an_optimizer_is_traced_for_one_parameter_of_each_kind",
+    ),
     # The mesh that a program has set, and Explicit axes.
     Mutant(
         "states_mesh_is_not_set",
