@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from jzero._types import DType
@@ -170,11 +171,14 @@ def is_key(dtype: DTypeLike) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def cast(x: jax.Array, dtype: DType) -> jax.Array:
+    """Returns `x.astype(dtype)`; at once if it has the dtype, which jax takes a hundred calls to see."""
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
 def widen(x: jax.Array) -> jax.Array:
     """Returns `x` in fp32 or wider; integers do not change."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return x.astype(wide_dtype(x.dtype))
+    return cast(x, wide_dtype(x.dtype))
 
 
 def wide_dtype(dtype: DType) -> DType:
@@ -189,7 +193,7 @@ def scale_by(grad: jax.Array, *factors: jax.Array) -> jax.Array:
     """Returns a gradient in fp32 or wider, multiplied by one factor after another; integers do not change."""
     grad = widen(grad)
     for factor in factors if jnp.issubdtype(grad.dtype, jnp.inexact) else ():
-        grad = grad * factor.astype(grad.dtype)
+        grad = lax.mul(grad, lax.broadcast(cast(factor, grad.dtype), grad.shape))  # traced faster than `*`
     return grad
 
 

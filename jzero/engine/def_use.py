@@ -63,8 +63,8 @@ class DefUse:
 
     @functools.cached_property
     def _loops(self) -> list[int]:
-        scans = ((i, x) for i, eqn in enumerate(self.eqns) for x in equations_in(eqn) if x.primitive.name == "scan")
-        return [i for i, scan in scans if mixes(scan)]
+        nested = ((i, equations_in(eqn)) for i, eqn in enumerate(self.eqns) if any(_compat.contained_jaxprs(eqn)))
+        return [i for i, eqns in nested if any(x.primitive.name == "scan" and mixes(x) for x in eqns)]
 
     def is_loop_between(self, x: Atom, y: Atom) -> bool:
         """Whether a loop with products stands between the equations that made two gradients, or makes the second."""

@@ -57,7 +57,7 @@ class MeshFacts:
     def in_equation(self, eqn: JaxprEqn) -> Meshes:
         """Returns facts about the jaxprs in an equation."""
         inner = [self.of(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)]
-        return Meshes(any(x.named for x in inner), any(x.carried for x in inner))
+        return Meshes(any(x.named for x in inner), any(x.carried for x in inner)) if inner else Meshes(False, False)
 
     def of(self, jaxpr: AnyJaxpr) -> Meshes:
         """Returns facts about a jaxpr."""

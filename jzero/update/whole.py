@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._types import DType, PyTree
-from jzero.config.precision import Precision, is_float8, is_key, scale_by
+from jzero.config.precision import Precision, cast, is_float8, is_key, scale_by
 from jzero.layout.casts import apply_edits, positions_of, round_stochastically, round_to
 from jzero.layout.leaves import LeafPlan
 from jzero.layout.placement import make_strongly_typed
@@ -153,7 +153,7 @@ class WholeUpdate:
             else x.params
         )
         grads = tree([self._gradient(leaf, grad) for leaf, grad in zip(plan.leaves, x.grads, strict=True)])
-        state = [y.astype(leaf.update_dtype or y.dtype) for y, leaf in zip(x.inner, plan.inner_leaves, strict=True)]
+        state = [cast(y, leaf.update_dtype or y.dtype) for y, leaf in zip(x.inner, plan.inner_leaves, strict=True)]
         params, given = tree(optimizer_inputs) if knows else None, {**(x.extra or {}), **dict(self.functions)}
         returned, new = call_update(
             self.tx, extra_args(x.value, grads), grads, plan.inner_treedef.unflatten(state), params, **given
@@ -178,7 +178,7 @@ class WholeUpdate:
     def _cast(self, x: jax.Array, leaf: LeafPlan) -> jax.Array:
         # Gradients are fp32 or wider, and so are optax's results from them and the parameters, except for float8.
         as_it_is = self.plan.config.policy == Precision() and not is_float8(leaf.update_dtype)
-        return x if as_it_is else x.astype(leaf.update_dtype)
+        return x if as_it_is else cast(x, leaf.update_dtype)
 
     def _result(
         self, i: int, x: Before[jax.Array], optimizer_input: jax.Array | None, update: jax.Array | None
@@ -222,7 +222,7 @@ def optimizer_view(param: jax.Array | None, leaf: LeafPlan) -> jax.Array:
     """Returns a parameter in natural shape as the optimizer sees it; random keys become zeros of their shape."""
     if param is None or is_key(leaf.param.dtype):
         return jnp.zeros(leaf.param.shape, leaf.update_dtype)
-    return param.astype(leaf.update_dtype)
+    return cast(param, leaf.update_dtype)
 
 
 def _choose(applied: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -100,8 +100,8 @@ MUTANTS = [
     Mutant(
         "any_loop_stands_between",
         "engine/def_use.py",
-        "return [i for i, scan in scans if mixes(scan)]",
-        "return [i for i, scan in scans]",
+        'x.primitive.name == "scan" and mixes(x)',
+        'x.primitive.name == "scan"',
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop_over_layers",
     ),
     Mutant(
