@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import itertools
 import json
@@ -18,8 +19,12 @@ LEAST_WIDTH = 30
 
 def key_names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Returns the names of the keys along a key path, e.g. `("decoder", "kernel")`."""
-    names = (jax.tree_util.keystr((key,), simple=True) for key in path if str(key))  # that of a padded leaf is none
-    return tuple(names)
+    return tuple(name for name in map(_key_name, path) if name is not None)
+
+
+@functools.lru_cache(maxsize=1 << 16)  # a plan asks for the path of each leaf several times
+def _key_name(key: Any) -> str | None:
+    return jax.tree_util.keystr((key,), simple=True) if str(key) else None  # that of a padded leaf has none
 
 
 def path_str(path: tuple[Any, ...]) -> str:

@@ -11,11 +11,9 @@ block).
 [Note: Saved results]
 The policy saves the results of products with weights, convolutions, loops and unknown operations. The backward pass
 recomputes whatever follows from them elementwise or by reductions, mostly inside the operation that reads it. It also
-recomputes attention scores: they are the largest activations and cost 64 or 128 multiplications an element, less time
-than writing and reading them. Attention's result is saved (the same 124M: 4342 MiB with the scores, 1752 without).
-Compared with saving everything, the modelled step of the unrolled model is 4 % longer on v5p and 10 % on H200; that of
-the scanned model is 61 % and 22 % shorter, since it does not write stacks of scores. Saving the results of reductions
-too makes the step longer on H200.
+recomputes attention scores: they are the largest activations, and cost 64 or 128 multiplications an element. Attention's
+result is saved (the same 124M: 4342 MiB with the scores, 1752 without). To write scores and their softmax again takes
+time, so where there is memory, blocks keep both, see [Note: Kept blocks].
 """
 
 from __future__ import annotations
@@ -91,7 +89,7 @@ def is_batched_product(eqn: JaxprEqn) -> bool:
 
 
 def _is_thin(a: jax.core.ShapedArray, b: jax.core.ShapedArray, *, params: Params) -> bool:
-    """Whether a batched product has a result larger than its operands that costs less to recompute than to save.
+    """Whether a batched product has a result larger than its operands that takes few operations per byte.
 
     Attention scores do: `[batch, heads, queries, keys]` from `[batch, queries or keys, heads, 64]`.
     """
