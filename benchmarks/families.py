@@ -110,6 +110,7 @@ def mlp(*, width: int = 1024, layers: int = 4) -> Family:
 TRACED: dict[str, Callable[[], Family]] = {
     "llama_125m": FAMILIES["llama_125m"],
     "llama_1b": FAMILIES["llama_1b"],
+    "dit": dit,
     "t5": t5,
     "gpt, 48 unrolled layers": functools.partial(gpt, layers=48, scanned=False),
     "gpt, 2 unrolled layers": functools.partial(gpt, layers=2, scanned=False),

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
-from jzero.config.precision import scale_by, wide_dtype
+from jzero.config.precision import cast, scale_by, wide_dtype
 from jzero.layout.mesh import shard_axes
 from jzero.layout.placement import memory_of, on_device
 from jzero.layout.platform import platform_facts
@@ -36,9 +36,9 @@ def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: Z
     sharded = replicated = zero.astype(dtype)  # sums of squares: of shards, and of whole leaves
     for (square, _), (_, leaf) in zip(sums, pairs, strict=True):
         if leaf.grad.cut is None:
-            replicated = replicated + square.astype(dtype)  # equal on all devices, so it counts once
+            replicated = lax.add(replicated, cast(square, dtype))  # equal on all devices, so it counts once
         else:
-            sharded = sharded + square.astype(dtype)  # of this device's [D/N, F]
+            sharded = lax.add(sharded, cast(square, dtype))  # of this device's [D/N, F]
     if not plan.config.policy.skips or not reduced:
         return jnp.sqrt(sum_along(sharded, *shard_axes(plan.config)) + replicated), jnp.zeros((0,), jnp.bool_)
     # Leaves that every device holds whole are counted N times, which does not change whether the count is 0.

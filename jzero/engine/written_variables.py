@@ -159,7 +159,7 @@ def drop_unwritten(traced: TracedLoss) -> TracedLoss:
     loss, (aux, changed) = traced.out_shape
     variables, _ = jax.tree_util.tree_flatten_with_path(changed, is_leaf=lambda x: isinstance(x, WrittenVariable))
     jaxpr, _ = _compat.open_jaxpr(traced.jaxpr)
-    roots = _roots(jaxpr)  # one per output
+    roots = _roots(jaxpr) if variables else jaxpr.outvars  # one per output
     numbers = {v: i for i, v in enumerate(jaxpr.invars)}
     first = len(roots) - 2 * len(variables)
     used = [True] * first

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 from jzero import _compat
 from jzero._compat import AnyJaxpr
 from jzero.jaxpr.equations import equations_in, equations_of
-from jzero.jaxpr.primitives import Trait, primitives_with
+from jzero.jaxpr.primitives import CHEAP, Trait, primitives_with
 
 FACTORIZATIONS = frozenset(
     "cholesky eigh eig qr geqrf householder_product lu svd schur triangular_solve tridiagonal_solve".split()
@@ -21,6 +21,8 @@ FACTORIZATIONS = frozenset(
 
 def mixes(eqn: JaxprEqn) -> bool:
     """Whether an equation needs whole operands."""
+    if eqn.primitive.name in CHEAP:  # asked of each equation of an update
+        return False
     # An inner product communicates one scalar, and empty operands nothing.
     return any(
         x.primitive.name in primitives_with(Trait.MIXING)

@@ -11,7 +11,7 @@ block).
 [Note: Saved results]
 The policy saves the results of products with weights, convolutions, loops and unknown operations. The backward pass
 recomputes whatever follows from them elementwise or by reductions, mostly inside the operation that reads it. It also
-recomputes attention scores: they are the largest activations, and cost 64 or 128 multiplications an element. Attention's
+recomputes attention scores: they are the largest activations and cost 64 or 128 multiplications an element. Their
 result is saved (the same 124M: 4342 MiB with the scores, 1752 without). To write scores and their softmax again takes
 time, so where there is memory, blocks keep both, see [Note: Kept blocks].
 """
@@ -160,12 +160,8 @@ def _bounds(signatures: Sequence[Hashable], heavy: np.ndarray, crossing: np.ndar
 
 
 def _signature(eqn: JaxprEqn) -> Hashable:
-    shapes = [
-        (tuple(_compat.type_of(x).shape), str(_compat.type_of(x).dtype))
-        for x in (*eqn.invars, *eqn.outvars)
-        if hasattr(x.aval, "dtype")
-    ]
-    return eqn.primitive.name, tuple(shapes)
+    types = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+    return eqn.primitive.name, tuple([(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in types])
 
 
 def _is_heavy(eqn: JaxprEqn) -> bool:

@@ -161,6 +161,8 @@ class Structures:
         Objects of users and other libraries may differ and yet compare equal, so they compare by identity.
         """
         kind = type(value)
+        if kind in _PLAIN or (isinstance(value, tuple) and kind is tuple and {type(x) for x in value} <= _PLAIN):
+            return kind, value
         if isinstance(value, dict):
             return kind, tuple((self._comparable(key), self._comparable(x)) for key, x in value.items())
         if isinstance(value, tuple | list):
@@ -174,6 +176,8 @@ class Structures:
         return (kind, value) if isinstance(value, _COMPARED) else (kind, id(value))
 
 
+_PLAIN = frozenset([int, str, type(None)])
+"""Types whose `==` is reliable, in tuples, too, where a `bool` would be equal to an `int`."""
 _COMPARED = (
     bool,
     int,
@@ -186,7 +190,7 @@ _COMPARED = (
     jax.sharding.Mesh,
     jax.sharding.AbstractMesh,
 )
-"""Types whose `==` is reliable."""
+"""Types whose `==` is reliable by themselves."""
 
 
 def _bits(value: float | complex | np.generic) -> Hashable:

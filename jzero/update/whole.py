@@ -28,6 +28,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jzero._types import DType, PyTree
 from jzero.config.precision import Precision, cast, is_float8, is_key, scale_by
@@ -193,8 +194,8 @@ class WholeUpdate:
         assert optimizer_input is not None
         if leaf.param.dtype == leaf.update_dtype:
             with jax.numpy_dtype_promotion("standard"):  # whatever the user set for arithmetic
-                return _choose(x.applied, (param + update).astype(param.dtype), param), master
-        wide = optimizer_input + update
+                return _choose(x.applied, cast(_sum(param, update), param.dtype), param), master
+        wide = _sum(optimizer_input, update)
         if master is None:
             return _choose(x.applied, self._rounded(x, i, i, wide, leaf.param.dtype), param), None
         new = self._rounded(x, i, i, wide, master.dtype)
@@ -223,6 +224,11 @@ def optimizer_view(param: jax.Array | None, leaf: LeafPlan) -> jax.Array:
     if param is None or is_key(leaf.param.dtype):
         return jnp.zeros(leaf.param.shape, leaf.update_dtype)
     return cast(param, leaf.update_dtype)
+
+
+def _sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns `x + y`, traced faster if the types are equal."""
+    return lax.add(x, y) if (x.shape, x.dtype) == (y.shape, y.dtype) else x + y
 
 
 def _choose(applied: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:

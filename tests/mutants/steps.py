@@ -28,8 +28,8 @@ MUTANTS = [
     Mutant(
         "norm_sums_whole_leaves",
         "engine/norms.py",
-        "            replicated = replicated + square",
-        "            sharded = sharded + square",
+        "            replicated = lax.add(replicated, cast(square",
+        "            sharded = lax.add(sharded, cast(square",
         "test_accumulation.py::test_clip_norm_equals_optax_clipping",
     ),
     Mutant(
