@@ -232,7 +232,9 @@ class _LocalStep:
         differentiable = [i for i, param in enumerate(self.params) if self.differentiates and param.is_differentiable]
         names = axis_env(self.plan)
         remat = self.traced.remat if self.differentiates else "as_written"  # no backward pass to recompute for
-        traced = dataclasses.replace(self.traced, jaxpr=recompute(self.traced.jaxpr, remat, names))
+        fuses = platform_facts(self.plan.mesh).fuses_products
+        rewritten = recompute(self.traced.jaxpr, remat, names, fuses_products=fuses)
+        traced = dataclasses.replace(self.traced, jaxpr=rewritten)
         joint = differentiate(
             traced, differentiable, sums=self.sums, steps=self.micro.steps, loss_scale=loss_scale, axis_env=names
         )

@@ -28,6 +28,8 @@ class PlatformFacts(NamedTuple):
       transposes_gathers: Whether a gather along another dimension than the first makes it transpose what computes the
         shards, see `jzero.arrays.collectives.gather_leaf`.
       is_tiled: Whether it lays out arrays in tiles.
+      fuses_products: Whether it computes what is elementwise in the products that read and make it, so that keeping all
+        that differentiation saves costs no writes; see [Note: Kept blocks].
       sums_bf16: Whether it can sum bf16 over some of several mesh axes; otherwise the process crashes.
     """
 
@@ -38,13 +40,14 @@ class PlatformFacts(NamedTuple):
     copies_results: bool = False
     transposes_gathers: bool = False
     is_tiled: bool = False
+    fuses_products: bool = False
     sums_bf16: bool = True
 
 
 PLATFORMS = {
     "cpu": PlatformFacts(second_gather="select", sums_bf16=False),
     "gpu": PlatformFacts(postpones=True, prefetches=True, pipelines_reductions=True, transposes_gathers=True),
-    "tpu": PlatformFacts(second_gather="light", copies_results=True, is_tiled=True),
+    "tpu": PlatformFacts(second_gather="light", copies_results=True, is_tiled=True, fuses_products=True),
     None: PlatformFacts(transposes_gathers=True, is_tiled=True),  # an abstract mesh: safe on every platform
 }
 

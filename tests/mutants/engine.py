@@ -257,6 +257,13 @@ MUTANTS = [
         "test_keep.py::test_no_product_of_the_last_blocks_is_recomputed",
     ),
     Mutant(
+        "products_kept_on_tpus",
+        "engine/recompute.py",
+        "if has_loop or self.fuses_products:",
+        "if has_loop:",
+        "test_keep.py::test_kept_blocks_are_as_written_where_the_compiler_fuses_products",
+    ),
+    Mutant(
         "weights_named",
         "engine/recompute.py",
         "        comes = [not _compat.is_literal(v) and v in from_products for v in eqn.invars]",
