@@ -29,8 +29,10 @@ pass alone. Blocks with loops save it all the same, since jax would run such a l
 compiler writes it in the products that make it (a Llama of 125M on v5p: 14.1 ms, 17.4 with products alone).
 
 A loop whose turns are such blocks counts as one. If it is kept, it saves those operands, too, but no scores: to write
-and read stacks of them takes longer. Blocks count in the order in which they run, through calls but not in loops and
-branches. A kept block is a call with a name of its own, and a kept loop has named operands; so `kept_bytes` finds them.
+and read stacks of them takes longer. On TPUs that is true of operands, too, and no loop counts.
+
+Blocks count in the order in which they run, through calls but not in loops and branches. A kept block is a call with a
+name of its own, and a kept loop has named operands; so `kept_bytes` finds them.
 """
 
 from __future__ import annotations
@@ -149,19 +151,21 @@ def recompute(jaxpr: AnyJaxpr, remat: Remat, axis_env: AxisEnv, *, fuses_product
     shapes = list(map(_compat.shape_struct_of, jaxpr.in_avals))
     before = None
     if isinstance(remat, Keep):
-        before = max(0, num_blocks(jaxpr) - remat.blocks) if remat.blocks else None
+        total = num_blocks(jaxpr, fuses_products=fuses_products)
+        before = max(0, total - remat.blocks) if remat.blocks else None
         remat = remat.remat
     rewrite = _Rewrite(remat, before, fuses_products=fuses_products)
     return jax.make_jaxpr(lambda *inputs: rewrite(jaxpr, inputs), axis_env=axis_env)(*shapes)
 
 
-def num_blocks(jaxpr: AnyJaxpr) -> int:
-    """Returns how many blocks there are to keep, see [Note: Kept blocks]."""
+def num_blocks(jaxpr: AnyJaxpr, *, fuses_products: bool) -> int:
+    """Returns how many blocks there are to keep, see [Note: Kept blocks] and `recompute`."""
     parts = split_into_parts(_compat.open_jaxpr(jaxpr)[0])
     free = [part.is_block and _is_free(part.eqns) for part in parts]
     others = [eqn for part, is_free in zip(parts, free, strict=True) if not is_free for eqn in part.eqns]
-    nested = sum(num_blocks(called_jaxpr(eqn)) for eqn in others if eqn.primitive.name in CALLS)
-    return sum(free) + sum(map(_is_loop_of_blocks, others)) + nested
+    calls = [called_jaxpr(eqn) for eqn in others if eqn.primitive.name in CALLS]
+    loops = 0 if fuses_products else sum(map(_is_loop_of_blocks, others))
+    return sum(free) + loops + sum(num_blocks(x, fuses_products=fuses_products) for x in calls)
 
 
 def _is_loop_of_blocks(eqn: JaxprEqn) -> bool:
@@ -324,8 +328,8 @@ class _Rewrite:
             branches = [lambda *xs, jaxpr=jaxpr: inside(jaxpr, xs) for jaxpr in eqn.params["branches"]]
             return list(lax.switch(inputs[0], branches, *inputs[1:]))
         if kind == "scan" and self._changes(eqn):
-            is_block = self.remat == "cheap" and not self.in_loop and _is_loop_of_blocks(eqn)
-            return self._scan(eqn, inputs, keeps=is_block and self._is_kept())
+            may_stay = self.remat == "cheap" and not (self.in_loop or self.fuses_products)
+            return self._scan(eqn, inputs, keeps=may_stay and _is_loop_of_blocks(eqn) and self._is_kept())
         return _compat.bind(eqn, inputs)
 
     def _in_loop(self) -> _Rewrite:
@@ -342,7 +346,9 @@ class _Rewrite:
         in_shardings, out_shardings = _shardings_of(eqn)
         inside = self
         if self.before_kept is not None:
-            inside = dataclasses.replace(self, before_kept=min(self.before_kept, num_blocks(jaxpr)))
+            inside = dataclasses.replace(
+                self, before_kept=min(self.before_kept, num_blocks(jaxpr, fuses_products=self.fuses_products))
+            )
             self.before_kept -= inside.before_kept or 0
         key = self.remat, inside.before_kept, self.in_loop, id(jaxpr), in_shardings, out_shardings
         if key not in self.calls:

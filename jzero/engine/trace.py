@@ -35,6 +35,7 @@ from jzero.jaxpr.rows import row_facts
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes, num_row_shards, row_axes
 from jzero.layout.padded import is_padded, unbox
+from jzero.layout.platform import platform_facts
 from jzero.layout.set_mesh import is_of_other_mesh, set_if_explicit
 from jzero.plan.plan import ZeroPlan
 
@@ -121,6 +122,10 @@ class TracedLoss:
         invars = _compat.open_jaxpr(self.jaxpr)[0].invars[num_params + num_carried :][:num_batch]
         return {shape[0] for v in invars if (shape := _compat.type_of(v).shape)}
 
+    def num_blocks(self, plan: ZeroPlan) -> int:
+        """Returns how many blocks `Keep` can keep."""
+        return num_blocks(self.jaxpr, fuses_products=platform_facts(plan.mesh).fuses_products)
+
     def with_remat(self, remat: Remat | None, plan: ZeroPlan) -> TracedLoss:
         """Returns the same loss with `remat`; by default "cheap" if parameters are gathered again, else "as_written".
 
@@ -128,7 +133,7 @@ class TracedLoss:
         """
         if remat is None and not plan.regathers:
             return dataclasses.replace(self, remat="as_written")
-        if isinstance(remat, Keep) and remat.blocks and not num_blocks(self.jaxpr):
+        if isinstance(remat, Keep) and remat.blocks and not self.num_blocks(plan):
             warnings.warn(
                 f"`Keep(blocks={remat.blocks})` keeps no block: the loss has no repeated blocks outside of loops, or "
                 "they say themselves what to recompute. Drop `blocks`, or undo the loss's own `jax.checkpoint`s.",

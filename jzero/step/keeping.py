@@ -24,7 +24,7 @@ from jzero._guard import attempt
 from jzero._types import PyTree, TrainStateLike
 from jzero.config.keep import Keep
 from jzero.engine.gradients import MicroBatches, bytes_of_kept_blocks
-from jzero.engine.recompute import Remat, num_blocks
+from jzero.engine.recompute import Remat
 from jzero.engine.trace import TracedLoss
 from jzero.estimate.step_memory import StepMemory, memory_of_step
 from jzero.jaxpr.equations import equations_of
@@ -101,7 +101,7 @@ def _most_that_fits(
     looped = _loop_shapes(traced.jaxpr)
     kept = [leaf for leaf in cut if leaf.scan_dim is None or leaf.param.shape not in looped]
     num_bytes = sum(array_bytes(math.prod(leaf.param.shape), leaf.compute_dtype) for leaf in kept)
-    total = num_blocks(traced.jaxpr)
+    total = traced.num_blocks(plan)
     if not (kept or total) or plan.bytes_per_device.total + num_bytes > KEPT_SHARE * limit:
         return None
     params = "all" if kept == cut else tuple(re.escape(leaf.param.path) for leaf in kept)
@@ -153,7 +153,7 @@ def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches)
     params += [(x, x.compute_dtype) for x in plan.other_leaves if x.compute_dtype is not None]
     cut = [(leaf, dtype) for leaf, dtype in params if leaf.cut is not None]
     stay = [(leaf, dtype) for leaf, dtype in cut if keep.keeps(leaf.path) or not plan.regathers]
-    total = num_blocks(traced.jaxpr)
+    total = traced.num_blocks(plan)
     return Kept(
         params=frozenset(leaf.path for leaf, _ in stay),
         of_params=len(cut),

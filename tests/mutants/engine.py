@@ -280,8 +280,8 @@ MUTANTS = [
     Mutant(
         "one_block_too_few_kept",
         "engine/recompute.py",
-        "max(0, num_blocks(jaxpr) - remat.blocks)",
-        "max(0, num_blocks(jaxpr) + 1 - remat.blocks)",
+        "max(0, total - remat.blocks)",
+        "max(0, total + 1 - remat.blocks)",
         "test_keep.py::test_no_product_of_the_last_blocks_is_recomputed",
     ),
     Mutant(
