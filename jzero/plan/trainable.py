@@ -115,7 +115,7 @@ def restrict_optimizer(tx: Optimizer, trainable: PyTree | str | None, params: Py
     Raises:
       ValueError: `trainable` is malformed, or `tx` is already restricted to other parameters.
     """
-    numbers = [not is_key(jax.dtypes.result_type(x)) for x in jax.tree.leaves(params)]
+    numbers = [not (hasattr(x, "dtype") and is_key(x.dtype)) for x in jax.tree.leaves(params)]
     if trainable is None and (all(numbers) or isinstance(tx, MaskedTransformation)):
         return tx
     chosen = numbers if trainable is None else trainable_mask(trainable, params)
