@@ -11,6 +11,7 @@ by the accelerator that has it, or on the host by NumPy, where XLA would compile
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -32,32 +33,47 @@ CHUNK = 1 << 16
 """Words that the host mixes at once, in a core's cache."""
 
 
-def checksums(arrays: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    """Returns the checksum of each array. With several processes, each must call it, and gets the same.
+class RunningChecksums(contextlib.ExitStack):
+    """Checksums that are computed while other arrays are on their way. A context, which waits for them at its end."""
 
-    Args:
-      arrays: Arrays placed by `NamedSharding`s, as stored.
-      shapes: The shape of each without its padding; of PRNG keys, that of the keys.
-    """
-    sums = np.zeros(len(arrays), np.uint32)
-    partial = dict[int, jax.Array]()
-    here = dict[int, Future[int]]()
-    with ThreadPoolExecutor() as threads:  # NumPy computes without the interpreter's lock
-        for i, (x, shape) in enumerate(zip(map(_key_data, arrays), shapes, strict=True)):
-            natural = (*shape, *x.shape[len(shape) :])
-            if is_on_cpu(x):
-                here[i] = threads.submit(_host_sum, x, natural)
-                continue
-            there = on_device(x)
-            partial[i] = _partial_sums(there, natural, there.sharding)
-            if there is not x:  # at most one copy at a time
-                jax.block_until_ready(partial[i])
-    for i, of_host in here.items():
-        sums[i] = of_host.result()
-    for i, y in partial.items():
-        for shard in y.addressable_shards:
-            sums[i : i + 1] += np.asarray(shard.data)  # arrays wrap around silently; NumPy's scalars warn
-    return over_processes(sums)
+    def __init__(self) -> None:
+        super().__init__()
+        self._threads = self.enter_context(ThreadPoolExecutor())  # NumPy computes without the interpreter's lock
+        self._sums: list[Future[int] | jax.Array] = []
+
+    def add(self, x: jax.Array, shape: tuple[int, ...]) -> None:
+        """Starts to compute the checksum of an array.
+
+        Args:
+          x: An array placed by a `NamedSharding`, as stored.
+          shape: Its shape without its padding; of PRNG keys, that of the keys.
+        """
+        x = _key_data(x)
+        natural = (*shape, *x.shape[len(shape) :])
+        if is_on_cpu(x):
+            self._sums.append(self._threads.submit(_host_sum, x, natural))
+            return
+        there = on_device(x)
+        self._sums.append(_partial_sums(there, natural, there.sharding))
+        if there is not x:  # at most one copy at a time
+            jax.block_until_ready(self._sums[-1])
+
+    def result(self) -> list[int]:
+        """Returns the checksums in order. With several processes, each must call it, and gets the same."""
+        sums = np.zeros(len(self._sums), np.uint32)
+        for i, x in enumerate(self._sums):
+            parts = [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x.result()]
+            for part in parts:
+                sums[i : i + 1] += np.asarray(part, np.uint32)  # arrays wrap around silently; NumPy's scalars warn
+        return over_processes(sums)
+
+
+def checksums(arrays: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Returns the checksum of each array, see `RunningChecksums`."""
+    with RunningChecksums() as running:
+        for x, shape in zip(arrays, shapes, strict=True):
+            running.add(x, shape)
+        return running.result()
 
 
 def over_processes(sums: np.ndarray) -> list[int]:

@@ -25,7 +25,7 @@ from etils import epath
 from jzero._types import State, TrainStateLike
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.processes import agree
-from jzero.checkpoint.checksum import checksums
+from jzero.checkpoint.checksum import RunningChecksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
 from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wrong_checksums
 from jzero.checkpoint.disk_restoring import RestoredRecords, restore_records
@@ -164,8 +164,7 @@ def restore_from(
     in_memory = {i: leaf for i, leaf in matched.items() if i not in target.on_disk}
     num_bytes = sum(leaf.num_bytes for leaf in matched.values())
     logging.getLogger("jzero").info("Restoring %s from %s.", format_bytes(num_bytes), contents.directory)
-    read = everywhere(lambda: _read(contents, {i: (target_leaves[i], leaf) for i, leaf in in_memory.items()}))
-    _verify(contents, read, target_leaves, in_memory)
+    read = _read_and_verify(contents, {i: (target_leaves[i], leaf) for i, leaf in in_memory.items()})
     disk = target.restore_records(contents, matched) if target.on_disk else None
     own = _own_state(contents, target) if target.takes_opt_state(choice) else None
     check_fit(read, target_leaves)
@@ -359,8 +358,32 @@ def _own_state(contents: Contents, target: RestoreTarget) -> ZeroOptState | None
     return ZeroOptState(inner=None, masters=None, loss_scale=loss_scale, num_updates=count)
 
 
-def _read(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
-    """Reads leaves from disk into the stored shapes of a plan, in buffers of their own."""
+def _read_and_verify(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
+    """Reads leaves from disk into the stored shapes of a plan, in buffers of their own; adds them up meanwhile.
+
+    Raises:
+      CheckpointError: A leaf cannot be read, or its checksum differs; leaves without a checksum pass.
+    """
+    read: dict[int, jax.Array] = {}
+    checked: list[StoredLeaf] = []
+    with RunningChecksums() as sums:
+
+        def note(i: int, x: jax.Array) -> None:
+            (target_leaf, leaf), read[i] = leaves[i], x
+            if leaf.checksum is not None and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
+                checked.append(leaf)
+                sums.add(x, target_leaf.leaf.shape)
+
+        everywhere(lambda: _read(contents, leaves, note))
+        wrong = [leaf.path for leaf, value in zip(checked, sums.result(), strict=True) if value != leaf.checksum]
+    if wrong:
+        raise wrong_checksums(contents.state_directory, wrong)
+    return read
+
+
+def _read(
+    contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]], note: Callable[[int, jax.Array], None]
+) -> None:
     keys = {i: x for i, x in leaves.items() if jax.dtypes.issubdtype(x[0].leaf.dtype, jax.dtypes.prng_key)}
     how = {
         stored.keys: ocp.ArrayRestoreArgs(
@@ -369,26 +392,9 @@ def _read(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]
         for target_leaf, stored in keys.values()
     }
     values = contents.read(how) if how else {}
-    read = {i: values[stored.keys].copy() for i, (_, stored) in keys.items()}
-    return read | read_shards(contents, {i: x for i, x in leaves.items() if i not in keys})
-
-
-def _verify(
-    contents: Contents,
-    read: Mapping[int, jax.Array],
-    target_leaves: Sequence[TargetLeaf],
-    matched: Mapping[int, StoredLeaf],
-) -> None:
-    """Raises if checksums differ; leaves without a checksum pass."""
-    checked = [
-        i
-        for i, leaf in matched.items()
-        if leaf.checksum is not None and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
-    ]
-    sums = checksums([read[i] for i in checked], [target_leaves[i].leaf.shape for i in checked])
-    wrong = [matched[i].path for i, value in zip(checked, sums, strict=True) if value != matched[i].checksum]
-    if wrong:
-        raise wrong_checksums(contents.state_directory, wrong)
+    for i, (_, stored) in keys.items():
+        note(i, values[stored.keys].copy())
+    read_shards(contents, {i: x for i, x in leaves.items() if i not in keys}, note)
 
 
 def _finish(x: jax.Array, target_leaf: TargetLeaf, leaf: StateLeaf) -> jax.Array:

@@ -19,8 +19,15 @@ AHEAD_BYTES = 1 << 28
 """Most bytes of shards that are in host memory at once, beside those that stay there."""
 
 
-def read_shards(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
-    """Returns arrays of a checkpoint in the forms of the state's leaves; no random keys.
+def read_shards(
+    contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]], note: Callable[[int, jax.Array], None]
+) -> None:
+    """Reads arrays of a checkpoint in the forms of the state's leaves; no random keys.
+
+    Args:
+      contents: The checkpoint.
+      leaves: The leaves, by number.
+      note: Takes the number and the array of each, in order.
 
     Raises:
       CheckpointError: An array cannot be read.
@@ -34,7 +41,8 @@ def read_shards(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, Store
     def read(target_leaf: TargetLeaf, dtype: DType) -> jax.Array:
         return place(target_leaf, dtype, lambda _: _narrowed(next(values), dtype, target_leaf))
 
-    return {i: read(leaf, jax.dtypes.canonicalize_dtype(stored.dtype)) for i, (leaf, stored) in leaves.items()}
+    for i, (leaf, stored) in leaves.items():
+        note(i, read(leaf, jax.dtypes.canonicalize_dtype(stored.dtype)))
 
 
 def place(target_leaf: TargetLeaf, dtype: DType, read: Callable[[Box], np.ndarray]) -> jax.Array:
