@@ -1,6 +1,6 @@
 """Rewrites the loss before differentiation: adds checkpoints, and turns equal layers into calls of one function.
 
-    recompute(jaxpr, remat, axis_env) -> ClosedJaxpr
+    recompute(jaxpr, remat, axis_env, *, fuses_products) -> ClosedJaxpr
 
 Loops and blocks of the loss move inside of `checkpoint`. So
 
