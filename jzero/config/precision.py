@@ -193,7 +193,7 @@ def scale_by(grad: jax.Array, *factors: jax.Array) -> jax.Array:
     """Returns a gradient in fp32 or wider, multiplied by one factor after another; integers do not change."""
     grad = widen(grad)
     for factor in factors if jnp.issubdtype(grad.dtype, jnp.inexact) else ():
-        grad = lax.mul(grad, lax.broadcast(cast(factor, grad.dtype), grad.shape))  # traced faster than `*`
+        grad = lax.mul(grad, cast(factor, grad.dtype))  # traced faster than `*`
     return grad
 
 
