@@ -7,6 +7,7 @@ transposes), `reduce_early` (each gradient is reduced where it is made), `waits`
 
 Then, by topic: `roles` (how the stages differ); `lazy`, `shared_leaves` and `shard_rules` (partitioned parameters);
 `rules`, `loops`, `pipelined_reductions`, `prefetch` and `meshes` (equations that contain jaxprs, and constraints);
-`gradient_exits`, `def_use` and `gradient_rules` (how gradients leave, and what runs on their shards); `order` (what a
-gather waits for); `outputs`, `written_variables` and `merge` (what a loss returns and writes); `norms`.
+`kept_blocks` (what is not recomputed); `gradient_exits`, `def_use` and `gradient_rules` (how gradients leave, and what
+runs on their shards); `order` (what a gather waits for); `outputs`, `written_variables` and `merge` (what a loss
+returns and writes); `norms`.
 """

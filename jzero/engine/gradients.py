@@ -24,13 +24,14 @@ from jzero.arrays.collectives import batch_index, fold_keys, sum_over
 from jzero.config.keep import Keep
 from jzero.config.precision import cast_dtype, is_key, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiate
+from jzero.engine.kept_blocks import kept_bytes
 from jzero.engine.kernel_gradients import without_transposes
 from jzero.engine.lazy import Leaf, is_lazy, make_lazy
 from jzero.engine.merge import is_of_whole_batch, merge_stacked, merge_written
 from jzero.engine.norms import grad_norm
 from jzero.engine.order import Order
 from jzero.engine.outputs import Weighted, aux_specs, reduce_aux
-from jzero.engine.recompute import kept_bytes, recompute
+from jzero.engine.recompute import recompute
 from jzero.engine.reduce_early import reduce_early
 from jzero.engine.roles import Parameter
 from jzero.engine.rules import start_walk

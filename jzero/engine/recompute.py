@@ -19,20 +19,6 @@ enters one, and jax lowers one; compilers inline the calls before anything else.
 in their scopes, which are entered around the call, so that profiles still tell layers apart; in the numbers that are
 folded into random keys, which Flax derives from a layer's path, and which become inputs; and in source lines, which
 are those of the first layer.
-
-[Note: Kept blocks]
-With `Keep(blocks=k)` the last k blocks save the results of all heavy operations, and of their batched products the
-operands that come from products: queries, keys, values and probabilities of attention. So no product is computed twice,
-nor a softmax, while the backward pass redoes what is elementwise inside the operations that read it. Saving all that
-differentiation would save takes as much memory and a longer step: it is written in the forward pass, for the backward
-pass alone. Blocks with loops save it all the same, since jax would run such a loop again, and so do all on TPUs, whose
-compiler writes it in the products that make it (a Llama of 125M on v5p: 14.1 ms, 17.4 with products alone).
-
-A loop whose turns are such blocks counts as one. If it is kept, it saves those operands, too, but no scores: to write
-and read stacks of them takes longer. On TPUs that is true of operands, too, and no loop counts.
-
-Blocks count in the order in which they run, through calls but not in loops and branches. A kept block is a call with a
-name of its own, and a kept loop has named operands; so `kept_bytes` finds them.
 """
 
 from __future__ import annotations
@@ -40,42 +26,40 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
-from jax.sharding import NamedSharding
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
 from jzero.config.keep import Keep
+from jzero.engine.kept_blocks import (
+    KEPT_BLOCK,
+    Apply,
+    is_free,
+    is_loop_of_blocks,
+    naming_operands,
+    num_blocks,
+    recomputes,
+    shardings_of,
+)
 from jzero.jaxpr.equations import equations_in
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import Piece, evaluate, propagate
 from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
-from jzero.jaxpr.repeats import (
-    OPERAND,
-    EquationRun,
-    aval_bytes,
-    is_batched_product,
-    keeps_heavy,
-    keeps_products,
-    split_into_parts,
-)
+from jzero.jaxpr.repeats import EquationRun, keeps_heavy, keeps_products, split_into_parts
 from jzero.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
 from jzero.layout.mesh import HOST_MEMORY
 
-Apply: TypeAlias = Callable[[JaxprEqn, list[jax.Array]], list[jax.Array]]
 LayerFunction: TypeAlias = Callable[..., list[jax.Array]]
 Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"] | Keep
 AxisEnv: TypeAlias = list[tuple[str, int]]
 """Names and sizes of the mesh axes that the loss may name."""
 BOUNDARY = "jzero_block_boundary"
-KEPT_BLOCK = "kept_block"
 
 
 def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str] = ()) -> Callable[..., Any]:
@@ -117,11 +101,6 @@ def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str]
     )
 
 
-def recomputes(eqn: JaxprEqn) -> bool:
-    """Whether an equation, or anything in it, is recomputed in the backward pass."""
-    return any(x.primitive.name in REMAT for x in equations_in(eqn))
-
-
 def recompute(jaxpr: AnyJaxpr, remat: Remat, axis_env: AxisEnv, *, fuses_products: bool = False) -> ClosedJaxpr:
     """Returns a closed jaxpr of the same loss, with recomputation as `remat` says and repeated layers as calls.
 
@@ -158,87 +137,23 @@ def recompute(jaxpr: AnyJaxpr, remat: Remat, axis_env: AxisEnv, *, fuses_product
     return jax.make_jaxpr(lambda *inputs: rewrite(jaxpr, inputs), axis_env=axis_env)(*shapes)
 
 
-def num_blocks(jaxpr: AnyJaxpr, *, fuses_products: bool) -> int:
-    """Returns how many blocks there are to keep, see [Note: Kept blocks] and `recompute`."""
-    parts = split_into_parts(_compat.open_jaxpr(jaxpr)[0])
-    free = [part.is_block and _is_free(part.eqns) for part in parts]
-    others = [eqn for part, is_free in zip(parts, free, strict=True) if not is_free for eqn in part.eqns]
-    calls = [called_jaxpr(eqn) for eqn in others if eqn.primitive.name in CALLS]
-    loops = 0 if fuses_products else sum(map(_is_loop_of_blocks, others))
-    return sum(free) + loops + sum(num_blocks(x, fuses_products=fuses_products) for x in calls)
-
-
-def _is_loop_of_blocks(eqn: JaxprEqn) -> bool:
-    """Whether a loop counts as a block: whether it has batched products, and does not say what to recompute."""
-    return eqn.primitive.name == "scan" and any(map(is_batched_product, equations_in(eqn))) and _is_free([eqn])
-
-
-def kept_bytes(jaxpr: AnyJaxpr) -> int:
-    """Returns the bytes that kept blocks save for the backward pass, given a differentiated program."""
-    opened, total = _compat.open_jaxpr(jaxpr)[0], 0
-    read = {v for eqn in opened.eqns if _compat.is_transposed(eqn) for v in eqn.invars if not _compat.is_literal(v)}
-    for eqn in opened.eqns:
-        if _compat.is_transposed(eqn) or eqn.primitive.name not in (*CALLS, "scan"):
-            continue
-        names = {x.params.get("name") for x in equations_in(eqn)}
-        if eqn.params.get("name") == KEPT_BLOCK or (eqn.primitive.name == "scan" and OPERAND in names):
-            total += sum(aval_bytes(_compat.type_of(v)) for v in eqn.outvars if v in read)
-        elif eqn.primitive.name in CALLS:
-            total += kept_bytes(called_jaxpr(eqn))
-    return total
-
-
 def has_parts_to_recompute(jaxpr: AnyJaxpr) -> bool:
     """Whether `remat="cheap"` changes anything: whether some scan or repeated block has no checkpoint of its own."""
     opened, _ = _compat.open_jaxpr(jaxpr)
     parts = split_into_parts(opened)
-    if any(part.is_block and _is_free(part.eqns) for part in parts):
+    if any(part.is_block and is_free(part.eqns) for part in parts):
         return True
     return any(
-        _is_free([eqn]) if eqn.primitive.name == "scan" else any(map(has_parts_to_recompute, _rewritten_jaxprs(eqn)))
+        is_free([eqn]) if eqn.primitive.name == "scan" else any(map(has_parts_to_recompute, _rewritten_jaxprs(eqn)))
         for part in parts
         for eqn in part.eqns
     )
-
-
-def _is_free(eqns: Sequence[JaxprEqn]) -> bool:
-    """Whether equations may be recomputed, and have no checkpoints of their own."""
-    return not any(recomputes(eqn) or _compat.has_side_effects(eqn) for eqn in eqns)
 
 
 def _rewritten_jaxprs(eqn: JaxprEqn) -> Sequence[AnyJaxpr]:
     """Returns the jaxprs of an equation that the rewrite enters."""
     kind = eqn.primitive.name
     return eqn.params["branches"] if kind == "cond" else [called_jaxpr(eqn)] if kind in CALLS else []
-
-
-def _shardings_of(call: JaxprEqn) -> list[tuple[NamedSharding | None, ...]]:
-    """Returns the shardings of a call's operands and results; only calls of `jit` have any."""
-    return [
-        tuple(s if isinstance(s, NamedSharding) else None for s in call.params.get(name, variables))
-        for name, variables in (("in_shardings", call.invars), ("out_shardings", call.outvars))
-    ]
-
-
-def _naming_operands(made: Iterable[Var]) -> Apply:
-    """Returns how a kept block is evaluated, see [Note: Kept blocks]; `made` are inputs that come from products."""
-    from_products = set(made)
-
-    def apply(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
-        comes = [not _compat.is_literal(v) and v in from_products for v in eqn.invars]
-        products = [x for x in equations_in(eqn) if x.primitive.name == "dot_general"]
-        if any(comes) or products:
-            from_products.update(eqn.outvars)
-        is_batched = any(map(is_batched_product, products))
-        if is_batched and eqn.primitive.name in CALLS and not any(itertools.chain(*_shardings_of(eqn))):
-            jaxpr = called_jaxpr(eqn)
-            invars = _compat.open_jaxpr(jaxpr)[0].invars
-            return evaluate(jaxpr, inputs, _naming_operands(itertools.compress(invars, comes)))
-        if is_batched_product(eqn):
-            inputs = [checkpoint_name(x, OPERAND) if named else x for x, named in zip(inputs, comes, strict=True)]
-        return _compat.bind(eqn, inputs)
-
-    return apply
 
 
 @dataclasses.dataclass
@@ -269,7 +184,7 @@ class _Rewrite:
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
         parts, is_cheap = split_into_parts(jaxpr), self.remat == "cheap"
         wrap = functools.partial(jax.checkpoint, policy=keeps_heavy) if is_cheap else lambda layer: layer
-        layers = IdDict((x, CanonicalJaxpr.of(x)) for x in parts if x.is_block and _is_free(x.eqns))
+        layers = IdDict((x, CanonicalJaxpr.of(x)) for x in parts if x.is_block and is_free(x.eqns))
         shared = [] if self.in_loop else [x for x in layers if is_cheap or is_worth_a_call(layers[x])]
         numbers = IdDict((x, self.structures(layers[x])) for x in shared)
         times = collections.Counter(numbers.values())
@@ -280,7 +195,7 @@ class _Rewrite:
                 if has_loop or self.fuses_products:
                     return self._call_shared(layers[part], values, _compat.bind, lambda layer: layer, KEPT_BLOCK)
                 keep = functools.partial(jax.checkpoint, policy=keeps_products)
-                return self._call_shared(layers[part], values, _naming_operands(()), keep, KEPT_BLOCK)
+                return self._call_shared(layers[part], values, naming_operands(()), keep, KEPT_BLOCK)
             if part in numbers and times[numbers[part]] > 1:  # a layer that occurs once stays in place
                 return self._call_shared(layers[part], values, _compat.bind, wrap)
             if is_cheap and part in layers:
@@ -329,7 +244,7 @@ class _Rewrite:
             return list(lax.switch(inputs[0], branches, *inputs[1:]))
         if kind == "scan" and self._changes(eqn):
             may_stay = self.remat == "cheap" and not (self.in_loop or self.fuses_products)
-            return self._scan(eqn, inputs, keeps=may_stay and _is_loop_of_blocks(eqn) and self._is_kept())
+            return self._scan(eqn, inputs, keeps=may_stay and is_loop_of_blocks(eqn) and self._is_kept())
         return _compat.bind(eqn, inputs)
 
     def _in_loop(self) -> _Rewrite:
@@ -338,12 +253,12 @@ class _Rewrite:
     def _changes(self, scan: JaxprEqn) -> bool:
         """Whether a scan is changed."""
         if self.remat == "cheap":
-            return _is_free([scan])
+            return is_free([scan])
         return self.remat in ("offload", False) or (self.remat is True and not recomputes(scan))
 
     def _call(self, eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
         jaxpr = called_jaxpr(eqn)
-        in_shardings, out_shardings = _shardings_of(eqn)
+        in_shardings, out_shardings = shardings_of(eqn)
         inside = self
         if self.before_kept is not None:
             inside = dataclasses.replace(
@@ -386,7 +301,7 @@ class _Rewrite:
         # With "offload" each turn of an outermost loop is recomputed as one piece; the loops in it are as written.
         inner = _Rewrite(None if self.remat == "offload" else self.remat, in_loop=True, calls=self.calls)
         if self.remat == "cheap":  # one checkpoint is enough: its policy also decides for loops inside
-            inner = functools.partial(evaluate, apply=_naming_operands(()) if keeps else _compat.bind)
+            inner = functools.partial(evaluate, apply=naming_operands(()) if keeps else _compat.bind)
 
         def run(consts: list[jax.Array], carry: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
             named = [

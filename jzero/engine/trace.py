@@ -29,7 +29,8 @@ from jzero._guard import attempt
 from jzero._types import DType, PyTree
 from jzero.config.keep import Keep
 from jzero.config.precision import is_key
-from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute, num_blocks
+from jzero.engine.kept_blocks import num_blocks
+from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute
 from jzero.jaxpr.row_facts import RowFacts
 from jzero.jaxpr.rows import row_facts
 from jzero.layout.leaves import StateLeaf

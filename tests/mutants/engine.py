@@ -265,7 +265,7 @@ MUTANTS = [
     ),
     Mutant(
         "weights_named",
-        "engine/recompute.py",
+        "engine/kept_blocks.py",
         "        comes = [not _compat.is_literal(v) and v in from_products for v in eqn.invars]",
         "        comes = [True for v in eqn.invars]",
         "test_keep.py::test_weights_of_batched_products_are_not_kept",
@@ -273,7 +273,7 @@ MUTANTS = [
     Mutant(
         "loops_keep_no_operands",
         "engine/recompute.py",
-        "apply=_naming_operands(()) if keeps else _compat.bind",
+        "apply=naming_operands(()) if keeps else _compat.bind",
         "apply=_compat.bind",
         "test_keep.py::test_a_loop_that_is_kept_saves_what_its_batched_products_read",
     ),
