@@ -35,8 +35,9 @@ class Keep:
       params: Parameters that stay whole from their first to their last use: "all", or regular expressions over whole
         paths such as `"decoder/.*/kernel"`, one or several.
       blocks: How many repeated blocks (layers) of an unrolled model compute no product twice, since they keep operands
-        and results: the last ones, since their recomputation would come when most is in memory. Layers of a scan are
-        recomputed as by "cheap", since to write, copy and read stacks of activations takes longer.
+        and results: the last ones, since their recomputation would come when most is in memory. A loop over layers with
+        attention counts as one; it keeps attention's operands, and no scores. On TPUs blocks keep all that
+        differentiation saves, and loops do not count.
       remat: What is recomputed apart from these blocks, as for `make_train_step`: "cheap", "as_written", True or False.
 
     Raises:

@@ -136,7 +136,7 @@ class TracedLoss:
             return dataclasses.replace(self, remat="as_written")
         if isinstance(remat, Keep) and remat.blocks and not self.num_blocks(plan):
             warnings.warn(
-                f"`Keep(blocks={remat.blocks})` keeps no block: the loss has no repeated blocks outside of loops, or "
+                f"`Keep(blocks={remat.blocks})` keeps no block: the loss has no repeated blocks or loops to keep, or "
                 "they say themselves what to recompute. Drop `blocks`, or undo the loss's own `jax.checkpoint`s.",
                 stacklevel=2,
             )

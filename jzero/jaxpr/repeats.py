@@ -68,19 +68,15 @@ def keeps_heavy(primitive: Primitive, *avals: jax.core.ShapedArray, **params: ob
 
 
 def keeps_products(primitive: Primitive, *avals: jax.core.ShapedArray, **params: object) -> bool:
-    """Policy for `jax.checkpoint` that saves results of all heavy operations, and operands named `OPERAND`."""
-    return params.get("name") == OPERAND or _is_heavy_or_drawn(primitive, *avals)
+    """Policy for `jax.checkpoint` that saves results of all heavy operations, and operands named `OPERAND`.
 
-
-def _is_heavy_or_drawn(primitive: Primitive, *avals: jax.core.ShapedArray) -> bool:
-    """Whether an operation is heavy: a product, a loop, random numbers, or their comparison with a probability.
-
-    That one, `lt`, has a result of one byte in place of four. Nothing that involves complex numbers counts: jax rounds
-    saved values by `reduce_precision`, which takes real ones.
+    Heavy are products, loops and random numbers, and their comparison with a probability, `lt`, whose result takes one
+    byte in place of four. It saves nothing that involves complex numbers: jax rounds saved values by
+    `reduce_precision`, which takes real ones.
     """
     if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in avals if hasattr(x, "dtype")):
         return False
-    return primitive.name == "lt" or primitive.name not in LIGHT
+    return params.get("name") == OPERAND or primitive.name == "lt" or primitive.name not in LIGHT
 
 
 def is_batched_product(eqn: JaxprEqn) -> bool:

@@ -12,8 +12,8 @@ class Kept(NamedTuple):
       params: The paths of the parameters that stay whole, of those that are partitioned.
       of_params: How many are partitioned.
       param_bytes: Their bytes on one device.
-      blocks: How many of the loss's repeated blocks keep their products.
-      of_blocks: How many there are, outside of loops.
+      blocks: How many of the loss's repeated blocks, and of its loops over layers, keep what `Keep` says.
+      of_blocks: How many there are.
       block_bytes: The bytes that these blocks save on one device for the backward pass.
       peak: The estimated peak of the step on one device, if the step chose by itself what it keeps.
       limit: What a step may use of a device, likewise.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 KEPT_SHARE = 0.7
 """Share of the memory of a step up to which values are kept without a compiler: estimates have been 17 % low."""
 FREED = 0.5
-"""The part of its activations that a recomputed block frees at least; most others are products with weights."""
+"""The part of its activations that a recomputed block is taken to free: the estimate of a second trace decides."""
 
 
 class KeepingStep(NamedTuple):
