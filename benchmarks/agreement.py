@@ -53,9 +53,9 @@ def work(options: argparse.Namespace) -> None:
 
     import jzero
     from benchmarks.gpt import GPT, Size, init_of, loss_of
-    from jzero.arrays import fingerprints
-    from jzero.state import gather
-    from jzero.step import agreement
+    from jzero.core.processes import fingerprints
+    from jzero.core.state import gather
+    from jzero.core.step import agreement
 
     model = GPT(Size(1024, options.layers, vocab=2048), remat=False)
     drawn = 0.02 * np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)

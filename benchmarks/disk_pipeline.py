@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jzero.disk.files import PAGE, check_folder
-from jzero.disk.pipeline import Pipeline
-from jzero.disk.rates import PlainFiles
-from jzero.disk.stores import DiskStore
+from jzero.core.disk.files import PAGE, check_folder
+from jzero.core.disk.pipeline import Pipeline
+from jzero.core.disk.rates import PlainFiles
+from jzero.core.disk.stores import DiskStore
 
 FIELDS = ("master", "mean", "variance")
 GIB = 2**30

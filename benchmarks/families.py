@@ -60,7 +60,7 @@ from benchmarks.gpt import AXIS
 from benchmarks.held_out_models import clip, conformer, mamba_2, mixture_of_depths, rssm, unet_attention
 from benchmarks.lines import add_line, lines_of
 from benchmarks.more_family_models import dit, gnn, hybrid, perceiver, unet
-from jzero.engine.recompute import Remat
+from jzero.core.engine.recompute import Remat
 from jzero.machines.topologies import topology_devices
 
 FAMILIES: dict[str, Callable[[], Family]] = {

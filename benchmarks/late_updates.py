@@ -24,7 +24,7 @@ import optax
 import jzero
 from benchmarks.quantized_training import LENGTH, ROWS, loss_fn, make_params
 from examples.text_data import load_corpus, sample_batch
-from jzero.state.record_states import records_of
+from jzero.core.state.record_states import records_of
 
 TAIL, PLAIN = 50, 64
 HOST = jzero.Offload(optimizer="host", compute="host")

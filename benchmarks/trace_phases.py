@@ -24,8 +24,8 @@ import jzero
 from benchmarks.engines import Engine
 from benchmarks.families import TRACED, Family, batch_of, jzero_step, plain_step
 from benchmarks.gpt import AXIS
-from jzero.engine import differentiate, gradients, norms, trace
-from jzero.state import next_state
+from jzero.core.engine import differentiate, gradients, norms, trace
+from jzero.core.state import next_state
 
 PASSES = {
     "loss as it is": (trace, "trace_loss"),

@@ -17,7 +17,14 @@ _IMPORTS = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"").body
 _HOME = dict(sorted((x.name, line.module) for line in _IMPORTS if isinstance(line, ast.ImportFrom) for x in line.names))
 __all__ = list(_HOME)
 
-_ROOMS_OF_STATES = ("jzero.analysis", "jzero.checkpoint", "jzero.debug", "jzero.state", "jzero.step", "jzero.weights")
+_ROOMS_OF_STATES = (
+    "jzero.analysis",
+    "jzero.checkpoint",
+    "jzero.debug",
+    "jzero.core.state",
+    "jzero.core.step",
+    "jzero.weights",
+)
 """Their functions do not depend on the mesh that the program has set, see [Note: The mesh that is set]."""
 
 
@@ -28,7 +35,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     if inspect.isfunction(value) and _HOME[name].startswith(_ROOMS_OF_STATES):
-        value = importlib.import_module("jzero.layout.set_mesh").public(value)
+        value = importlib.import_module("jzero.core.layout.set_mesh").public(value)
     globals()[name] = value
     return value
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero import _compat
+from jzero.core.base import compat
 
 LAYERS, WIDTH = 5, 32
 
@@ -35,4 +35,4 @@ def make_batch():
 
 def num_activations(jaxpr):
     own = sum(eqn.primitive.name == "tanh" for eqn in jaxpr.eqns)
-    return own + sum(num_activations(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))
+    return own + sum(num_activations(inner) for eqn in jaxpr.eqns for inner in compat.contained_jaxprs(eqn))

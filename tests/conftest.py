@@ -34,7 +34,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 assert jax.device_count() == 8, jax.devices()
 
-from jzero import _guard  # noqa: E402 (after jax is set up)
+from jzero.core.base import guard  # noqa: E402 (after jax is set up)
 
 OWN, POOL = pytest.StashKey[Path](), pytest.StashKey[Path | None]()
 POOL_BYTES = 2**30  # most that stays from run to run; the whole default suite takes a tenth
@@ -103,20 +103,20 @@ def examples_do_not_change_what_is_logged() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def checks_do_not_fail() -> Iterator[Callable[[Exception], None]]:
     """What a user's step takes for unknown is an error in a test."""
-    logs = _guard.note_failure
+    logs = guard.note_failure
 
     def fail(error: Exception) -> None:
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_guard, "note_failure", fail)
+        patch.setattr(guard, "note_failure", fail)
         yield logs
 
 
 @pytest.fixture
 def checks_may_fail(checks_do_not_fail: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a user's step."""
-    monkeypatch.setattr(_guard, "note_failure", checks_do_not_fail)
+    monkeypatch.setattr(guard, "note_failure", checks_do_not_fail)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.disk import files as disk_files
+from jzero.core.disk import files as disk_files
 from tests.checkpoint_states import arrays, mesh
 from tests.drawn import to_jax
 

@@ -8,10 +8,10 @@ import weakref
 import numpy as np
 import pytest
 
-from jzero.disk import files
-from jzero.disk.files import PAGE, page_aligned
-from jzero.disk.pipeline import Pipeline
-from jzero.disk.stores import RamStore
+from jzero.core.disk import files
+from jzero.core.disk.files import PAGE, page_aligned
+from jzero.core.disk.pipeline import Pipeline
+from jzero.core.disk.stores import RamStore
 
 SIZES = tuple(PAGE * pages for pages in (3, 1, 17, 256, 1, 64, 5, 1031, 2, 100, 7))
 FEW = SIZES[:4]

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import jzero
-from jzero.arrays import processes as _processes
+from jzero.core.processes import agree as _processes
 from tests.multiprocess_states import ROWS, config, message
 
 

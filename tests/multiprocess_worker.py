@@ -25,11 +25,11 @@ import optax
 from jax.experimental import multihost_utils
 
 import jzero
-from jzero.arrays import presence
-from jzero.arrays import processes as _processes
 from jzero.checkpoint import sharing
-from jzero.disk.files import DiskError
-from jzero.state.record_states import records_of
+from jzero.core.disk.files import DiskError
+from jzero.core.processes import agree as _processes
+from jzero.core.processes import presence
+from jzero.core.state.record_states import records_of
 from jzero.weights import safetensors_files
 from tests import data_worker, models
 from tests.multiprocess_disagreements import BATCH, disagree, small_loss, small_state

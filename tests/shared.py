@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import jzero
-from jzero.layout.padded import is_padded
+from jzero.core.layout.padded import is_padded
 from tests import models
 
 make_train_step = functools.cache(jzero.make_train_step)

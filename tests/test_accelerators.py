@@ -18,9 +18,9 @@ import decoder_models
 import jzero
 from jzero.cli import decoder as cli_decoder
 from jzero.cli import sizes as cli_sizes
+from jzero.core.state.init import lower_init
+from jzero.core.state.shard import abstract_train_state
 from jzero.machines.topologies import topology_devices
-from jzero.state.init import lower_init
-from jzero.state.shard import abstract_train_state
 from tests import models
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

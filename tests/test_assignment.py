@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jzero.plan.assignment import MatrixKind, MatrixWork, WholeMatrix, assign
+from jzero.core.plan.assignment import MatrixKind, MatrixWork, WholeMatrix, assign
 
 kinds = st.lists(st.tuples(st.integers(1, 60), st.floats(0.1, 1000.0)), min_size=1, max_size=7)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jzero import _compat
-from jzero.jaxpr.batches import NotSlicedError, slice_program
-from jzero.jaxpr.flat import flattened
-from jzero.jaxpr.interpret import evaluate
+from jzero.core.base import compat
+from jzero.core.jaxpr.batches import NotSlicedError, slice_program
+from jzero.core.jaxpr.flat import flattened
+from jzero.core.jaxpr.interpret import evaluate
 
 SIZE = 6  # slices; the other sizes differ, so that no dimension is mistaken for another one
 
@@ -94,7 +94,7 @@ def test_a_slice_of_the_result_is_the_result_of_a_slice():
     """Of all functions in one program, for each slice."""
     programs = {name: sliced(fn) for name, fn in SLICED.items()}
     want = jax.jit(lambda x: {name: jax.tree.leaves(fn(x)) for name, fn in SLICED.items()})(stack())
-    run = jax.jit(lambda *args: {name: evaluate(x, [*args], _compat.bind) for name, (x, _) in programs.items()})
+    run = jax.jit(lambda *args: {name: evaluate(x, [*args], compat.bind) for name, (x, _) in programs.items()})
     for number in range(SIZE):
         found = run(stack()[number : number + 1], jnp.int32(number))
         for name, (_, dims) in programs.items():

@@ -13,15 +13,15 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import jzero
-from jzero import _compat
-from jzero.engine.recompute import recompute
-from jzero.jaxpr.repeats import keeps_heavy, split_into_parts
+from jzero.core.base import compat
+from jzero.core.engine.recompute import recompute
+from jzero.core.jaxpr.repeats import keeps_heavy, split_into_parts
 from tests import shared
 from tests.block_models import LAYERS, WIDTH, layer, loss_fn, make_batch, make_params, num_activations
 
 
 def parts(fn, *args):
-    return split_into_parts(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
+    return split_into_parts(compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
 
 
 def sharded(params, stage=3, **fields):
@@ -34,7 +34,7 @@ def remats(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
             yield eqn
-        for inner in _compat.contained_jaxprs(eqn):
+        for inner in compat.contained_jaxprs(eqn):
             yield from remats(inner)
 
 
@@ -69,14 +69,14 @@ def kept_by_policy(fn, *args):
 
     def search(jaxpr):
         for eqn in jaxpr.eqns:
-            inner = list(_compat.contained_jaxprs(eqn))
+            inner = list(compat.contained_jaxprs(eqn))
             for x in inner:
                 search(x)
             if not inner:
                 keeps = keeps_heavy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
                 found[eqn.primitive.name, *eqn.outvars[0].aval.shape] = keeps
 
-    search(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
+    search(compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
     return found
 
 
@@ -141,7 +141,7 @@ def test_each_block_keeps_its_products_alone(wrap):
     jaxpr = jax.make_jaxpr(wrap(loss_fn))(params, batch)
     leaves = jax.tree.leaves((params, batch))
     rewritten = recompute(jaxpr, "cheap", [])
-    assert len(list(remats(_compat.open_jaxpr(rewritten)[0]))) == LAYERS
+    assert len(list(remats(compat.open_jaxpr(rewritten)[0]))) == LAYERS
     # What the backward pass gets: of each layer its input, its first product, and its weights.
     kept = kept_of(lambda *xs: jaxpr_as_fun(rewritten)(*xs)[0], *leaves)
     kept = [x.shape for x in kept if x.shape == (24, 64)]
@@ -221,7 +221,7 @@ def test_what_is_recomputed_by_default_is_told():
 def test_gradients_outside_of_a_step_are_recomputed_alike():
     state, gradients = sharded(make_params()), jzero.value_and_grad
     fns = (gradients(loss_fn), gradients(loss_fn, remat="as_written"), jzero.make_eval_step(loss_fn))
-    jaxprs = [_compat.open_jaxpr(jax.make_jaxpr(fn)(state, make_batch()))[0] for fn in fns]
+    jaxprs = [compat.open_jaxpr(jax.make_jaxpr(fn)(state, make_batch()))[0] for fn in fns]
     differentiated, as_written, evaluated = map(num_activations, jaxprs)
     assert differentiated == 2 * LAYERS
     assert as_written == evaluated == LAYERS

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jzero.arrays.chunks import split
-from jzero.layout.box import Box, runs, tile
+from jzero.core.arrays.chunks import split
+from jzero.core.layout.box import Box, runs, tile
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 

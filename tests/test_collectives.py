@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jzero
-from jzero import _compat
+from jzero.core.base import compat
 from tests import light_decoder, models
 from tests.stablehlo import in_line
 
@@ -61,10 +61,10 @@ def test_muon_multiplies_whole_matrices():
     """Every product of a step is in a `shard_map`, those of the update over whole operands."""
 
     def outside(jaxpr):
-        for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
             yield eqn.primitive.name
             if eqn.primitive.name != "shard_map":
-                for inner in _compat.contained_jaxprs(eqn):
+                for inner in compat.contained_jaxprs(eqn):
                     yield from outside(inner)
 
     state = mlp_state(2, optax.contrib.muon(1e-3))

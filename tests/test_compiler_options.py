@@ -16,10 +16,10 @@ import pytest
 
 import jzero
 from jzero.analysis.collectives import find_collectives
-from jzero.layout.route import route_of
+from jzero.core.layout.route import route_of
+from jzero.core.state.shard import abstract_train_state
+from jzero.core.step import compiler_options as _compiler_options
 from jzero.machines.topologies import topology_devices
-from jzero.state.shard import abstract_train_state
-from jzero.step import compiler_options as _compiler_options
 from tests import models, shared
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jzero.jaxpr import row_rules
-from jzero.jaxpr.row_facts import RowKind
+from jzero.core.jaxpr import row_rules
+from jzero.core.jaxpr.row_facts import RowKind
 from tests.test_rows import TIME, WIDTH, facts
 
 RIGHT, WRONG = [], []

@@ -14,9 +14,9 @@ import optax
 import pytest
 
 import jzero
-from jzero.disk.files import DiskError, UnnamedFile
-from jzero.records.run import RecordPass
-from jzero.state.record_states import records_of
+from jzero.core.disk.files import DiskError, UnnamedFile
+from jzero.core.records.run import RecordPass
+from jzero.core.state.record_states import records_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits, whole
 from tests.disk_states import (
@@ -201,7 +201,7 @@ def test_errors_before_any_space_is_taken(tmp_path, monkeypatch):
         state_on_disk(tmp_path, tx=optax.contrib.muon(1e-2))
     with pytest.raises(ValueError, match=r"`Offload.path` .*/nowhere"):
         state_on_disk(tmp_path / "nowhere")
-    monkeypatch.setattr("jzero.disk.stores.free_bytes", lambda folder: 12345)
+    monkeypatch.setattr("jzero.core.disk.stores.free_bytes", lambda folder: 12345)
     with pytest.raises(DiskError, match=r"two slots .* 12,345 are free"):
         state_on_disk(tmp_path)
     for options, message in (

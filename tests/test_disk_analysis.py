@@ -14,10 +14,10 @@ import pytest
 
 import jzero
 from jzero.analysis.step_programs import step_programs
-from jzero.disk.stores import DiskStore
-from jzero.records import records
-from jzero.records.run import RecordPass
-from jzero.state.record_states import record_update
+from jzero.core.disk.stores import DiskStore
+from jzero.core.records import records
+from jzero.core.records.run import RecordPass
+from jzero.core.state.record_states import record_update
 from tests import models
 from tests.disk_states import OPTIMIZERS, loss_fn, make_params, state_on_disk, step_of, train
 from tests.tiers import slow

@@ -14,10 +14,10 @@ import time
 import numpy as np
 import pytest
 
-from jzero.disk import files
-from jzero.disk.files import PAGE, DiskError, UnnamedFile, check_folder, free_bytes, page_aligned
-from jzero.disk.pipeline import Pipeline
-from jzero.disk.stores import DiskStore, RamStore
+from jzero.core.disk import files
+from jzero.core.disk.files import PAGE, DiskError, UnnamedFile, check_folder, free_bytes, page_aligned
+from jzero.core.disk.pipeline import Pipeline
+from jzero.core.disk.stores import DiskStore, RamStore
 from tests.disk_pipelines import (  # noqa: F401  # fixtures
     FEW,
     SIZES,
@@ -237,9 +237,9 @@ def test_ctrl_c_twice_leaves_no_read_under_way(cancels, folder, monkeypatch):
 
 FORKED = """
 import contextlib, os, sys
-from jzero.disk.files import DiskError
-from jzero.disk.pipeline import Pipeline
-from jzero.disk.stores import DiskStore
+from jzero.core.disk.files import DiskError
+from jzero.core.disk.pipeline import Pipeline
+from jzero.core.disk.stores import DiskStore
 from tests.disk_pipelines import SIZES, contents, expected, train
 
 pipeline = Pipeline(DiskStore(sys.argv[1], SIZES))

@@ -10,10 +10,10 @@ import weakref
 
 import pytest
 
-from jzero.disk.files import PAGE, page_aligned
-from jzero.disk.pipeline import Pipeline
-from jzero.disk.rates import PlainFiles
-from jzero.disk.stores import DiskStore, RamStore
+from jzero.core.disk.files import PAGE, page_aligned
+from jzero.core.disk.pipeline import Pipeline
+from jzero.core.disk.rates import PlainFiles
+from jzero.core.disk.stores import DiskStore, RamStore
 from tests.disk_pipelines import (  # noqa: F401  # fixtures
     FEW,
     SIZES,

@@ -12,11 +12,11 @@ import pytest
 from jax import lax
 
 import jzero
-from jzero.disk import rows
-from jzero.disk.files import PAGE, DiskError, page_aligned
-from jzero.disk.rows import RowReader, StoredRow, take_row
-from jzero.disk.stores import DiskStore, RamStore
-from jzero.state.record_states import records_of
+from jzero.core.disk import rows
+from jzero.core.disk.files import PAGE, DiskError, page_aligned
+from jzero.core.disk.rows import RowReader, StoredRow, take_row
+from jzero.core.disk.stores import DiskStore, RamStore
+from jzero.core.state.record_states import records_of
 from tests.checkpoint_states import assert_same_bits, whole
 from tests.tiers import slow
 

@@ -10,9 +10,9 @@ import pytest
 import jzero
 from jzero.checkpoint import disk_saving
 from jzero.checkpoint.uninterrupted import Uninterrupted
-from jzero.disk import files as disk_files
-from jzero.disk.files import DiskError
-from jzero.state.record_states import records_of
+from jzero.core.disk import files as disk_files
+from jzero.core.disk.files import DiskError
+from jzero.core.state.record_states import records_of
 from tests.checkpoint_states import assert_same_bits
 from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
     OTHERS,
@@ -200,6 +200,6 @@ def test_checksums_find_what_the_file_format_does_not(on_disk, like, tmp_path, m
 
 def test_a_disk_that_is_too_small_for_the_state(on_disk, like, tmp_path, monkeypatch):
     jzero.save_checkpoint(tmp_path / "c", on_disk())
-    monkeypatch.setattr("jzero.disk.stores.free_bytes", lambda folder: 4096)
+    monkeypatch.setattr("jzero.core.disk.stores.free_bytes", lambda folder: 4096)
     with pytest.raises(DiskError, match="is too small for the optimizer state"):
         jzero.restore_checkpoint(tmp_path / "c", like())

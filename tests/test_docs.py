@@ -112,10 +112,11 @@ def test_every_note_is_under_design():
 
 
 def test_every_room_says_in_which_order_to_read_its_files():
-    rooms = sorted((ROOT / "jzero").glob("*/__init__.py"))
+    rooms = sorted((ROOT / "jzero").glob("*/**/__init__.py"))
     assert len(rooms) > 15
     for room in rooms:
         files = {path.stem for path in room.parent.glob("[!_]*.py")}
+        files |= {path.parent.name for path in room.parent.glob("*/__init__.py")}
         named = re.findall(r"`([a-z0-9_]+)`", ast.get_docstring(ast.parse(room.read_text())))
         assert sorted(named) == sorted(files), room.parent.name
 

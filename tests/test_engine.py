@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import jzero
-from jzero.step.inputs import place_inputs
+from jzero.core.step.inputs import place_inputs
 from tests import engine_losses, shared
 from tests.engine_losses import COUPLED, D, assert_equal, nested_jit, remat, scan, weight_decay_over_all_leaves
 
@@ -98,7 +98,7 @@ def test_gradients_equal_plain_jax_at_every_stage(stage, devices, options):
 @pytest.mark.slow
 def test_the_loss_has_a_gradient_by_the_batch_too(monkeypatch):
     """Also that of what layers hand on which does not depend on parameters."""
-    monkeypatch.setattr("jzero.engine.prefetch.MOST_IN_VAIN", 1.0)
+    monkeypatch.setattr("jzero.core.engine.prefetch.MOST_IN_VAIN", 1.0)
 
     def loss_fn(p, batch):
         def layer(carry, w):

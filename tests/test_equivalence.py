@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.arrays import collectives as _collectives
+from jzero.core.arrays import collectives as _collectives
 from tests import models
 from tests.drawn import initializer
 from tests.tiers import slow
@@ -129,7 +129,7 @@ def test_a_fault_of_jzero_is_found(monkeypatch):
         return jax.lax.ppermute(reduced, "data", [(i, (i + 1) % 8) for i in range(8)])
 
     collective = _collectives.reduce_shard
-    monkeypatch.setattr("jzero.engine.placed.reduce_shard", reduce_shard)
+    monkeypatch.setattr("jzero.core.engine.placed.reduce_shard", reduce_shard)
     report = compare(line_loss, line_state(), config=make_config(1, "bf16"), batches=BATCHES[:1])
     assert max(report.loss, report.grad_norm) < 1e-3
     with pytest.raises(AssertionError, match=r"'w' drifts .* 0\.1"):

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jzero
-from jzero import _compat
+from jzero.core.base import compat
 
 LOOP = """
 import jax, jax.numpy as jnp, numpy as np, optax, jzero
@@ -59,4 +59,4 @@ def test_who_has_to_wait(version, threads, devices, starves, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", version)
     monkeypatch.setenv("PJRT_NPROC", threads)
     mesh = jzero.make_mesh(devices=jax.devices()[:devices])
-    assert _compat.starves_steps.__wrapped__(mesh) == starves
+    assert compat.starves_steps.__wrapped__(mesh) == starves

@@ -19,7 +19,7 @@ import expert_parallel
 import jzero
 import pretrain
 import training
-from jzero.plan.table import format_bytes
+from jzero.core.plan.table import format_bytes
 from tests import hf_models, test_context
 from tests.plan_states import abstract_mesh
 from tests.tiers import slow

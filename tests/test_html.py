@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jzero
-from jzero._text import format_number, wrapped
+from jzero.core.base.text import format_number, wrapped
 
 
 @pytest.mark.parametrize(

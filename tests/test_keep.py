@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import jzero
+from jzero.core.jaxpr.equations import equations_of
 from jzero.estimate.traced_collectives import traced_collectives
-from jzero.jaxpr.equations import equations_of
 from tests import engine_losses
 from tests.shared import whole
 

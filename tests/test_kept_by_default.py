@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero import _compat
 from jzero.analysis import fit
+from jzero.core.base import compat
+from jzero.core.step import keeping, train_step
 from jzero.estimate.step_memory import memory_of_step
 from jzero.estimate.traced_collectives import traced_collectives
 from jzero.machines import limits
 from jzero.machines.machine import machine
-from jzero.step import keeping, train_step
 from tests import shared
 from tests.shared import whole
 from tests.test_keep import (
@@ -95,7 +95,7 @@ def test_an_estimate_that_fails_stops_no_step(memory, checks_may_fail, monkeypat
 
 def test_a_larger_batch_is_decided_anew(memory, monkeypatch):
     """In place, too, where a call skips all checks, as those of jax 0.12 do."""
-    monkeypatch.setattr(_compat, "CRASHES_ON_DELETED", False)
+    monkeypatch.setattr(compat, "CRASHES_ON_DELETED", False)
     small, large = make_batch(), np.tile(make_batch(), (64, 1))
     low, high = (reckoned(jzero.Keep(params="all", blocks=LAYERS), x) for x in (small, large))
     memory.limit = (low + high) / 2 / 0.7

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from jzero import LeafRule
-from jzero._text import key_names
-from jzero.layout.cut import Cut
-from jzero.plan.choice import MAX_PADDING, choose_cut, find_scan_dims
+from jzero.core.base.text import key_names
+from jzero.core.layout.cut import Cut
+from jzero.core.plan.choice import MAX_PADDING, choose_cut, find_scan_dims
 
 PRIMES = [2, 3, 5, 7, 11, 13, 31, 61, 127, 257, 509, 1009]
 pure = settings(max_examples=150, derandomize=True)  # no device: thousands a second

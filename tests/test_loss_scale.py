@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.plan.opt_state import initial_loss_scale, next_loss_scale
+from jzero.core.plan.opt_state import initial_loss_scale, next_loss_scale
 from tests import models
 
 ROWS = 16

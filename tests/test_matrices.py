@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero import _compat
-from jzero.plan import matrices
+from jzero.core.base import compat
+from jzero.core.plan import matrices
 from tests import matrix_models as models
 from tests.drawn import to_jax
 from tests.tiers import slow
@@ -118,9 +118,9 @@ def test_one_product_of_several_parameters_runs_on_all_devices():
 def exchanged(jaxpr):
     """Returns the elements that a device has in all exchanges of a program."""
     total = 0
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         total += sum(math.prod(v.aval.shape) for v in eqn.invars) if eqn.primitive.name == "all_to_all" else 0
-        total += sum(map(exchanged, _compat.contained_jaxprs(eqn)))
+        total += sum(map(exchanged, compat.contained_jaxprs(eqn)))
     return total
 
 

@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import jzero
+from jzero.core.step.metrics import STEP_METRICS
 from jzero.monitor import progress as progress_module
 from jzero.monitor import readings as readings_module
-from jzero.step.metrics import STEP_METRICS
 from tests import disk_states, pages
 from tests.monitor_runs import Clock, Reading, Record, quiet, run
 

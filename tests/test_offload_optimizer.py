@@ -271,10 +271,12 @@ def test_plan_and_analysis_tell_host_bytes_apart():
 
 def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
     """As compile-only GPUs: a plan is fine, but nothing may be placed where the devices would have to hold it."""
-    monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: [])
-    for room in ("layout.leaves", "plan.state_layout"):  # the function itself keeps what it knows of a mesh
+    monkeypatch.setattr("jzero.core.layout.mesh.memory_kinds", lambda device: [])
+    for room in ("core.layout.leaves", "core.plan.state_layout"):  # the function itself keeps what it knows of a mesh
         monkeypatch.setattr(f"jzero.{room}.names_host_memory", lambda mesh: False)
-    monkeypatch.setattr("jzero.plan.planner._PLANS", weakref.WeakKeyDictionary())  # an equal one knows other memories
+    monkeypatch.setattr(
+        "jzero.core.plan.planner._PLANS", weakref.WeakKeyDictionary()
+    )  # an equal one knows other memories
     state = jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2))
     assert jzero.plan_train_state(state, config=config(3)).host_bytes_per_device.opt_state > 0
     for place in (
@@ -314,7 +316,7 @@ def test_fields_that_are_not_there():
 
 
 def test_devices_without_host_memory(monkeypatch):
-    monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: ["device"])
+    monkeypatch.setattr("jzero.core.layout.mesh.memory_kinds", lambda device: ["device"])
     state = moved_state()
     with pytest.raises(ValueError, match=r"'pinned_host', only \['device'\]"):
         jzero.offload_train_state(state)

@@ -11,9 +11,9 @@ from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
 import jzero
-from jzero.engine.placed import PLACED, operations_of
-from jzero.engine.recompute import recompute
-from jzero.jaxpr.primitives import REMAT
+from jzero.core.engine.placed import PLACED, operations_of
+from jzero.core.engine.recompute import recompute
+from jzero.core.jaxpr.primitives import REMAT
 from tests import light_decoder, models
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.drawn import to_jax

@@ -9,15 +9,15 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import jzero
-from jzero import _compat
-from jzero.engine.gradient_exits import Reduction
-from jzero.engine.kernel_gradients import without_transposes
-from jzero.engine.reduce_early import reduce_early
-from jzero.engine.roles import Role
-from jzero.engine.trace import LossInputs, trace_loss
-from jzero.layout.cut import Cut
-from jzero.layout.route import Hop, Route
-from jzero.layout.sums import Sums
+from jzero.core.base import compat
+from jzero.core.engine.gradient_exits import Reduction
+from jzero.core.engine.kernel_gradients import without_transposes
+from jzero.core.engine.reduce_early import reduce_early
+from jzero.core.engine.roles import Role
+from jzero.core.engine.trace import LossInputs, trace_loss
+from jzero.core.layout.cut import Cut
+from jzero.core.layout.route import Hop, Route
+from jzero.core.layout.sums import Sums
 from tests import shared
 
 WIDTH = 16
@@ -35,9 +35,9 @@ def matrix(*shape, seed=0):
 
 def names(jaxpr):
     """The primitives of a program, those of the jaxprs that it holds among them."""
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         yield eqn.primitive.name
-        for inner in _compat.contained_jaxprs(eqn):
+        for inner in compat.contained_jaxprs(eqn):
             yield from names(inner)
 
 
@@ -72,7 +72,7 @@ def how(shape, dim, *, by_use=True):
 
 
 def gradient(fn, *shapes):
-    return _compat.open_jaxpr(jax.make_jaxpr(jax.grad(fn))(*(jnp.ones(shape) for shape in shapes)))[0]
+    return compat.open_jaxpr(jax.make_jaxpr(jax.grad(fn))(*(jnp.ones(shape) for shape in shapes)))[0]
 
 
 def reduced_at(jaxpr, exits):
@@ -124,7 +124,7 @@ def test_transposes_of_products_go_and_the_numbers_stay(name):
 
 def num_transposes(jaxpr):
     own = sum(eqn.primitive.name == "transpose" for eqn in jaxpr.eqns)
-    return own + sum(num_transposes(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))
+    return own + sum(num_transposes(inner) for eqn in jaxpr.eqns for inner in compat.contained_jaxprs(eqn))
 
 
 def test_a_gradient_is_reduced_before_it_is_widened():
@@ -206,10 +206,10 @@ def test_the_roles_of_the_stages(stage, accumulate_steps, reduce, role):
 
 
 def scans(jaxpr):
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         if eqn.primitive.name == "scan":
             yield eqn
-        for inner in _compat.contained_jaxprs(eqn):
+        for inner in compat.contained_jaxprs(eqn):
             yield from scans(inner)
 
 

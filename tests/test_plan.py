@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.plan.table import format_bytes
+from jzero.core.plan.table import format_bytes
 from tests.plan_states import (
     OPTIMIZERS,
     PARAMS,

@@ -11,8 +11,8 @@ import pytest
 from flax import serialization
 
 import jzero
-from jzero.layout.casts import apply_edits
-from jzero.layout.padded import is_padded
+from jzero.core.layout.casts import apply_edits
+from jzero.core.layout.padded import is_padded
 from tests import light_decoder, models, shared
 from tests.precision_states import (
     ADAMW,

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.layout.casts import positions_of, round_stochastically
+from jzero.core.layout.casts import positions_of, round_stochastically
 from tests import models
 from tests.drawn import to_jax
 from tests.precision_states import BF16, ROWS, assert_same, make_config, mlp_state, step_of

@@ -13,8 +13,8 @@ from jax import lax
 from jax.interpreters import partial_eval as pe
 
 import jzero
-from jzero import _compat
-from jzero.layout.platform import PLATFORMS
+from jzero.core.base import compat
+from jzero.core.layout.platform import PLATFORMS
 from tests import engine_losses, shared
 from tests.engine_losses import D
 from tests.tiers import slow
@@ -25,7 +25,7 @@ AMPLE = 2**30
 @pytest.fixture(autouse=True)
 def short_loops_too(monkeypatch):
     """Loops of these tests have few turns, whose last gathers a large share in vain."""
-    monkeypatch.setattr("jzero.engine.prefetch.MOST_IN_VAIN", 1.0)
+    monkeypatch.setattr("jzero.core.engine.prefetch.MOST_IN_VAIN", 1.0)
 
 
 def on(platform, monkeypatch):
@@ -56,11 +56,11 @@ def carried_shapes(fn, *args):
     found = []
 
     def search(jaxpr):
-        for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
             if eqn.primitive.name == "scan" and "zero_gather" in str(eqn.params["jaxpr"]):
-                consts, carry = _compat.scan_groups(eqn)
+                consts, carry = compat.scan_groups(eqn)
                 found.append([v.aval.shape for v in eqn.invars[consts : consts + carry]])
-            for inner in _compat.contained_jaxprs(eqn):
+            for inner in compat.contained_jaxprs(eqn):
                 search(inner)
 
     search(jax.make_jaxpr(fn)(*args))
@@ -267,16 +267,16 @@ def gathers_of(fn, *args):
 
     def walk(jaxpr, inputs):
         """`inputs`: of each variable, the products that it is made of and the gathers not used yet."""
-        jaxpr, consts = _compat.open_jaxpr(jaxpr)
+        jaxpr, consts = compat.open_jaxpr(jaxpr)
         env = dict(zip(jaxpr.constvars, [none] * len(consts), strict=True))
         env |= dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atoms):
-            return [none if _compat.is_literal(v) else env[v] for v in atoms]
+            return [none if compat.is_literal(v) else env[v] for v in atoms]
 
         for eqn in jaxpr.eqns:
             given = read(eqn.invars)
-            inner = [x for x in _compat.contained_jaxprs(eqn) if len(x.invars) == len(eqn.invars)]
+            inner = [x for x in compat.contained_jaxprs(eqn) if len(x.invars) == len(eqn.invars)]
             if len(inner) == 1:
                 outputs = walk(inner[0], given)
             else:
@@ -300,7 +300,7 @@ def gathers_of(fn, *args):
             env.update(zip(eqn.outvars, outputs, strict=True))
         return read(jaxpr.outvars)
 
-    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(fn)(*args))
+    jaxpr, _ = compat.open_jaxpr(jax.make_jaxpr(fn)(*args))
     jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)  # as the compiler will see it
     walk(jaxpr, [none] * len(jaxpr.invars))
     return found

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.layout.blocks import pack, packed_size, unpack
-from jzero.layout.cut import Cut
-from jzero.layout.route import bytes_on_port
+from jzero.core.layout.blocks import pack, packed_size, unpack
+from jzero.core.layout.cut import Cut
+from jzero.core.layout.route import bytes_on_port
 from tests.quantized import BATCH, FLAT, SECONDARY, STEPS, TWO, TWO_HOPS, WIDTH, config_of, numpy_rounded
 from tests.test_two_hops import LAYERS, loss_fn
 from tests.tiers import slow
@@ -210,7 +210,7 @@ def test_wider_gathers_are_a_violation(monkeypatch):
 def test_crossing_nodes_at_each_use_is_a_violation(monkeypatch):
     """The plan gathers between nodes once; this program does so at each use, in the loop."""
     monkeypatch.setattr(
-        "jzero.engine.gradients._LocalStep.gather_plan",
+        "jzero.core.engine.gradients._LocalStep.gather_plan",
         lambda step, leaf: step.plan.traffic.gather_plan(leaf)._replace(is_secondary=False),
     )
     state, loss = stack_alone(config_of(**SECONDARY), TWO)

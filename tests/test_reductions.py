@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero import _compat
 from jzero.analysis.collectives import find_collectives
+from jzero.core.base import compat
 from tests.shared import whole
 from tests.tiers import slow
 
@@ -150,7 +150,7 @@ def test_shards_of_uses_are_summed_in_the_accumulate_dtype():
     plain = jzero.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=optax.sgd(1.0))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=2, precision=precision))
     loss_fn = lambda params, batch: LOSSES["constant_of_two_loops"](params["w"]) * batch.mean()
-    jaxpr = _compat.open_jaxpr(jax.make_jaxpr(jzero.value_and_grad(loss_fn))(state, jnp.ones(8)))[0]
+    jaxpr = compat.open_jaxpr(jax.make_jaxpr(jzero.value_and_grad(loss_fn))(state, jnp.ones(8)))[0]
     assert [x.dtype for x in reduced(jaxpr)] == [jnp.bfloat16] * 2
     assert sums_of_shards(jaxpr, (2, 16)) == [jnp.float32]
 
@@ -158,11 +158,11 @@ def test_shards_of_uses_are_summed_in_the_accumulate_dtype():
 def sums_of_shards(jaxpr, shape):
     """The dtypes of sums of this shape."""
     found = [eqn.outvars[0].aval for eqn in jaxpr.eqns if eqn.primitive.name == "add"]
-    inner = [x for eqn in jaxpr.eqns for held in _compat.contained_jaxprs(eqn) for x in sums_of_shards(held, shape)]
+    inner = [x for eqn in jaxpr.eqns for held in compat.contained_jaxprs(eqn) for x in sums_of_shards(held, shape)]
     return [x.dtype for x in found if x.shape == shape] + inner
 
 
 def reduced(jaxpr):
     """What is reduced and scattered."""
     found = [eqn.invars[0].aval for eqn in jaxpr.eqns if eqn.primitive.name == "zero_reduce"]
-    return found + [x for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn) for x in reduced(inner)]
+    return found + [x for eqn in jaxpr.eqns for inner in compat.contained_jaxprs(eqn) for x in reduced(inner)]

@@ -4,18 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero import _compat
-from jzero.jaxpr import primitives
-from jzero.jaxpr.flat import flattened
-from jzero.jaxpr.products import cost_of, mixes
-from jzero.jaxpr.regions import find_regions, flow_of
+from jzero.core.base import compat
+from jzero.core.jaxpr import primitives
+from jzero.core.jaxpr.flat import flattened
+from jzero.core.jaxpr.products import cost_of, mixes
+from jzero.core.jaxpr.regions import find_regions, flow_of
 from tests.drawn import to_jax
 
 A, B = (4, 6), (5, 3)
 
 
 def flat(fn, *shapes):
-    return _compat.open_jaxpr(
+    return compat.open_jaxpr(
         flattened(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)))
     )[0]
 

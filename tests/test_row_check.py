@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.arrays import processes
+from jzero.core.processes import agree as processes
 from tests import shared
 
 ROWS, WIDTH = 24, 5
@@ -128,11 +128,11 @@ def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
 @pytest.mark.parametrize(
     "check",
     [
-        "jaxpr.row_rules.facts_of_literal",
-        "step.loss.results_of",
-        "step.row_check._trouble",
-        "step.inputs.find_closed_over",
-        "engine.trace.has_parts_to_recompute",
+        "core.jaxpr.row_rules.facts_of_literal",
+        "core.step.loss.results_of",
+        "core.step.row_check._trouble",
+        "core.step.inputs.find_closed_over",
+        "core.engine.trace.has_parts_to_recompute",
     ],
 )
 def test_a_check_that_fails_stops_no_step(check, monkeypatch, caplog):
@@ -174,7 +174,7 @@ def test_processes_that_cannot_describe_what_they_run_compare_nothing(monkeypatc
             return ""
 
     monkeypatch.setattr(processes, "are_several", lambda mesh: True)
-    monkeypatch.setattr("jzero._compat.distributed_client", object)
+    monkeypatch.setattr("jzero.core.base.compat.distributed_client", object)
     monkeypatch.setattr(processes, "_group", lambda mesh: (0, 1))
     monkeypatch.setattr(processes, "_Comparison", Comparison)
     describe = lambda made: {"the batch": made.dtype.name}

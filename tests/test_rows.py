@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jzero.jaxpr.rows import row_facts
+from jzero.core.jaxpr.rows import row_facts
 
 ROWS, TIME, WIDTH = 6, 4, 5
 AXES = {"data": 4, "replica": 2}

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import jzero
-from jzero import _compat
-from jzero.jaxpr.structure import CanonicalJaxpr, Structures
+from jzero.core.base import compat
+from jzero.core.jaxpr.structure import CanonicalJaxpr, Structures
 
 LAYERS, WIDTH = 3, 32
 SGD = optax.sgd(1.0)
@@ -63,7 +63,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def short_layers_are_shared(monkeypatch):
-    monkeypatch.setattr("jzero.jaxpr.structure.FEWEST", 1)
+    monkeypatch.setattr("jzero.core.jaxpr.structure.FEWEST", 1)
 
 
 def sharded(params, way=BY_DEFAULT):
@@ -179,7 +179,7 @@ def test_nothing_of_a_loop_outlives_it():
 
 
 def common(fn, *args):
-    return CanonicalJaxpr.of(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
+    return CanonicalJaxpr.of(compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
 
 
 def named(name, fn):

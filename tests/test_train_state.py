@@ -12,7 +12,7 @@ from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.state.init import lower_init
+from jzero.core.state.init import lower_init
 from tests import models, shared
 
 

@@ -12,9 +12,9 @@ from jax import lax
 
 import jzero
 from jzero.analysis.replanning import relaid
+from jzero.core.layout.mesh import num_along
+from jzero.core.layout.platform import PLATFORMS
 from jzero.estimate.traced_collectives import traced_collectives
-from jzero.layout.mesh import num_along
-from jzero.layout.platform import PLATFORMS
 from tests import light_decoder, models
 from tests.tiers import slow
 

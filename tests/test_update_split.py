@@ -11,11 +11,11 @@ import optax
 import optax.contrib as contrib
 import pytest
 
-from jzero import _compat
-from jzero.jaxpr.flat import flattened
-from jzero.jaxpr.products import mixes
-from jzero.plan.opt_leaves import find_owners
-from jzero.update.split import EquationKind, kernel_of, split_update
+from jzero.core.base import compat
+from jzero.core.jaxpr.flat import flattened
+from jzero.core.jaxpr.products import mixes
+from jzero.core.plan.opt_leaves import find_owners
+from jzero.core.update.split import EquationKind, kernel_of, split_update
 from tests.drawn import to_jax
 from tests.optimizers import OPTIMIZERS
 from tests.tiers import default_for
@@ -122,7 +122,7 @@ class Program:
     """
 
     def __init__(self, fn, arguments, owners):
-        flat, _ = _compat.open_jaxpr(flattened(jax.make_jaxpr(fn)(*arguments), chooses=True))
+        flat, _ = compat.open_jaxpr(flattened(jax.make_jaxpr(fn)(*arguments), chooses=True))
         self.fields = {
             v: owner
             for v, owner in zip(flat.invars, owners, strict=True)
@@ -160,7 +160,7 @@ def needs(update):
     if any(map(mixes, found.jaxpr.eqns)):
         return "products"
     is_noise = lambda k: k.eqns and any(v.aval.shape for v in k.reads if v not in update.fields)
-    kernels = [kernel_of(found, [v]) for v in found.jaxpr.outvars if not _compat.is_literal(v)]
+    kernels = [kernel_of(found, [v]) for v in found.jaxpr.outvars if not compat.is_literal(v)]
     if update.of_kind(EquationKind.WHOLE) or any(map(is_noise, kernels)):
         return "rows or noise"
     state, sums = set(list(update.fields)[2 * len(NAMES) :]), update.of_kind(EquationKind.SUM)

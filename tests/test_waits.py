@@ -9,8 +9,8 @@ from jax import lax
 from jax.interpreters import partial_eval as pe
 
 import jzero
-from jzero import _compat
-from jzero.engine.placed import first_elements, operations_of, wait, wait_p
+from jzero.core.base import compat
+from jzero.core.engine.placed import first_elements, operations_of, wait, wait_p
 from tests import light_decoder, models
 from tests.test_prefetch import on
 
@@ -44,12 +44,12 @@ def barriers(jaxpr):
             yield from barriers(operations_of(eqn))
         if eqn.primitive.name == "optimization_barrier":
             yield [x.aval.shape for x in eqn.invars]
-        for inner in _compat.contained_jaxprs(eqn):
+        for inner in compat.contained_jaxprs(eqn):
             yield from barriers(inner)
 
 
 def found_barriers(fn, *args):
-    return list(barriers(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0]))
+    return list(barriers(compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0]))
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -161,11 +161,11 @@ def reductions_before_reductions(fn, *args):
     found, reductions = [], iter(range(10**6))
 
     def walk(jaxpr, inputs):
-        jaxpr, _ = _compat.open_jaxpr(jaxpr)
+        jaxpr, _ = compat.open_jaxpr(jaxpr)
         env = dict.fromkeys(jaxpr.constvars, frozenset()) | dict(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
-            given = [frozenset() if _compat.is_literal(v) else env[v] for v in eqn.invars]
-            inner = [x for x in _compat.contained_jaxprs(eqn) if len(x.invars) == len(eqn.invars)]
+            given = [frozenset() if compat.is_literal(v) else env[v] for v in eqn.invars]
+            inner = [x for x in compat.contained_jaxprs(eqn) if len(x.invars) == len(eqn.invars)]
             made = frozenset().union(*given)
             if len(inner) == 1:
                 outputs = walk(inner[0], given)
@@ -177,9 +177,9 @@ def reductions_before_reductions(fn, *args):
                     made = made | {next(reductions)}
                 outputs = [made] * len(eqn.outvars)
             env.update(zip(eqn.outvars, outputs, strict=True))
-        return [frozenset() if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+        return [frozenset() if compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
-    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(fn)(*args))
+    jaxpr, _ = compat.open_jaxpr(jax.make_jaxpr(fn)(*args))
     jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)  # as the compiler will see it
     walk(jaxpr, [frozenset()] * len(jaxpr.invars))
     return found
@@ -229,15 +229,15 @@ def waited_for_by_loops(fn, *args, kinds=("zero_reduce",)):
     def search(jaxpr):
         needs = {}
         for eqn in jaxpr.eqns:
-            of_inputs = [needs.get(v, frozenset()) for v in eqn.invars if not _compat.is_literal(v)]
+            of_inputs = [needs.get(v, frozenset()) for v in eqn.invars if not compat.is_literal(v)]
             needed = frozenset().union(*of_inputs)
             if eqn.primitive.name in ("scan", "while"):
                 found.update(needed)
             if eqn.primitive.name in kinds:
                 needed |= {v.aval.shape for v in eqn.outvars}
             needs.update(dict.fromkeys(eqn.outvars, needed))
-            for inner in _compat.contained_jaxprs(eqn):
+            for inner in compat.contained_jaxprs(eqn):
                 search(inner)
 
-    search(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
+    search(compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
     return found

@@ -15,11 +15,11 @@ import pytest
 from safetensors.numpy import save_file
 
 import jzero
-from jzero.arrays.threads import in_thread
-from jzero.disk.files import DiskError, UnnamedFile
-from jzero.disk.stores import RamStore
-from jzero.records import background
-from jzero.state.record_states import records_of
+from jzero.core.disk.files import DiskError, UnnamedFile
+from jzero.core.disk.stores import RamStore
+from jzero.core.records import background
+from jzero.core.records.threads import in_thread
+from jzero.core.state.record_states import records_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.offload_states import ADAMW, ONE_LAYER, step_of, whole

@@ -11,28 +11,28 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero import _compat
-from jzero._compat import AnyJaxpr
-from jzero._types import PyTree, State
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.replanning import mesh_of, move_to_mesh, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
 from jzero.analysis.step_programs import Compile, StepProgram, memory_of_programs, step_programs
 from jzero.analysis.violations import Compiled, axes_of, find_violations
-from jzero.config.keep import Keep
-from jzero.config.zero import ZeroConfig
+from jzero.core.base import compat
+from jzero.core.base.compat import AnyJaxpr
+from jzero.core.base.types import PyTree, State
+from jzero.core.config.keep import Keep
+from jzero.core.config.zero import ZeroConfig
+from jzero.core.layout.mesh import make_mesh, platform_of
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.step.eval_step import EvalStep
+from jzero.core.step.train_step import TrainStep, ValueAndGrad
 from jzero.estimate.buffers import Transfer
 from jzero.estimate.step_memory import arrays_on_host, gathers_more, memory_of_trace
 from jzero.estimate.traced import trace_program
 from jzero.estimate.traced_collectives import traced_collectives
-from jzero.layout.mesh import make_mesh, platform_of
 from jzero.machines.limits import this_machine, usable_bytes
 from jzero.machines.machine import Machine, machine
 from jzero.machines.topologies import topology_devices, topology_options
-from jzero.plan.plan import ZeroPlan
-from jzero.step.eval_step import EvalStep
-from jzero.step.train_step import TrainStep, ValueAndGrad
 
 RECOMPUTED = (
     "By default (`remat=None`), where keeping all does not fit, results of expensive operations are saved, and the "
@@ -169,7 +169,7 @@ def _facts(fn: Any, args: Sequence[Any], programs: Sequence[StepProgram], platfo
 
 
 def _transfers(jaxpr: AnyJaxpr) -> Sequence[Transfer]:
-    return trace_program(jaxpr, [1] * len(_compat.open_jaxpr(jaxpr)[0].invars)).transfers
+    return trace_program(jaxpr, [1] * len(compat.open_jaxpr(jaxpr)[0].invars)).transfers
 
 
 def _notes_on_programs(programs: Sequence[StepProgram]) -> list[str]:

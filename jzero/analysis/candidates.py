@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jzero._text import Report, format_number, format_rows, picked, table_rows
 from jzero.analysis.memory_table import MemoryTable
-from jzero.config.keep import Keep
-from jzero.config.zero import ZeroConfig
-from jzero.engine.recompute import Remat
+from jzero.core.base.text import Report, format_number, format_rows, picked, table_rows
+from jzero.core.config.keep import Keep
+from jzero.core.config.zero import ZeroConfig
+from jzero.core.engine.recompute import Remat
+from jzero.core.layout.mesh import row_axes
+from jzero.core.plan.table import format_bytes
 from jzero.estimate.step_memory import StepMemory, sent_over
-from jzero.layout.mesh import row_axes
-from jzero.plan.table import format_bytes
 
 T = TypeVar("T")
 

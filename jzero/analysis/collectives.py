@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jzero.analysis.hlo import Computation, HloArray, HloProgram, Instruction, parse_hlo
-from jzero.layout.route import bytes_on_port
+from jzero.core.layout.route import bytes_on_port
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

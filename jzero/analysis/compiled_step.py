@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import jax
 
-from jzero._types import PyTree, State
 from jzero.analysis.replanning import plan_of_argument
 from jzero.analysis.schedule import simulate
 from jzero.analysis.step_programs import step_programs
-from jzero.layout.mesh import platform_of
+from jzero.core.base.types import PyTree, State
+from jzero.core.layout.mesh import platform_of
+from jzero.core.step.train_step import TrainStep
 from jzero.machines.machine import Machine
 from jzero.machines.topologies import topology_options
-from jzero.step.train_step import TrainStep
 
 
 class CompiledStep(NamedTuple):

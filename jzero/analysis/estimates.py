@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jzero._types import PyTree, State
 from jzero.analysis.replanning import plan_of_argument, relaid
-from jzero.config.zero import ZeroConfig
+from jzero.core.base.types import PyTree, State
+from jzero.core.config.zero import ZeroConfig
+from jzero.core.layout.mesh import AnyMesh
+from jzero.core.step.train_step import TrainStep
 from jzero.estimate.step_memory import StepMemory, memory_of_step
-from jzero.layout.mesh import AnyMesh
 from jzero.machines.machine import machine
-from jzero.step.train_step import TrainStep
 
 
 def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a machine

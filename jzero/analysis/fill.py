@@ -27,21 +27,21 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from jzero._types import PyTree, State
 from jzero.analysis.candidates import SURE_SHARE
 from jzero.analysis.compiled_step import CompiledStep, compile_step
 from jzero.analysis.replanning import plan_of_argument, relaid
-from jzero.arrays.processes import agree
-from jzero.config.keep import Keep
-from jzero.config.settings import FLAG, check, number, optional
+from jzero.core.base.types import PyTree, State
+from jzero.core.config.keep import Keep
+from jzero.core.config.settings import FLAG, check, number, optional
+from jzero.core.layout.leaves import StateLeaf
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.table import format_bytes
+from jzero.core.processes.agree import agree
+from jzero.core.step.train_step import TrainStep
 from jzero.estimate.step_memory import StepMemory, memory_of_step
 from jzero.estimate.traced_collectives import TracedCollective, traced_collectives
-from jzero.layout.leaves import StateLeaf
 from jzero.machines.limits import hardware_of, limit_of
 from jzero.machines.machine import Machine
-from jzero.plan.plan import ZeroPlan
-from jzero.plan.table import format_bytes
-from jzero.step.train_step import TrainStep
 
 BUSY_LINKS = 0.25
 """The ratio of communication to computation above which rows of stacks may be kept."""

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero._types import PyTree, State, TrainStateLike
 from jzero.analysis.candidates import CHOSEN, RECOMPUTED, SURE_SHARE, Candidate, Fit, choose, judge
 from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.confirm import confirm as confirmed
@@ -18,18 +17,19 @@ from jzero.analysis.fill import Filling
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.replanning import plan_of_argument
 from jzero.analysis.search import Search, Stage
-from jzero.config.keep import Keep
-from jzero.config.offload import Offload
-from jzero.config.settings import FLAG, check, integer, number, optional, some_of
-from jzero.config.zero import ZeroConfig
-from jzero.engine.recompute import Remat
+from jzero.core.base.types import PyTree, State, TrainStateLike
+from jzero.core.config.keep import Keep
+from jzero.core.config.offload import Offload
+from jzero.core.config.settings import FLAG, check, integer, number, optional, some_of
+from jzero.core.config.zero import ZeroConfig
+from jzero.core.engine.recompute import Remat
+from jzero.core.layout.mesh import AnyMesh, batch_axes, check_mesh
+from jzero.core.plan.table import format_bytes
+from jzero.core.state.adapter import adapt
+from jzero.core.state.init import state_shapes
+from jzero.core.state.request import check_sizes_are_known
 from jzero.estimate.step_memory import gathers_more
-from jzero.layout.mesh import AnyMesh, batch_axes, check_mesh
 from jzero.machines.limits import USABLE, hardware_of, limit_of
-from jzero.plan.table import format_bytes
-from jzero.state.adapter import adapt
-from jzero.state.init import state_shapes
-from jzero.state.request import check_sizes_are_known
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 CLOSE = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jzero.config.offload import Offload
-from jzero.config.settings import check, number, optional
+from jzero.core.config.offload import Offload
+from jzero.core.config.settings import check, number, optional
+from jzero.core.plan.table import format_bytes
 from jzero.estimate.step_memory import StepMemory
 from jzero.machines.machine import Machine
-from jzero.plan.table import format_bytes
 
 POSITIVE = optional(number("a number > 0", lambda x: 0 < x < math.inf))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jzero._text import Report, format_rows, picked
-from jzero.plan.state_bytes import BytesPerDevice
-from jzero.plan.table import format_bytes
+from jzero.core.base.text import Report, format_rows, picked
+from jzero.core.plan.state_bytes import BytesPerDevice
+from jzero.core.plan.table import format_bytes
 
 STEP = "activations, gathered weights, logits"
 LESS = f"{STEP}, less the gradients that never exist at once"

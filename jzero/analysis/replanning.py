@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero._types import PyTree, TrainStateLike
-from jzero.config.zero import ZeroConfig
-from jzero.layout.mesh import AnyMesh, axes_of_config, make_mesh, with_explicit_axes
+from jzero.core.base.types import PyTree, TrainStateLike
+from jzero.core.config.zero import ZeroConfig
+from jzero.core.layout.mesh import AnyMesh, axes_of_config, make_mesh, with_explicit_axes
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.state.adapter import adapt, plan_if_sharded
+from jzero.core.state.shard import abstract_train_state
 from jzero.machines.machine import Machine
-from jzero.plan.plan import ZeroPlan
-from jzero.state.adapter import adapt, plan_if_sharded
-from jzero.state.shard import abstract_train_state
 
 
 def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:

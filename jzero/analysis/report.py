@@ -9,7 +9,6 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from jzero._text import Report, as_data, format_rows, picked, table_rows
 from jzero.analysis.collectives import CompiledCollective
 from jzero.analysis.figure import draw
 from jzero.analysis.memory import Memory
@@ -17,10 +16,11 @@ from jzero.analysis.memory_table import MemoryTable
 from jzero.analysis.schedule import Timeline
 from jzero.analysis.trace_file import trace_of
 from jzero.analysis.violations import MATRICES, PlanViolation
+from jzero.core.base.text import Report, as_data, format_rows, picked, table_rows
+from jzero.core.layout.route import bytes_on_port
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.table import format_bytes, plan_summary
 from jzero.estimate.step_memory import StepMemory, activation_lines
-from jzero.layout.route import bytes_on_port
-from jzero.plan.plan import ZeroPlan
-from jzero.plan.table import format_bytes, plan_summary
 
 NO_PLAN = "no argument of the function is a state sharded by jzero. Pass `plan=` to `analyze`."
 

@@ -14,21 +14,21 @@ from typing import Any, Literal, TypeAlias
 import jax
 from jax.sharding import Mesh
 
-from jzero._types import PyTree, State, TrainStateLike
 from jzero.analysis.candidates import CLOSE_TO_BEST, Candidate, recomputation_rank
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.replanning import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_programs import check_update_of
-from jzero.config.offload import Offload
-from jzero.config.quantization import Quantization
-from jzero.config.zero import ZeroConfig
-from jzero.engine.recompute import Remat
+from jzero.core.base.types import PyTree, State, TrainStateLike
+from jzero.core.config.offload import Offload
+from jzero.core.config.quantization import Quantization
+from jzero.core.config.zero import ZeroConfig
+from jzero.core.engine.recompute import Remat
+from jzero.core.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.step.inputs import check_batch
+from jzero.core.step.train_step import TrainStep, make_train_step
 from jzero.estimate.step_memory import StepMemory, memory_of_step
-from jzero.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
 from jzero.machines.machine import Machine
-from jzero.plan.plan import ZeroPlan
-from jzero.step.inputs import check_batch
-from jzero.step.train_step import TrainStep, make_train_step
 
 Stage: TypeAlias = Literal[0, 1, 2, 3]
 WORTH_A_NOTE = 0.1

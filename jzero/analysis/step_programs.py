@@ -3,7 +3,7 @@
     step_programs(fn, args, keywords, platform, compile_) -> list[StepProgram]
 
 Each is traced and compiled, with the memory of a device while it runs beside the results of others. See
-[Note: Records outside of a program] in `jzero.records.run`.
+[Note: Records outside of a program] in `jzero.core.records.run`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jzero._types import PyTree, State, TrainStateLike
 from jzero.analysis.hlo import HloProgram, parse_hlo
 from jzero.analysis.memory import Memory, compiled_memory
 from jzero.analysis.replanning import plan_of_argument
+from jzero.core.base.types import PyTree, State, TrainStateLike
+from jzero.core.jaxpr.sizes import array_bytes
+from jzero.core.layout.box import Box
+from jzero.core.layout.mesh import HOST_MEMORY, platform_of
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.state.record_states import detached
+from jzero.core.step.inputs import optional_rng
+from jzero.core.step.record_step import RecordStep
+from jzero.core.step.train_step import TrainStep
+from jzero.core.update.program import RecordKernel, SumTarget, UpdateProgram
+from jzero.core.update.run import Done, Operands
+from jzero.core.update.whole import Grad, StepGrads
 from jzero.estimate.step_memory import arrays_on_host
-from jzero.jaxpr.sizes import array_bytes
-from jzero.layout.box import Box
-from jzero.layout.mesh import HOST_MEMORY, platform_of
-from jzero.plan.plan import ZeroPlan
-from jzero.state.record_states import detached
-from jzero.step.inputs import optional_rng
-from jzero.step.record_step import RecordStep
-from jzero.step.train_step import TrainStep
-from jzero.update.program import RecordKernel, SumTarget, UpdateProgram
-from jzero.update.run import Done, Operands
-from jzero.update.whole import Grad, StepGrads
 
 Compile = Callable[[jax.stages.Lowered], jax.stages.Compiled]
 

@@ -20,17 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero._types import DType
 from jzero.analysis.collectives import CompiledCollective
 from jzero.analysis.hlo import HloProgram
 from jzero.analysis.memory import Memory
+from jzero.core.base.types import DType
+from jzero.core.layout.mesh import AnyMesh, batch_axes, shard_axes
+from jzero.core.layout.route import Route
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.traffic import GatherPlan
 from jzero.estimate.buffers import Transfer
 from jzero.estimate.step_time import UPDATE
 from jzero.estimate.traced_collectives import Fate, TracedCollective
-from jzero.layout.mesh import AnyMesh, batch_axes, shard_axes
-from jzero.layout.route import Route
-from jzero.plan.plan import ZeroPlan
-from jzero.plan.traffic import GatherPlan
 
 MATRICES = "zero_matrices"
 """The name scopes of the optimizer's update, and of the matrix work in it."""

@@ -24,9 +24,9 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._types import DType
-from jzero.layout.box import Box
-from jzero.layout.placement import copy_array, is_on_cpu, on_device
+from jzero.core.base.types import DType
+from jzero.core.layout.box import Box
+from jzero.core.layout.placement import copy_array, is_on_cpu, on_device
 
 FACTOR = 0x9E3779B1
 CHUNK = 1 << 16

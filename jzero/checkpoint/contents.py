@@ -17,11 +17,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero._text import key_names
-from jzero._types import DType
 from jzero.checkpoint.damage import REMEDY, CheckpointError, DamageError, is_there, reading
 from jzero.checkpoint.leaves import Keys
 from jzero.checkpoint.orbax_io import NOTES, STATE, Opened, state_handler
+from jzero.core.base.text import key_names
+from jzero.core.base.types import DType
 
 FORMAT = 1
 """Version of jzero's notes. A reader rejects later versions."""

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import jax
 
-from jzero.layout.box import Box, Index, runs
-from jzero.layout.leaves import StateLeaf
-from jzero.layout.records import record_boxes
-from jzero.plan.plan import ZeroPlan
+from jzero.core.layout.box import Box, Index, runs
+from jzero.core.layout.leaves import StateLeaf
+from jzero.core.layout.records import record_boxes
+from jzero.core.plan.plan import ZeroPlan
 
 
 class PlacedBox(NamedTuple):

@@ -22,18 +22,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jzero._types import DType
 from jzero.checkpoint.checksum import over_processes, sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import reading, wrong_checksums
 from jzero.checkpoint.disk_places import PlacedBox, in_natural
 from jzero.checkpoint.disk_saving import masters_on_disk, one_device, owned_records
 from jzero.checkpoint.extras import everywhere
-from jzero.layout.casts import round_to
-from jzero.layout.dtype_range import describe_misfit
-from jzero.plan.plan import ZeroPlan
-from jzero.records.opening import open_records
-from jzero.records.records import Records
+from jzero.core.base.types import DType
+from jzero.core.layout.casts import round_to
+from jzero.core.layout.dtype_range import describe_misfit
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.records.opening import open_records
+from jzero.core.records.records import Records
 
 
 class RestoredRecords(NamedTuple):

@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero._types import DType
 from jzero.checkpoint.checksum import sum_of_part
 from jzero.checkpoint.disk_places import chunk_shape, in_stored, is_streamed
-from jzero.disk.files import page_aligned
-from jzero.layout.box import Box
-from jzero.layout.casts import apply_edits
-from jzero.plan.plan import ZeroPlan
-from jzero.records.records import Records, first_holders
+from jzero.core.base.types import DType
+from jzero.core.disk.files import page_aligned
+from jzero.core.layout.box import Box
+from jzero.core.layout.casts import apply_edits
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.records.records import Records, first_holders
 
 KEPT_RECORDS = 3
 """Records of a parameter that stay in memory while chunks are put together; most chunks take no more."""

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jzero.arrays.processes import succeed_together
 from jzero.checkpoint.damage import CheckpointError, DamageError
 from jzero.checkpoint.orbax_io import can_store
+from jzero.core.processes.agree import succeed_together
 
 T = TypeVar("T")
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from etils import epath
 
-from jzero._text import Report, format_rows, picked
 from jzero.checkpoint.contents import StoredLeaf, find_steps, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError
 from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
 from jzero.checkpoint.parts import checked_boxes
 from jzero.checkpoint.restoring import read_extra
-from jzero.config.settings import FLAG, check
-from jzero.layout.box import Box
-from jzero.plan.table import format_bytes
+from jzero.core.base.text import Report, format_rows, picked
+from jzero.core.config.settings import FLAG, check
+from jzero.core.layout.box import Box
+from jzero.core.plan.table import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,15 +21,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
-from jzero._text import key_names
-from jzero._types import TrainStateLike
-from jzero.layout.casts import apply_edits
-from jzero.layout.cut import Cut
-from jzero.layout.leaves import LeafPlan, StateLeaf
-from jzero.layout.placement import memory_of, on_device, place_array
-from jzero.layout.stored import InRecords, Stored, when_read
-from jzero.plan.plan import ZeroPlan
-from jzero.state.train_state import all_leaves, flat_state, map_state, plain_state, with_leaves
+from jzero.core.base.text import key_names
+from jzero.core.base.types import TrainStateLike
+from jzero.core.layout.casts import apply_edits
+from jzero.core.layout.cut import Cut
+from jzero.core.layout.leaves import LeafPlan, StateLeaf
+from jzero.core.layout.placement import memory_of, on_device, place_array
+from jzero.core.layout.stored import InRecords, Stored, when_read
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.state.train_state import all_leaves, flat_state, map_state, plain_state, with_leaves
 
 Keys = tuple[str, ...]
 

@@ -16,8 +16,6 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 import numpy as np
 from etils import epath
 
-from jzero._types import State
-from jzero.arrays.processes import MEET_S, check_wait, exchange
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError, DamageError
 from jzero.checkpoint.extras import everywhere
@@ -27,10 +25,12 @@ from jzero.checkpoint.restoring import Choice, read_extra, restore_from, warn_un
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import checkpoint_items, meet
 from jzero.checkpoint.writer import Writer
-from jzero.config.settings import check, integer, one_of, optional
-from jzero.layout.set_mesh import in_own_mesh
-from jzero.state.adapter import StateAdapter, adapt_sharded
-from jzero.state.pending import apply_pending, step_after_pending
+from jzero.core.base.types import State
+from jzero.core.config.settings import check, integer, one_of, optional
+from jzero.core.layout.set_mesh import in_own_mesh
+from jzero.core.processes.agree import MEET_S, check_wait, exchange
+from jzero.core.state.adapter import StateAdapter, adapt_sharded
+from jzero.core.state.pending import apply_pending, step_after_pending
 
 
 class CheckpointManager:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
-from jzero._text import Report
-from jzero._types import DType
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import TargetLeaf
 from jzero.checkpoint.orbax_io import dtype_on_disk
-from jzero.layout.leaves import StateLeaf
+from jzero.core.base.text import Report
+from jzero.core.base.types import DType
+from jzero.core.layout.leaves import StateLeaf
 
 Rename = Mapping[str, str]
 

@@ -22,9 +22,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from jzero._types import DType
 from jzero.checkpoint.disk_saving import DiskArray, Snapshot
-from jzero.layout.box import Box, Index
+from jzero.core.base.types import DType
+from jzero.core.layout.box import Box, Index
 
 T = TypeVar("T")
 ParamInfo: TypeAlias = ocp.type_handlers.ParamInfo

@@ -18,7 +18,7 @@ import numpy as np
 from jzero.checkpoint.checksum import host_sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import wrong_checksums
-from jzero.layout.box import Box
+from jzero.core.layout.box import Box
 
 PART_BYTES = 1 << 22
 """Least bytes of a part that `checked_boxes` reads, if the leaf has as many."""

@@ -22,9 +22,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero._types import State, TrainStateLike
-from jzero.arrays.fingerprints import describe_plan
-from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import RunningChecksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
 from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wrong_checksums
@@ -34,18 +31,21 @@ from jzero.checkpoint.leaves import Number, TargetLeaf, number_leaves, target_le
 from jzero.checkpoint.matching import RestoreReport, match_leaves
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
 from jzero.checkpoint.shards import read_shards
-from jzero.config.settings import FLAG, check_fields
-from jzero.layout.dtype_range import describe_misfit
-from jzero.layout.leaves import StateLeaf
-from jzero.layout.placement import copy_array, on_device
-from jzero.layout.stored import InRecords
-from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
-from jzero.plan.plan import ZeroPlan
-from jzero.plan.state_fields import frozen_fields
-from jzero.plan.table import format_bytes
-from jzero.state.adapter import StateAdapter, adapt_sharded
-from jzero.state.record_states import check_newest, kept_in_records, records_of
-from jzero.state.train_state import all_leaves, check_alive, flat_state, plain_state, stored_state, with_leaves
+from jzero.core.base.types import State, TrainStateLike
+from jzero.core.config.settings import FLAG, check_fields
+from jzero.core.layout.dtype_range import describe_misfit
+from jzero.core.layout.leaves import StateLeaf
+from jzero.core.layout.placement import copy_array, on_device
+from jzero.core.layout.stored import InRecords
+from jzero.core.plan.opt_state import LossScaleState, ZeroOptState, host_array
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.state_fields import frozen_fields
+from jzero.core.plan.table import format_bytes
+from jzero.core.processes.agree import agree
+from jzero.core.processes.fingerprints import describe_plan
+from jzero.core.state.adapter import StateAdapter, adapt_sharded
+from jzero.core.state.record_states import check_newest, kept_in_records, records_of
+from jzero.core.state.train_state import all_leaves, check_alive, flat_state, plain_state, stored_state, with_leaves
 
 PARAMS, OPT_STATE = "params", "opt_state"
 

@@ -14,11 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero._text import as_data
-from jzero._types import State, TrainStateLike
 from jzero._version import __version__
-from jzero.arrays.fingerprints import describe_plan
-from jzero.arrays.processes import MEET_S, agree, are_several, check_wait, exchange
 from jzero.checkpoint.checksum import checksums, over_processes
 from jzero.checkpoint.contents import FORMAT, absolute, digest, sign
 from jzero.checkpoint.damage import CheckpointError, causes_of, is_passing, is_there
@@ -39,14 +35,18 @@ from jzero.checkpoint.orbax_io import (
 )
 from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
-from jzero.layout.stored import ChangedRecords, InRecords, Stored
-from jzero.plan.opt_state import ZeroOptState
-from jzero.plan.plan import ZeroPlan
-from jzero.plan.state_fields import frozen_fields
-from jzero.state.adapter import adapt_sharded
-from jzero.state.pending import apply_pending
-from jzero.state.record_states import check_newest, records_of
-from jzero.state.train_state import check_alive, with_leaves
+from jzero.core.base.text import as_data
+from jzero.core.base.types import State, TrainStateLike
+from jzero.core.layout.stored import ChangedRecords, InRecords, Stored
+from jzero.core.plan.opt_state import ZeroOptState
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.state_fields import frozen_fields
+from jzero.core.processes.agree import MEET_S, agree, are_several, check_wait, exchange
+from jzero.core.processes.fingerprints import describe_plan
+from jzero.core.state.adapter import adapt_sharded
+from jzero.core.state.pending import apply_pending
+from jzero.core.state.record_states import check_newest, records_of
+from jzero.core.state.train_state import check_alive, with_leaves
 
 if TYPE_CHECKING:
     pass

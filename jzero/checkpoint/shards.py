@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jzero._types import DType
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import TargetLeaf
 from jzero.checkpoint.parts import ArrayPart, read_parts
-from jzero.layout.box import Box, padded
-from jzero.layout.placement import copy_array
+from jzero.core.base.types import DType
+from jzero.core.layout.box import Box, padded
+from jzero.core.layout.placement import copy_array
 
 AHEAD_BYTES = 1 << 28
 """Most bytes of shards that are in host memory at once, beside those that stay there."""

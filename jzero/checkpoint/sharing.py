@@ -9,9 +9,9 @@ import uuid
 import jax
 from etils import epath
 
-from jzero.arrays.processes import exchange
 from jzero.checkpoint.damage import CheckpointError, is_there
 from jzero.checkpoint.extras import everywhere
+from jzero.core.processes.agree import exchange
 
 LAG_S = 10.0
 """How long a file that one process wrote may take to appear to another."""

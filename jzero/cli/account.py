@@ -6,16 +6,16 @@ import dataclasses
 import math
 from typing import Any
 
-from jzero._text import Report, picked
 from jzero.analysis.memory_table import MemoryTable
 from jzero.cli.request import PlanRequest
 from jzero.cli.source import ModelSource
-from jzero.config.offload import Offload
-from jzero.config.zero import ZeroConfig
+from jzero.core.base.text import Report, picked
+from jzero.core.config.offload import Offload
+from jzero.core.config.zero import ZeroConfig
+from jzero.core.plan.table import format_bytes
+from jzero.core.state.model_size import count_params
+from jzero.core.state.shard import plan_train_state
 from jzero.deepspeed.formulas import BUFFER_FACTOR, find_row, tabulate
-from jzero.plan.table import format_bytes
-from jzero.state.model_size import count_params
-from jzero.state.shard import plan_train_state
 
 HOST = Offload(optimizer="host")
 TERMS = {

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jzero.state.train_state import TrainState
+from jzero.core.state.train_state import TrainState
 from jzero.weights.config import ModelConfig
 from jzero.weights.families import param_shapes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from jzero.disk.files import check_folder, file_system, free_bytes
-from jzero.disk.rates import DiskRates, measure_rates
-from jzero.plan.table import format_bytes
+from jzero.core.disk.files import check_folder, file_system, free_bytes
+from jzero.core.disk.rates import DiskRates, measure_rates
+from jzero.core.plan.table import format_bytes
 
 BYTES_PER_PARAMETER = 12
 """Bytes that an update reads, and writes, per 16-bit parameter: master, mean and variance of Adam in fp32."""

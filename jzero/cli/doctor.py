@@ -18,16 +18,16 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jzero
-from jzero._text import Report, format_rows
 from jzero.cli.disk_report import DiskReport, examine_disk
-from jzero.config.offload import Offload
-from jzero.config.zero import ZeroConfig
+from jzero.core.base.text import Report, format_rows
+from jzero.core.config.offload import Offload
+from jzero.core.config.zero import ZeroConfig
+from jzero.core.layout.mesh import make_mesh
+from jzero.core.plan.table import format_bytes
+from jzero.core.state.shard import plan_train_state
+from jzero.core.state.train_state import TrainState
 from jzero.debug.equivalence import check_equivalence
-from jzero.layout.mesh import make_mesh
 from jzero.machines.topologies import missing_compiler
-from jzero.plan.table import format_bytes
-from jzero.state.shard import plan_train_state
-from jzero.state.train_state import TrainState
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 AXIS = "data"

@@ -173,8 +173,8 @@ def _deepspeeds_table(
 ) -> jzero.MemoryEstimate:
     """Returns the table of a model, or that of two numbers."""
     from jzero.cli.sizes import parse_count
+    from jzero.core.state.model_size import count_params
     from jzero.deepspeed.formulas import BUFFER_FACTOR, tabulate
-    from jzero.state.model_size import count_params
 
     stage = 3 if request.stage is None else request.stage
     if stage == 0:

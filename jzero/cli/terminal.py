@@ -38,7 +38,7 @@ def show(result: _Result, as_json: bool) -> None:
     text = result.to_json() if as_json else in_flags(str(result))
     is_terminal = sys.stdout.isatty() and not as_json
     if is_terminal:
-        from jzero._text import wrapped  # imports jax, which `--help` does without
+        from jzero.core.base.text import wrapped  # imports jax, which `--help` does without
 
         text = wrapped(text, shutil.get_terminal_size().columns)
     typer.echo(text)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jzero.state.adapter import adapt
+from jzero.core.state.adapter import adapt
 
 PyTree = Any
 RETURNS = "`(state, loss_fn, batch)` or `(state, loss_fn, batch, trainable)`"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero._text import path_str
+from jzero.core.base.text import path_str
 
 WEIGHTS = "weights"
 """Key of a batch under which each row has weight 1, or 0 if it is padding."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jzero.arrays.processes import exchange
-from jzero.config.settings import check, integer
+from jzero.core.config.settings import check, integer
+from jzero.core.processes.agree import exchange
 from jzero.data.interleave import Lanes
 from jzero.data.sequential import SequentialFile
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import grain
 
-from jzero.config.settings import check, integer
+from jzero.core.config.settings import check, integer
 from jzero.data.pipeline import BatchPipeline
 from jzero.data.position import Position
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero.arrays.processes import agree
-from jzero.config.settings import check, integer, optional
-from jzero.config.zero import ZeroConfig
+from jzero.core.config.settings import check, integer, optional
+from jzero.core.config.zero import ZeroConfig
+from jzero.core.layout.mesh import make_mesh
+from jzero.core.processes.agree import agree
 from jzero.data.iterator import LoaderIterator
 from jzero.data.order import MAX_SHUFFLED, EpochOrder
 from jzero.data.pipeline import BatchPipeline, OrderedExamples
 from jzero.data.position import BatchSchedule, Position
 from jzero.data.rows import local_rows
-from jzero.layout.mesh import make_mesh
 
 
 def make_loader(

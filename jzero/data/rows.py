@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.config.zero import ZeroConfig
-from jzero.layout.mesh import batch_axes, check_mesh, num_batch_shards
+from jzero.core.config.zero import ZeroConfig
+from jzero.core.layout.mesh import batch_axes, check_mesh, num_batch_shards
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jzero._text import Report, format_rows
+from jzero.core.base.text import Report, format_rows
 
 Row: TypeAlias = Sequence[str]
 

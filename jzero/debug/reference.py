@@ -13,23 +13,23 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jzero._types import DType, PyTree, TrainStateLike
-from jzero.arrays.collectives import fold_keys
-from jzero.config.precision import is_key, scale_by, widen
-from jzero.engine.meshes import MeshFacts
-from jzero.engine.outputs import Weighted
-from jzero.engine.rules import start_walk
-from jzero.engine.trace import carried_leaves, param_shape
-from jzero.engine.written_variables import Changed, by_path, unchanged_shape
-from jzero.layout.casts import round_to
-from jzero.layout.leaves import StateLeaf
-from jzero.layout.mesh import AnyMesh, batch_axes
-from jzero.layout.placement import overwrite, place_array
-from jzero.layout.set_mesh import set_if_explicit
-from jzero.plan.plan import ZeroPlan
-from jzero.state.adapter import Loss, adapt
-from jzero.state.train_state import map_state, write_fields
-from jzero.update.extra_args import call_update, extra_args
+from jzero.core.arrays.collectives import fold_keys
+from jzero.core.base.types import DType, PyTree, TrainStateLike
+from jzero.core.config.precision import is_key, scale_by, widen
+from jzero.core.engine.meshes import MeshFacts
+from jzero.core.engine.outputs import Weighted
+from jzero.core.engine.rules import start_walk
+from jzero.core.engine.trace import carried_leaves, param_shape
+from jzero.core.engine.written_variables import Changed, by_path, unchanged_shape
+from jzero.core.layout.casts import round_to
+from jzero.core.layout.leaves import StateLeaf
+from jzero.core.layout.mesh import AnyMesh, batch_axes
+from jzero.core.layout.placement import overwrite, place_array
+from jzero.core.layout.set_mesh import set_if_explicit
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.state.adapter import Loss, adapt
+from jzero.core.state.train_state import map_state, write_fields
+from jzero.core.update.extra_args import call_update, extra_args
 
 A = TypeVar("A", jax.Array, jax.ShapeDtypeStruct)
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jzero.config.precision import Precision
-from jzero.config.settings import check, integer, number, one_of, optional
+from jzero.core.config.precision import Precision
+from jzero.core.config.settings import check, integer, number, one_of, optional
 from jzero.deepspeed.key import AUTO, Block
 from jzero.deepspeed.schema import SCHEMA
 from jzero.deepspeed.source import paths_of, value_at, with_value

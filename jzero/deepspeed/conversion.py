@@ -8,11 +8,11 @@ from typing import Literal
 
 import optax
 
-from jzero.config.offload import Offload, ZenFlow
-from jzero.config.precision import DynamicLossScale, Precision
-from jzero.config.quantization import Quantization
-from jzero.config.settings import check, integer, optional
-from jzero.config.zero import ZeroConfig
+from jzero.core.config.offload import Offload, ZenFlow
+from jzero.core.config.precision import DynamicLossScale, Precision
+from jzero.core.config.quantization import Quantization
+from jzero.core.config.settings import check, integer, optional
+from jzero.core.config.zero import ZeroConfig
 from jzero.deepspeed.auto_values import decide
 from jzero.deepspeed.facts import contradictions, sizes
 from jzero.deepspeed.key import Block, KeyVerdict, Parsed

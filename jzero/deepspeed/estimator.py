@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jzero._types import PyTree
+from jzero.core.base.types import PyTree
+from jzero.core.state.model_size import count_params
 from jzero.deepspeed.formulas import Formulas, MemoryEstimate, find_row, tabulate
-from jzero.state.model_size import count_params
 
 
 def estimate_zero1_model_states_mem_needs(

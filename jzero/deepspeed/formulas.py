@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeGuard, get_args
 
 import numpy as np
 
-from jzero._text import Report
-from jzero.config.settings import check, one_of
+from jzero.core.base.text import Report
+from jzero.core.config.settings import check, one_of
 
 Formulas = Literal["documented", "deepspeed-0.19"]
 FORMULAS = get_args(Formulas)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from jzero._types import PyTree
+from jzero.core.base.types import PyTree
 from jzero.deepspeed.key import Parsed, Ruling, Type, row, section, where
 from jzero.deepspeed.kinds import ANY, BOOL, NUMBER, PAIR, RATE
 from jzero.deepspeed.schedules import CYCLED_B2, not_built, scheduled, sets_betas, sets_rate

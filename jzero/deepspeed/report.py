@@ -12,7 +12,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from jzero._text import Report, format_rows, picked
+from jzero.core.base.text import Report, format_rows, picked
 from jzero.deepspeed.auto_values import trainer_name
 from jzero.deepspeed.key import NOT_SET, KeyVerdict, Verdict
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jzero.config.offload import ZenFlow
+from jzero.core.config.offload import ZenFlow
 from jzero.deepspeed.facts import (
     BATCH_KEYS,
     ZERO,

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from jzero._types import DType
+from jzero.core.base.types import DType
 from jzero.estimate.sizes import bytes_of
 
 BufferKind = Literal["activations", "gradients", "gathered", "working"]

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from jzero.core.jaxpr.sizes import itemsize
+from jzero.core.plan.plan import ZeroPlan
 from jzero.estimate.buffers import BufferKind
 from jzero.estimate.footprint import regathered_bytes
-from jzero.jaxpr.sizes import itemsize
-from jzero.plan.plan import ZeroPlan
 
 
 def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[BufferKind, int]:

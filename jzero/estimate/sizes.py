@@ -7,8 +7,8 @@ import math
 import jax
 from jax.extend.core import JaxprEqn
 
-from jzero._compat import type_of
-from jzero.jaxpr.sizes import array_bytes
+from jzero.core.base.compat import type_of
+from jzero.core.jaxpr.sizes import array_bytes
 
 
 def bytes_of(aval: jax.core.AbstractValue) -> int:

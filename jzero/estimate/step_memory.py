@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero import _compat
-from jzero._text import Report, format_rows
-from jzero._types import PyTree, State
+from jzero.core.base import compat
+from jzero.core.base.text import Report, format_rows
+from jzero.core.base.types import PyTree, State
+from jzero.core.layout.mesh import AnyMesh, platform_of
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.state_bytes import BytesPerDevice
+from jzero.core.plan.table import format_bytes
 from jzero.estimate.buffers import Buffer, Transfer
 from jzero.estimate.footprint import footprint
 from jzero.estimate.record_memory import update_at_peak
 from jzero.estimate.sizes import bytes_of
 from jzero.estimate.step_time import CollectiveTraffic, StepTime, step_time, traffic_of
 from jzero.estimate.traced import trace_program
-from jzero.layout.mesh import AnyMesh, platform_of
 from jzero.machines.machine import Machine
-from jzero.plan.plan import ZeroPlan
-from jzero.plan.state_bytes import BytesPerDevice
-from jzero.plan.table import format_bytes
 
 if TYPE_CHECKING:
-    from jzero.step.train_step import TrainStep
+    from jzero.core.step.train_step import TrainStep
 
 GATHERS_WORTH_A_NOTE = 1.05
 """A step that gathers more than this times the plan gets a note that says why."""
@@ -222,10 +222,10 @@ def memory_of_trace(
       gpu: Whether XLA will compile for GPUs.
       micro_batches: The number of micro-batches per step.
     """
-    opened, _ = _compat.open_jaxpr(traced.jaxpr)
+    opened, _ = compat.open_jaxpr(traced.jaxpr)
     leaves = jax.tree.leaves(arguments)
     shardings = [None] * (len(opened.invars) - len(leaves)) + [x.sharding for x in leaves]  # constants come first
-    parts = [_num_parts(_compat.type_of(v), sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
+    parts = [_num_parts(compat.type_of(v), sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
     program = trace_program(traced.jaxpr, parts)
     num_bytes = sum(bytes_of(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
     if not plan.names_host_memory:  # then the trace counts the host's arrays as the device's

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jzero._text import format_number
-from jzero._types import DType
+from jzero.core.base.text import format_number
+from jzero.core.base.types import DType
+from jzero.core.layout.mesh import AnyMesh
+from jzero.core.layout.route import bytes_on_port, sent_bytes
 from jzero.estimate.buffers import BufferOperation, TracedProgram, Transfer
-from jzero.layout.mesh import AnyMesh
-from jzero.layout.route import bytes_on_port, sent_bytes
 from jzero.machines.machine import Machine, rate_of
 
 UPDATE = "zero_update"

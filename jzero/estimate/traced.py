@@ -37,9 +37,12 @@ from collections.abc import Iterable, Sequence
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jzero import _compat
-from jzero._compat import AnyJaxpr
-from jzero.engine.placed import PLACED, collectives_of, gather_p, operations_of
+from jzero.core.base import compat
+from jzero.core.base.compat import AnyJaxpr
+from jzero.core.engine.placed import PLACED, collectives_of, gather_p, operations_of
+from jzero.core.jaxpr.interpret import Piece, propagate
+from jzero.core.jaxpr.liveness import find_needed
+from jzero.core.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
 from jzero.estimate.buffers import (
     SLICES,
     Buffer,
@@ -51,9 +54,6 @@ from jzero.estimate.buffers import (
     Transfer,
 )
 from jzero.estimate.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
-from jzero.jaxpr.interpret import Piece, propagate
-from jzero.jaxpr.liveness import find_needed
-from jzero.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
 
 FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
 REDUCTIONS = primitives_with(Trait.REDUCTION) | {"gather"}
@@ -79,7 +79,7 @@ def trace_program(jaxpr: AnyJaxpr, parts: Sequence[int]) -> TracedProgram:
       parts: For each input, the number of devices that it is split among.
     """
     program = TracedProgram()
-    opened, _ = _compat.open_jaxpr(jaxpr)
+    opened, _ = compat.open_jaxpr(jaxpr)
     inputs = [program.argument(v.aval, n) for v, n in zip(opened.invars, parts, strict=True)]
     outputs = _run(program, jaxpr, inputs, "", backward=False)
     program.settle()
@@ -101,12 +101,12 @@ def _run(
     used: Sequence[bool] | None = None,
 ) -> list[BufferValue]:
     """Adds the equations that the used outputs of a jaxpr need. Returns its outputs; unused ones have no buffer."""
-    jaxpr, _ = _compat.open_jaxpr(jaxpr)
+    jaxpr, _ = compat.open_jaxpr(jaxpr)
     used = used or [True] * len(jaxpr.outvars)
     outvars = [v for v, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
     equations, variables = find_needed(jaxpr, outvars)
     eqns = [eqn for eqn, _ in equations]
-    uses = collections.Counter(v for eqn in eqns for v in {v for v in eqn.invars if not _compat.is_literal(v)})
+    uses = collections.Counter(v for eqn in eqns for v in {v for v in eqn.invars if not compat.is_literal(v)})
 
     def apply(eqn: JaxprEqn, values: list[BufferValue]) -> list[BufferValue]:
         stack = str(eqn.source_info.name_stack)
@@ -219,20 +219,20 @@ class _Visitor:
         return self._operation([x], [shard], kind="gathered", moves=True)[0]
 
     def _shard_map(self, inputs: list[BufferValue]) -> list[BufferValue]:
-        jaxpr = next(_compat.contained_jaxprs(self.eqn))
+        jaxpr = next(compat.contained_jaxprs(self.eqn))
         local = [dataclasses.replace(x, parts=1) for x in inputs]
         outputs = _run(self.program, jaxpr, local, self.name, backward=self.backward, used=self.used)
         results = []
         for v, inner, x in zip(self.eqn.outvars, jaxpr.outvars, outputs, strict=True):
-            for i in self.program.reads([x]) if _compat.type_of(v).ndim else ():
+            for i in self.program.reads([x]) if compat.type_of(v).ndim else ():
                 if self.program.buffers[i].kind == "working":
                     self.program.buffers[i].kind = "gradients"
             results.append(dataclasses.replace(x, parts=max(1, bytes_of(v.aval) // max(1, bytes_of(inner.aval)))))
         return results
 
     def _scan(self, inputs: list[BufferValue]) -> list[BufferValue]:
-        num_consts, num_carry = _compat.scan_groups(self.eqn)
-        jaxpr, _ = _compat.open_jaxpr(self.eqn.params["jaxpr"])
+        num_consts, num_carry = compat.scan_groups(self.eqn)
+        jaxpr, _ = compat.open_jaxpr(self.eqn.params["jaxpr"])
         length, num_outside = int(self.eqn.params["length"]), num_consts + num_carry
         body = TracedProgram()
         arguments = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
@@ -259,7 +259,7 @@ class _Visitor:
         """Adds an operation that needs its inputs as arrays: a product, collective, loop or kernel."""
         kind = self.eqn.primitive.name
         operands = inputs[1:] if kind == "cond" else []
-        bodies = [self._body(jaxpr, operands) for jaxpr in _compat.contained_jaxprs(self.eqn)]
+        bodies = [self._body(jaxpr, operands) for jaxpr in compat.contained_jaxprs(self.eqn)]
         largest = max(bodies, key=lambda body: sum(x.num_bytes for x in body.buffers), default=None)
         if bodies:
             self.program.include(*bodies)
@@ -348,7 +348,7 @@ def _product(eqn: JaxprEqn) -> Product | None:
     if not flops:
         return None
     highest = jax.lax.Precision.HIGHEST in jax.tree.leaves([eqn.params.get("precision")])
-    return Product(flops, _compat.type_of(eqn.invars[0]).dtype, highest)
+    return Product(flops, compat.type_of(eqn.invars[0]).dtype, highest)
 
 
 def _split(aval: jax.core.AbstractValue, inputs: Iterable[BufferValue]) -> tuple[int, int]:

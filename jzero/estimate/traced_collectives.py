@@ -8,7 +8,7 @@ often it runs, and its fate. For the step of [Life of a step](../life_of_a_step.
     gather up x1, gather down x1, reduce down x1, gather down x1, reduce up x1
 
 Layers that share one function have its collectives; which parameter each is about comes from the names that stand
-before and after the calls, see `jzero.engine.placed`.
+before and after the calls, see `jzero.core.engine.placed`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jzero import _compat
-from jzero._compat import AnyJaxpr, Atom
-from jzero._types import DType
-from jzero.engine.placed import collectives_of, gather_p, named_p, reduce_p, wait_p
-from jzero.jaxpr.primitives import Trait, primitives_with
-from jzero.layout.cut import Cut
-from jzero.layout.route import Collective
+from jzero.core.base import compat
+from jzero.core.base.compat import AnyJaxpr, Atom
+from jzero.core.base.types import DType
+from jzero.core.engine.placed import collectives_of, gather_p, named_p, reduce_p, wait_p
+from jzero.core.jaxpr.primitives import Trait, primitives_with
+from jzero.core.layout.cut import Cut
+from jzero.core.layout.route import Collective
 
 MOVES = primitives_with(Trait.LAYOUT | Trait.ALIAS) | {"convert_element_type", "optimization_barrier", "zero_wait"}
 
@@ -79,7 +79,7 @@ class TracedCollective(NamedTuple):
     @property
     def dtype(self) -> DType:
         """The dtype that travels."""
-        dtype = _compat.type_of(self.eqn.invars[0]).dtype
+        dtype = compat.type_of(self.eqn.invars[0]).dtype
         return self.eqn.params["dtype"] if self.gathers else jnp.dtype(self.eqn.params["sums"].dtype_of(dtype))
 
     @property
@@ -99,7 +99,7 @@ def traced_collectives(jaxpr: AnyJaxpr) -> Iterator[TracedCollective]:
       zero_gather w float32 1
       zero_reduce w float32 1
     """
-    opened, _ = _compat.open_jaxpr(jaxpr)
+    opened, _ = compat.open_jaxpr(jaxpr)
     yield from _Walk(times=1, in_loop=False, inputs={}, outputs={}, stacked=frozenset())(opened)
 
 
@@ -139,7 +139,7 @@ class _Walk:
                 yield TracedCollective(
                     eqn, grads.get(eqn.outvars[0], eqn.params["path"]), self.times, self.in_loop, Fate.USED
                 )
-            for body in _compat.contained_jaxprs(eqn):
+            for body in compat.contained_jaxprs(eqn):
                 yield from self._enter(eqn, body, shards, grads)(body)
             if eqn.primitive is wait_p or eqn.primitive.name == "optimization_barrier":
                 shards |= _renamed(shards, eqn.invars, eqn.outvars)
@@ -150,7 +150,7 @@ class _Walk:
         """Returns the walk over what an equation runs."""
         stacked = {y for x, y in zip(eqn.outvars, body.outvars, strict=False) if x in self.stacked}
         if eqn.primitive.name == "scan":
-            stacked |= {*body.outvars[_compat.scan_groups(eqn)[1] :]}
+            stacked |= {*body.outvars[compat.scan_groups(eqn)[1] :]}
         return _Walk(
             self.times * int(eqn.params.get("length", 1)),
             self.in_loop or eqn.primitive.name in ("scan", "while"),
@@ -167,17 +167,17 @@ class _Walk:
             reads = [i for i, v in enumerate(eqn.invars) if any(v is x for x in alike)]
             if not reads:
                 continue
-            if eqn.primitive.name == "scan" and reads[-1] >= sum(_compat.scan_groups(eqn)):
+            if eqn.primitive.name == "scan" and reads[-1] >= sum(compat.scan_groups(eqn)):
                 return Fate.SCANNED
-            alike |= {v for v in eqn.outvars if _compat.type_of(v).shape == gather.params["cut"].shape}
+            alike |= {v for v in eqn.outvars if compat.type_of(v).shape == gather.params["cut"].shape}
             if not any(eqn.invars[i] is x for i in reads for x in unsharded):
                 continue
             # A loop's body has both in one iteration if it recomputes.
-            if not self.in_loop and _compat.is_transposed(eqn) and not _compat.is_transposed(gather):
+            if not self.in_loop and compat.is_transposed(eqn) and not compat.is_transposed(gather):
                 return Fate.SAVED
             if eqn.primitive.name in MOVES:
                 size = math.prod(gather.params["cut"].shape)
-                unsharded |= {v for v in eqn.outvars if _compat.type_of(v).size == size}
+                unsharded |= {v for v in eqn.outvars if compat.type_of(v).size == size}
         return Fate.STACKED if unsharded & self.stacked else Fate.USED
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flax.training.train_state import TrainState
 
-from jzero.state.adapter import StateAdapter, adapter_of
+from jzero.core.state.adapter import StateAdapter, adapter_of
 
 
 @adapter_of.register(TrainState)

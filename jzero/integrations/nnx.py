@@ -10,14 +10,14 @@ import jax
 from flax import nnx
 from flax.nnx.training.optimizer import OptArray
 
-from jzero._types import PyTree
-from jzero.engine.trace import FROZEN
-from jzero.engine.written_variables import Changed, WrittenShape, by_path
+from jzero.core.base.types import PyTree
+from jzero.core.engine.trace import FROZEN
+from jzero.core.engine.written_variables import Changed, WrittenShape, by_path
+from jzero.core.layout.padded import is_padded, unbox
+from jzero.core.state.adapter import Loss, StateAdapter, adapter_of, plan_if_sharded
+from jzero.core.state.model_size import Params, register_model_view, state_params
+from jzero.core.state.train_state import TrainState, write_fields
 from jzero.integrations.nnx_changes import check_attributes, find_written, python_attributes
-from jzero.layout.padded import is_padded, unbox
-from jzero.state.adapter import Loss, StateAdapter, adapter_of, plan_if_sharded
-from jzero.state.model_size import Params, register_model_view, state_params
-from jzero.state.train_state import TrainState, write_fields
 
 WRITABLE = ("params", FROZEN, "rest")
 

@@ -13,9 +13,9 @@ import jax
 from flax import nnx
 from jax.tree_util import SequenceKey
 
-from jzero._text import path_str
-from jzero._types import PyTree
-from jzero.engine.written_variables import WrittenShape, WrittenVariable, by_path, pair_written
+from jzero.core.base.text import path_str
+from jzero.core.base.types import PyTree
+from jzero.core.engine.written_variables import WrittenShape, WrittenVariable, by_path, pair_written
 
 
 def python_attributes(model: nnx.Module) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jzero.config.settings import FLAG, check, integer, optional
+from jzero.core.config.settings import FLAG, check, integer, optional
 from jzero.monitor.profiler import StepProfiler
 from jzero.monitor.progress import Bar, Lines, make_display
 from jzero.monitor.readings import PREFIX, fetch, peak_device_bytes, scalars

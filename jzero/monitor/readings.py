@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero._text import path_str
-from jzero.step.metrics import STEP_METRICS
+from jzero.core.base.text import path_str
+from jzero.core.step.metrics import STEP_METRICS
 
 PREFIX = "perf/"
 """Prefix of the monitor's own values, and of what steps measure themselves."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jzero import _text
-from jzero.plan.plan import ZeroPlan
-from jzero.plan.table import plan_summary
+from jzero.core.base import text
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.table import plan_summary
 
 
 def settings_as_data(value: Any) -> Any:
@@ -17,7 +17,7 @@ def settings_as_data(value: Any) -> Any:
     is no number, text, list or dictionary, its text.
     """
     if isinstance(value, ZeroPlan):
-        return {**plan_summary(value), "config": _text.as_data(value.config)}
+        return {**plan_summary(value), "config": text.as_data(value.config)}
     if isinstance(value, Mapping):
         return {str(name): settings_as_data(x) for name, x in value.items()}
-    return _text.as_data(value)
+    return text.as_data(value)

@@ -15,11 +15,11 @@ import numpy as np
 from etils import epath
 from jax.typing import DTypeLike
 
-from jzero._types import DType
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.leaves import Keys
-from jzero.layout.box import Box, tile
-from jzero.layout.dtype_range import describe_misfit
+from jzero.core.base.types import DType
+from jzero.core.layout.box import Box, tile
+from jzero.core.layout.dtype_range import describe_misfit
 from jzero.weights.entries import (
     AS_IT_IS,
     Entry,

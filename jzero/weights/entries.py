@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jzero.layout.box import Box, Index, before_reshape, reshaped_dims, tile
+from jzero.core.layout.box import Box, Index, before_reshape, reshaped_dims, tile
 from jzero.weights.mapping import From, Sources
 
 Shape: TypeAlias = tuple[int, ...]

@@ -12,18 +12,18 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jzero._types import State
 from jzero.checkpoint.contents import absolute, read_contents
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import TargetLeaf, natural_state
 from jzero.checkpoint.parts import checked_boxes
 from jzero.checkpoint.restoring import PARAMS
-from jzero.layout.box import Box
-from jzero.layout.placement import on_device
-from jzero.layout.stored import Stored
-from jzero.plan.state_fields import frozen_fields
-from jzero.state.adapter import adapt_sharded
-from jzero.state.train_state import check_alive
+from jzero.core.base.types import State
+from jzero.core.layout.box import Box
+from jzero.core.layout.placement import on_device
+from jzero.core.layout.stored import Stored
+from jzero.core.plan.state_fields import frozen_fields
+from jzero.core.state.adapter import adapt_sharded
+from jzero.core.state.train_state import check_alive
 from jzero.weights.draft import Boxes, Decode, Form, draft_export
 from jzero.weights.loading import path_of
 from jzero.weights.mapping import Mapping as NameMapping

@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from jzero._types import State
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import Keys, TargetLeaf
 from jzero.checkpoint.matching import renamed_paths
 from jzero.checkpoint.restoring import PARAMS, Choice, RestoreTarget, check_fit, warn_unless_complete
 from jzero.checkpoint.shards import place
-from jzero.layout.box import Box
-from jzero.layout.cut import Cut
-from jzero.layout.dtype_range import describe_misfit
-from jzero.plan.table import format_bytes
-from jzero.state.adapter import adapt_sharded
-from jzero.state.pending import apply_pending
-from jzero.state.train_state import check_alive
+from jzero.core.base.types import State
+from jzero.core.layout.box import Box
+from jzero.core.layout.cut import Cut
+from jzero.core.layout.dtype_range import describe_misfit
+from jzero.core.plan.table import format_bytes
+from jzero.core.state.adapter import adapt_sharded
+from jzero.core.state.pending import apply_pending
+from jzero.core.state.train_state import check_alive
 from jzero.weights.entries import AS_IT_IS, Entry, Problems, Rule, copy_into, match_tensors, names_in, rule_of
 from jzero.weights.families import resolve_mapping
 from jzero.weights.mapping import Mapping as NameMapping

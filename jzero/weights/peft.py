@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from etils import epath
 
-from jzero._types import State
 from jzero.checkpoint.contents import absolute
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import everywhere
-from jzero.state.adapter import plan_of
+from jzero.core.base.types import State
+from jzero.core.state.adapter import plan_of
 from jzero.weights.config import ADAPTER_CONFIG
 from jzero.weights.draft import Form, shapes_there
 from jzero.weights.exporting import export_form

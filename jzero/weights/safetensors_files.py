@@ -23,12 +23,12 @@ from etils import epath
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from jzero._text import Report
-from jzero._types import DType
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.lock import only_writer
-from jzero.layout.box import Index
-from jzero.plan.table import format_bytes
+from jzero.core.base.text import Report
+from jzero.core.base.types import DType
+from jzero.core.layout.box import Index
+from jzero.core.plan.table import format_bytes
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64,

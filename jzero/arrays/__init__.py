@@ -1,6 +1,0 @@
-"""Arrays on a mesh, one leaf at a time: gathered, reduced, cut into chunks. Nothing here knows a loss or an optimizer.
-
-Read `collectives` (every gather and reduction of ZeRO), `chunks` (loops over arrays on the host), `processes` and
-`fingerprints` (agreement of processes) with `key_value` and `presence` (who has ended, who is given up), `host_compute`
-and `python_calls` (what the host runs inside of a program), and `threads`.
-"""

@@ -1,0 +1,175 @@
+"""The primitives of a placed program: how parameters and gradients travel, and what waits, as equations.
+
+    a:f32[512,64] = zero_gather[path=w cut=0/8 dtype=float32 route=data] s     # s: [512/N, 64] on each of N devices
+    r:f32[64,64] = zero_reduce[path=w cut=0/8 dtype=float32 route=data ...] g  # this device's part of the sum over all
+    p:f32[512,64] = zero_unreduced[path=w] g                                   # g itself, to be reduced later
+    s_ x_ = zero_wait[n=1 how=select] s x                                      # s_ does not exist before x does
+    s_ = zero_named[path=w] s                                                  # s itself
+    s:f32[64,64] = zero_read[shape=(64, 64) dtype=float32] h                   # the row on disk that h:i32[2] names
+
+They keep a parameter's name until the program is lowered, so that passes, printed programs and checks find it without
+looking for collectives by their shapes. Inside of a function that layers share, a gather is named after the function's
+input, "input 3", and a reduction after its result: one function has one program. A `zero_named` before and after each
+call says which parameter that is.
+
+[Note: Barriers and selects]
+A value waits for others in one of three ways. Behind a "barrier" with them, a gather is not merged with an earlier one
+of the same shard. On TPUs a barrier writes its operands to memory, so a "light" one takes one element of each. But XLA
+for CPUs (jax 0.10) merges gathers across barriers, and compilers for GPUs drop barriers before they schedule, and start
+the gather at any time. "select" makes a value depend on others: it selects the value by a comparison whose result is
+always the same, which no compiler finds out. That works everywhere, and costs a pass over the value.
+
+    what waits                          for what                      CPUs      GPUs      TPUs
+    a second gather (`order`)           the operands of its use       select    barrier   light; barrier if small
+    a gather beyond a bound (`order`)   results of earlier uses       select    select    select
+    a loop's first gather (`order`)     the initial carry             select    select    select
+    a loop or block (`waits`)           gradients from before it      -         select    -
+    a row that stays (`loops`)          the results of its iteration  barrier   barrier   barrier
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.interpreters import ad, mlir
+
+from jzero.core.arrays.collectives import gather_param, reduce_shard
+from jzero.core.arrays.python_calls import call_python
+from jzero.core.base import compat
+from jzero.core.base.types import DType, PyTree
+from jzero.core.disk.rows import take_row
+from jzero.core.layout.casts import round_without_derivative
+from jzero.core.layout.cut import Cut
+from jzero.core.layout.placement import on_device
+from jzero.core.layout.platform import Wait
+from jzero.core.layout.route import Collective, Route
+from jzero.core.layout.sums import Sums
+
+
+def _gather(shard: jax.Array, *, cut: Cut, dtype: DType, route: Route, **_: object) -> jax.Array:
+    """[..., P/N] -> [..., D]. Only now a shard in host memory moves to the device."""
+    shard = on_device(shard)
+    if cut.blocks is None:
+        return gather_param(round_without_derivative(shard, dtype), cut, route)
+    return round_without_derivative(gather_param(shard, cut, route), dtype)
+
+
+def _read(handle: jax.Array, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
+    """[2] -> [..., P/N]."""
+    return call_python(take_row, handle, shape, dtype)
+
+
+def _reduce(grad: jax.Array, *, cut: Cut, dtype: DType, route: Route, sums: Sums, **_: object) -> jax.Array:
+    """[..., D] -> [..., P/N]. `path` and `is_awaited` are for who reads the program."""
+    return reduce_shard(grad, cut, route, sums).astype(dtype)
+
+
+def _same(x: jax.Array, **_: object) -> jax.Array:
+    return x
+
+
+def _wait(*values: jax.Array, n: int, how: Wait) -> list[jax.Array]:
+    """Returns the values: the first `n` do not exist before the others do; behind a "barrier", no other either."""
+    waiting, others = list(values[:n]), list(values[n:])
+    if how == "select":
+        return [*_select(waiting, others), *others]
+    if how == "light":
+        return [*lax.optimization_barrier((waiting, first_elements(others)))[0], *others]
+    return list(lax.optimization_barrier([*waiting, *others]))
+
+
+def _select(values: Sequence[jax.Array], happened: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns values that do not exist before others do: see [Note: Barriers and selects]."""
+    firsts = [x.astype(jnp.float32).reshape(()) for x in first_elements(happened)]  # scalars
+    bits = functools.reduce(lax.bitwise_or, [lax.bitcast_convert_type(x, jnp.uint32) for x in firsts])
+    # Always false: two shifts by 16 push out all 32 bits.
+    never = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16)) != 0
+    # The barrier keeps compilers from merging the selection into each use.
+    return [
+        lax.optimization_barrier(lax.select(jnp.broadcast_to(never, x.shape), jnp.zeros_like(x), x)) for x in values
+    ]
+
+
+def can_be_awaited(aval: jax.core.ShapedArray) -> bool:
+    """Whether values can wait for such an array: it has elements, inexact numbers on the device."""
+    is_number = bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+    return is_number and aval.size > 0 and aval.memory_space != jax.memory.Space.Host
+
+
+def first_elements(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns one element of each array that can be awaited, the real part if it is complex.
+
+    A value that waits for the element waits for the array.
+    """
+    awaited = [x for x in values if can_be_awaited(jax.typeof(x))]
+    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in awaited]  # [1, ..., 1]
+    return [lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x for x in firsts]
+
+
+def wait(
+    values: Sequence[jax.Array], others: Sequence[jax.Array], how: Wait
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns values that do not exist before others do, and those others, behind the same barrier if there is one."""
+    if not values or not others:
+        return list(values), list(others)
+    done = wait_p.bind(*map(on_device, values), *others, n=len(values), how=how)
+    return done[: len(values)], done[len(values) :] if how == "barrier" else list(others)
+
+
+def _differentiate(
+    rule: Callable[..., PyTree], primals: Sequence[jax.Array], tangents: Sequence[jax.Array], **params: object
+) -> PyTree:
+    """Differentiates an equation of a placed program, e.g. by the batch: by the operations that it stands for."""
+    return jax.jvp(functools.partial(rule, **params), primals, tuple(map(ad.instantiate_zeros, tangents)))
+
+
+def _primitive(
+    name: str, rule: Callable[..., PyTree], abstract: Callable[..., PyTree], *, several: bool = False
+) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = several
+    primitive.def_impl(rule)
+    primitive.def_abstract_eval(abstract)
+    # Names are many: jax neither traces each nor makes a function of it, as it does of what it lowers once.
+    lowered = (lambda ctx, x, **_: [x]) if rule is _same else mlir.lower_fun(rule, multiple_results=several)
+    mlir.register_lowering(primitive, lowered, cacheable=rule is not _same)
+    ad.primitive_jvps[primitive] = functools.partial(_differentiate, rule)
+    return primitive
+
+
+gather_p = _primitive("zero_gather", _gather, lambda x, *, cut, dtype, **_: compat.array_type(cut.shape, dtype))
+read_p = _primitive("zero_read", _read, lambda x, *, shape, dtype: compat.array_type(shape, dtype))
+reduce_p = _primitive("zero_reduce", _reduce, lambda x, *, cut, dtype, **_: compat.array_type(cut.shard_shape, dtype))
+unreduced_p = _primitive("zero_unreduced", _same, lambda x, **_: x)
+named_p = _primitive("zero_named", _same, lambda x, **_: x)
+wait_p = _primitive("zero_wait", _wait, lambda *xs, **_: list(xs), several=True)
+
+PLACED = frozenset([gather_p, read_p, reduce_p, unreduced_p, named_p, wait_p])
+"""The primitives of a placed program."""
+
+
+def collectives_of(eqn: JaxprEqn) -> tuple[Collective, ...]:
+    """Returns the collectives of an equation of a placed program; of arrays that other mesh axes cut, one part's."""
+    if eqn.primitive not in (gather_p, reduce_p):
+        return ()
+    with compat.where_traced(eqn):
+        cut, route = eqn.params["cut"].of_part(jax.sharding.get_abstract_mesh().shape), eqn.params["route"]
+    if eqn.primitive is gather_p:
+        return route.gathers(cut, eqn.params["dtype"])
+    return route.reductions(cut, eqn.params["sums"].dtype_of(compat.type_of(eqn.invars[0]).dtype))
+
+
+def operations_of(eqn: JaxprEqn) -> Jaxpr:
+    """Returns the operations that an equation of a placed program stands for."""
+    fn = functools.partial(eqn.primitive.impl, **eqn.params)
+    with compat.where_traced(eqn):
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
+        jaxpr, consts = compat.traced(fn, [v.aval for v in eqn.invars], axes)
+    assert not consts
+    return jaxpr

@@ -1,0 +1,275 @@
+"""How the result of each primitive depends on rows, given its operands: `rule(eqn, operands) -> facts`, or a list.
+
+A rule runs only if some operand depends on rows. An operation without a rule is `Kind.UNKNOWN`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jzero.core.base import compat
+from jzero.core.base.compat import Atom
+from jzero.core.jaxpr.primitives import Trait, primitives_with
+from jzero.core.jaxpr.row_facts import (
+    SAME,
+    RowFacts,
+    RowKind,
+    added,
+    applied,
+    collected,
+    joined,
+    lost,
+    mixed,
+    scaled,
+    summed,
+    without,
+)
+
+RowRule: TypeAlias = Callable[[JaxprEqn, list[RowFacts]], RowFacts | Sequence[RowFacts]]
+RULES: dict[str, RowRule] = {}
+"""By the name of a primitive."""
+
+
+def _rule(names: str) -> Callable[[RowRule], RowRule]:
+    def register(rule: RowRule) -> RowRule:
+        RULES.update(dict.fromkeys(names.split(), rule))
+        return rule
+
+    return register
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """Returns the shape of an operand or a result."""
+    return compat.type_of(atom).shape
+
+
+def number_of(x: RowFacts, atom: Atom) -> float | None:
+    """Returns the number that all elements of a value without rows equal."""
+    return math.nan if x.number is None and not shape_of(atom) else x.number
+
+
+def facts_of_literal(atom: Any) -> RowFacts:
+    """Returns the facts of a constant of the program."""
+    is_number = not np.ndim(atom.val) and getattr(compat.type_of(atom).dtype, "kind", "V") in "biuf"
+    return RowFacts(number=float(atom.val) if is_number else math.nan)
+
+
+KEEPS_NUMBER = primitives_with(Trait.LAYOUT) | {"convert_element_type", "copy", "copy_p", "stop_gradient", "pvary"}
+
+
+def without_rows(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    """Returns the facts of an operation whose operands do not depend on rows."""
+    numbers = [number_of(x, atom) for x, atom in zip(ins, eqn.invars, strict=True)]
+    if len(numbers) == 1 and eqn.primitive.name in KEEPS_NUMBER:
+        return RowFacts(number=numbers[0])
+    return RowFacts(number=math.nan if numbers and None not in numbers else None)
+
+
+# Values at the same position.
+
+
+_rule(" ".join(primitives_with(Trait.ELEMENTWISE | Trait.RANDOM)))(lambda eqn, ins: applied(ins, eqn))
+_rule("copy copy_p reduce_precision sharding_constraint neg real imag conj device_put name")(lambda eqn, ins: ins[0])
+_rule("pcast pvary reshard rev tile")(lambda eqn, ins: ins[0])
+_rule("optimization_barrier")(lambda eqn, ins: ins)
+_rule("add sub add_any complex")(lambda eqn, ins: added(ins, eqn))
+_rule("select_n")(lambda eqn, ins: applied(ins, eqn) if ins[0].kind else collected(ins))
+
+
+@_rule("convert_element_type")
+def _convert(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return applied(ins, eqn) if eqn.params["new_dtype"] == jnp.bool_ else ins[0]  # integers are counts
+
+
+@_rule("stop_gradient")
+def _stop(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    # The largest element, subtracted before `exp`, cancels.
+    is_shift = ins[0].coupled and ins[0].coupled.primitive in ("reduce_max", "reduce_min")
+    return SAME if is_shift else ins[0]
+
+
+@_rule("is_finite ne")
+def _compare(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    is_test = len(ins) == 1 or eqn.invars[0] is eqn.invars[1]  # x != x is isnan(x)
+    return SAME if is_test and ins[0].kind is not RowKind.ROW else applied(ins, eqn)  # results are assumed to be finite
+
+
+@_rule("mul")
+def _multiply(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    x, y = ins
+    if x.kind and y.kind:
+        return applied(ins, eqn)._replace(times=x.times * y.times)
+    return scaled(x, number_of(y, eqn.invars[1])) if x.kind else scaled(y, number_of(x, eqn.invars[0]))
+
+
+@_rule("div")
+def _divide(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    x, y = ins
+    is_sum = y.kind is RowKind.LINEAR or (y.cause is not None and y.cause.how == "sum")  # maximum(mask.sum(), 1), say
+    if x.kind is RowKind.LINEAR and is_sum:
+        return joined([x._replace(cause=None), y._replace(cause=None)], RowKind.COUPLED, eqn, "ratio")
+    if y.kind:
+        return applied(ins, eqn, "ratio" if x.kind else "sum")._replace(times=x.times)
+    number = number_of(y, eqn.invars[1])
+    return scaled(x, 1 / number if number else number)
+
+
+# Reductions and products.
+
+
+@_rule("reduce_sum")
+def _sum(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return summed(ins[0], eqn.params["axes"], shape_of(eqn.invars[0]))
+
+
+@_rule("reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin")
+def _reduce(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return mixed(ins[0], eqn.params["axes"], eqn).at(without(eqn.params["axes"]))
+
+
+@_rule("cumprod cummax cummin cumlogsumexp cumsum sort top_k fft cholesky eigh eig svd qr lu schur")
+def _mix(eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
+    ndim, params, name, x = len(shape_of(eqn.invars[0])), eqn.params, eqn.primitive.name, collected(ins)
+    last = {"top_k": 1, "fft": len(params.get("fft_lengths", ()))}.get(name, 2)
+    dims = [params[key] for key in ("axis", "dimension") if key in params] or range(ndim - last, ndim)
+    if name == "sort" and len(ins) > 1 and not x.row_dims.isdisjoint(dims):
+        return [lost(ins, x.row_dims)] * len(ins)  # rows that only change places: some undo it later
+    y = mixed(x, dims, eqn)
+    if name == "cumsum":  # sums, so of indices they may do no harm
+        return [
+            joined([x], RowKind.LINEAR, eqn, "rows")._replace(times=0.0) if x.kind is RowKind.ROW and y.coupled else x
+        ]
+    return [y.at({d: d for d in range(len(shape_of(v)))}.get) for v in eqn.outvars]
+
+
+@_rule("reduce_window_sum reduce_window_max reduce_window_min")
+def _pool(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
+    is_sum = eqn.primitive.name == "reduce_window_sum" and ins[0].row_dims.isdisjoint(dims)
+    return ins[0] if is_sum else mixed(ins[0], dims, eqn)
+
+
+@_rule("dot_general")
+def _dot(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    contracted, batched = eqn.params["dimension_numbers"]
+    ndim, own = len(shape_of(eqn.outvars[0])), []
+    shape = [*shape_of(eqn.outvars[0]), *(shape_of(eqn.invars[0])[d] for d in contracted[0])]  # before the sum
+    free = iter(range(len(batched[0]), ndim))
+    for x, v, sums, batches in zip(ins, eqn.invars, contracted, batched, strict=True):
+        place = {d: ndim + i for i, d in enumerate(sums)} | {d: i for i, d in enumerate(batches)}
+        place |= {d: next(free) for d in range(len(shape_of(v))) if d not in place}
+        own.append(x.at(place.get)._replace(number=x.number))
+    product = _multiply(eqn, own)
+    assert isinstance(product, RowFacts)
+    return summed(product, range(ndim, len(shape)), shape) if contracted[0] else product
+
+
+@_rule("conv_general_dilated")
+def _convolve(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    numbers, (x, kernel) = eqn.params["dimension_numbers"], ins
+    is_over_batch = not kernel.kind and eqn.params["batch_group_count"] == 1 and x.row_dims <= {numbers.lhs_spec[0]}
+    return x.at(lambda d: numbers.out_spec[0]) if is_over_batch else lost(ins)
+
+
+# Operations that move elements.
+
+
+@_rule("broadcast_in_dim")
+def _broadcast(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    old, new, dims = shape_of(eqn.invars[0]), eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    return ins[0].at(lambda d: dims[d] if old[d] == new[dims[d]] else None)  # else: one row, repeated
+
+
+@_rule("squeeze")
+def _squeeze(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return ins[0].at(without(eqn.params["dimensions"]))
+
+
+@_rule("expand_dims")
+def _expand(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return ins[0].at([d for d in range(len(shape_of(eqn.outvars[0]))) if d not in eqn.params["dimensions"]].__getitem__)
+
+
+@_rule("transpose")
+def _transpose(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return ins[0].at(tuple(eqn.params["permutation"]).index)
+
+
+@_rule("reshape")
+def _reshape(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    x, new, found = ins[0], eqn.params["new_sizes"], {d for d in ins[0].row_dims if d < 0}
+    before, after = (list(accumulate(shape, operator.mul)) for shape in (shape_of(eqn.invars[0]), new))
+    ends = {*before} & {*after}  # where a group of old dimensions has the size of one of new dimensions
+
+    def group(end: int) -> int:
+        return sum(other < end for other in ends)
+
+    for number in {group(before[d]) for d in x.row_dims - found}:
+        own = [d for d, end in enumerate(after) if group(end) == number and (new[d] > 1 or x.rows == 1)]
+        inner, exact = math.prod(new[d] for d in own) // x.rows, [d for d in own if new[d] == x.rows]
+        while not exact and len(own) > 1 and inner > 1 and inner % new[own[-1]] == 0:
+            inner //= new[own.pop()]  # [16 * T] -> [16, T]: rows are outermost
+        found |= {*(exact[: 1 if x.rows == 1 else None] or own)}
+        x = lost([x]) if len(exact) > 1 and x.rows > 1 else x  # [8 * 8] -> [8, 8]
+    return x._replace(row_dims=frozenset(found), number=None)
+
+
+@_rule("slice split dynamic_slice pad unstack")
+def _cut(eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
+    x = applied(ins, eqn) if any(y.kind for y in ins[1:]) else ins[0]  # where to cut, or what to pad with
+    if eqn.primitive.name == "unstack":
+        x = x.at(without([eqn.params["axis"]]))
+    kept = [{d: d for d, size in enumerate(shape_of(v)) if size > 1 or x.rows == 1} for v in eqn.outvars]
+    return [x.at(place.get) for place in kept]
+
+
+@_rule("concatenate dynamic_update_slice stack")
+def _collect(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    if eqn.primitive.name == "dynamic_update_slice" and any(x.kind for x in ins[2:]):
+        return lost(ins, collected(ins[:2]).row_dims)
+    if eqn.primitive.name == "stack":
+        ins = [x.at(lambda d: d + (d >= eqn.params["axis"])) for x in ins]
+    return collected(ins)
+
+
+@_rule("gather")
+def _gather(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    (x, indices), numbers, old = ins, eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
+    free = [d for d in range(len(shape_of(eqn.outvars[0]))) if d not in numbers.offset_dims]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    windows = zip([d for d in range(len(old)) if d not in gone], sorted(numbers.offset_dims), strict=True)
+    place = {d: to for d, to in windows if eqn.params["slice_sizes"][d] == old[d]}
+    batches = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    kept, ids = x.at((place | {d: free[i] for d, i in batches}).get), indices.at(dict(enumerate(free)).get)
+    if len(kept.row_dims) == len(x.row_dims):
+        return applied([kept, ids], eqn) if ids.kind else kept
+    # Rows are chosen by the indices, as in `x[permutation]` and `logits[jnp.arange(8), labels]`.
+    if ids.kind:
+        return ids if ids.kind is x.kind is RowKind.ROW else lost(ins)
+    return kept._replace(row_dims=kept.row_dims | {*free})
+
+
+@_rule("scatter scatter-add scatter_add scatter_mul scatter-mul scatter_min scatter_max scatter-min scatter-max")
+def _scatter(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    (x, indices, updates), numbers = ins, eqn.params["dimension_numbers"]
+    windows, adds = numbers.update_window_dims, eqn.primitive.name in ("scatter-add", "scatter_add")
+    outer = [d for d in range(len(shape_of(eqn.invars[2]))) if d not in windows]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    at = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    place = dict(zip(windows, [d for d in range(len(shape_of(eqn.invars[0]))) if d not in gone], strict=True))
+    ids, own = indices.at(at.get), updates.at((place | {outer[i]: d for i, d in at.items()}).get)
+    total = collected([x, own])
+    if len(ids.row_dims) == len(indices.row_dims) and len(own.row_dims) == len(updates.row_dims):
+        return applied([x, own, ids], eqn) if ids.kind else total
+    if adds and indices.kind is RowKind.ROW and not total.kind:  # a histogram counts rows
+        return summed(indices, range(len(outer)), shape_of(eqn.invars[1]))
+    dims = total.row_dims | {*(() if adds and indices.kind else numbers.scatter_dims_to_operand_dims)}
+    return lost(ins, dims) if indices.kind or total.kind > RowKind.ROW else total._replace(row_dims=dims)

@@ -1,0 +1,76 @@
+"""The fields of a train state: which hold arrays, and which of those hold parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jzero.core.base.text import path_str
+from jzero.core.base.types import PyTree, TrainStateLike
+
+NEEDED = ("params", "opt_state", "tx", "replace", "apply_gradients")
+
+
+def missing_fields(x: object) -> list[str]:
+    """Returns what an object lacks to be a train state."""
+    return [name for name in NEEDED if not hasattr(x, name)]
+
+
+def other_fields(state: TrainStateLike) -> dict[str, PyTree]:
+    """Returns the fields of a train state that hold arrays, other than params and opt_state, sorted by name."""
+    return {
+        f.name: getattr(state, f.name)
+        for f in sorted(dataclasses.fields(state), key=lambda f: f.name)
+        if f.metadata.get("pytree_node", True) and not f.metadata.get("static", False)
+        if f.name not in ("params", "opt_state", "tx", "apply_fn")
+    }
+
+
+def frozen_fields(state: TrainStateLike) -> tuple[str, ...]:
+    """Returns the names of the fields that hold parameters outside the optimizer, laid out like the others."""
+    return tuple(f.name for f in dataclasses.fields(state) if f.metadata.get("holds_params", False))
+
+
+def check_optimizer(tx: object) -> None:
+    """Raises a `TypeError` unless `tx` is an optax transformation."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"`tx` must be an optax transformation, such as `optax.adamw(1e-3)`: got {type(tx).__name__}. For "
+            "parameters that nobody trains pass `optax.set_to_zero()`."
+        )
+
+
+def check_state_fields(state: TrainStateLike) -> None:
+    """Raises a `TypeError` if a field that training needs is missing, or lists the leaves that are no numbers."""
+    for name in ("step", "params"):
+        if getattr(state, name, 0) is None:
+            raise TypeError(
+                f"`{name}` of a train state must not be None. Make the state by its class's `create`, or set "
+                f"`{name}={'0' if name == 'step' else '...'}`."
+            )
+    check_optimizer(state.tx)
+    bad = []
+    trees = {"params": state.params, "opt_state": state.opt_state, **other_fields(state)}
+    for name, tree in trees.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            if not _holds_numbers(x):
+                bad.append(f"  {path_str((jax.tree_util.GetAttrKey(name), *path))}: {type(x).__name__} {x!r:.60}")
+    if bad:
+        raise TypeError(
+            "Every leaf of a train state must be an array or a number; these are not:\n"
+            + "\n".join(bad)
+            + "\nKeep them out of the parameters (`eqx.partition(model, eqx.is_array)`), make a field static "
+            "(`flax.struct.field(pytree_node=False)`), or turn them into arrays."
+        )
+
+
+def _holds_numbers(x: object) -> bool:
+    """Whether a leaf is a number, an array of numbers or of random keys, or the shape of one."""
+    if isinstance(x, bool | int | float | complex):
+        return True
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not hasattr(x, "shape"):
+        return False
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key))

@@ -1,0 +1,191 @@
+"""What devices exchange in one step for parameters and gradients, according to a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Literal, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+
+from jzero.core.base.types import DType
+from jzero.core.config.leaf_rule import LeafRule
+from jzero.core.config.precision import cast_dtype
+from jzero.core.jaxpr.sizes import itemsize
+from jzero.core.layout.blocks import LEAST
+from jzero.core.layout.cut import Cut
+from jzero.core.layout.leaves import LeafPlan, StateLeaf
+from jzero.core.layout.mesh import axes_within_nodes
+from jzero.core.layout.route import Collective, Leg, Route, route_of
+from jzero.core.plan.state_layout import StateLayout
+
+Q = TypeVar("Q", bound=str)
+
+
+class GatherPlan(NamedTuple):
+    """How one stored parameter reaches the loss.
+
+    Attributes:
+      leaf: The parameter as stored.
+      route: How its shards travel.
+      kind: In which blocks they travel, `int8`, or "none".
+      is_secondary: Whether it is gathered between nodes once per step, before all uses.
+      stays: Whether it stays whole from its first to its last use, in both passes.
+    """
+
+    leaf: StateLeaf
+    route: Route
+    kind: str = "none"
+    is_secondary: bool = False
+    stays: bool = False
+
+    def cut_sent(self, cut: Cut, dtype: DType) -> Cut:
+        """Returns its cut as it travels in a dtype."""
+        as_stored = self.kind == "none" or cut.blocks is not None
+        return cut if as_stored else cut.in_blocks(self.kind, dtype, self.leaf.mesh.shape)
+
+    def legs(self, cut: Cut) -> tuple[Leg, ...]:
+        """Returns how it travels for each use and, if it is secondary, once per step before."""
+        return self.route.legs(cut) if self.is_secondary else ((cut, self.route),)
+
+    def collectives(self, dtype: DType) -> list[tuple[Collective, ...]]:
+        """Returns the collectives of each leg; none if it stays whole."""
+        if self.leaf.cut_for_collectives is None:
+            return [()]
+        cut = self.cut_sent(self.leaf.cut_for_collectives, dtype)
+        legs = self.legs(cut.of_part(self.leaf.mesh.shape))
+        return [route.gathers(part, cut.dtype_sent(dtype)) for part, route in legs]
+
+
+def why_not_stored(leaf: StateLeaf, rule: LeafRule) -> str:
+    """Returns why a frozen parameter cannot be stored in blocks; an empty string if it can."""
+    return why_exact(leaf, rule) if not any(leaf.base) else "cut over other mesh axes, too"
+
+
+def why_exact(leaf: StateLeaf, rule: LeafRule) -> str:
+    """Returns why a leaf cannot travel in blocks; an empty string if it can."""
+    cut = leaf.cut
+    if cut is None or rule.quantize is False:
+        return "by rule" if cut else "whole"
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or itemsize(leaf.dtype) < 2:
+        return f"{leaf.dtype} is no floating-point dtype of 16 bits or more"
+    if cut.blocks is not None:
+        return ""
+    if cut.flat:
+        return "flattened"
+    if cut.num_stacked > 1:  # a loop would transpose it, and blocks cannot be
+        return f"scanned over dimension {cut.num_stacked - 1}, not 0"
+    beside = cut.with_other_axes(leaf.base, leaf.mesh.shape).of_part(leaf.mesh.shape).size_beside
+    return f"{beside} elements beside the cut, fewer than {LEAST}" if beside < LEAST else ""
+
+
+class LevelBytes(NamedTuple):
+    """Bytes within nodes and between them."""
+
+    within: int
+    between: int
+
+
+class UnquantizedLeaf(NamedTuple):
+    """A partitioned parameter that travels as it is, although `Quantization` asks for integers."""
+
+    path: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """How each parameter reaches the loss and each gradient returns, and the bytes of both.
+
+    Attributes:
+      plan: The plan.
+    """
+
+    plan: StateLayout
+
+    def gather_plan(self, leaf: StateLeaf) -> GatherPlan:
+        """Returns how a parameter reaches the loss of a train step, given its layout as stored."""
+        config = self.plan.config
+        return GatherPlan(leaf, self.plan.route, self._kind(config.quantization.gather, leaf), config.secondary_params)
+
+    def route_of_gradient(self, leaf: LeafPlan) -> Route:
+        """Returns how a parameter's gradient travels."""
+        config = self.plan.config
+        return route_of(config, self.plan.mesh, self._kind(config.quantization.reduce, leaf.grad))
+
+    def is_reduced_once(self, micro_batches: int) -> bool:
+        """Whether gradients cross nodes once per step, however often their parameters are used."""
+        return self.plan.config.secondary_grads and micro_batches > 1
+
+    def _kind(self, asked: Q, leaf: StateLeaf) -> Q | Literal["none"]:
+        return "none" if asked == "none" or self._why_exact(leaf) else asked
+
+    def _why_exact(self, leaf: StateLeaf) -> str:
+        return why_exact(leaf, self.plan.config.rule_for(leaf.path))
+
+    def unquantized(self) -> tuple[UnquantizedLeaf, ...]:
+        """Returns every partitioned parameter that `Quantization` leaves as it is, with the reason."""
+        kinds = self.plan.config.quantization
+        travels = [leaf.param for leaf in self.plan.leaves if leaf.param.cut and kinds.gather != "none"]
+        stored = [
+            x for x in self.plan.other_leaves if x.is_param and x.cut and {kinds.gather, kinds.frozen} != {"none"}
+        ]
+        reduced = [leaf.grad for leaf in self.plan.leaves if leaf.trained and leaf.grad.cut and kinds.reduce != "none"]
+        reasons = [(x, self._why_exact(x)) for x in (*travels, *reduced, *stored)]
+        if kinds.frozen != "none":
+            frozen = [leaf.param for leaf in self.plan.leaves if not leaf.trained and leaf.param.cut]
+            reasons += [(x, why_not_stored(x, self.plan.config.rule_for(x.path))) for x in (*frozen, *stored)]
+        by_path = {x.path: UnquantizedLeaf(x.path, x.shape, reason) for x, reason in reasons}
+        return tuple(x for x in by_path.values() if x.reason)
+
+    def bytes_gathered_in(self, *, micro_batches: int) -> int:
+        """Returns `gathered_bytes` of a step with several micro-batches: at stage 3 each of them gathers."""
+        return sum(x.num_bytes for x in self._gathers_in(micro_batches))
+
+    def sent_bytes(self, *, micro_batches: int = 1) -> LevelBytes:
+        """Returns the bytes that one device sends per step, within and between nodes."""
+        found = self._gathers_in(micro_batches)
+        within_nodes, over_nodes = {*axes_within_nodes(self.plan.config)}, {self.plan.config.node_axis}
+        for leaf in self.plan.leaves:
+            cut = leaf.grad.cut_for_collectives if leaf.trained else None
+            if cut is None:
+                continue
+            dtype = cast_dtype(leaf.compute_dtype, self.plan.config.policy.reduce)
+            between_once = self.is_reduced_once(micro_batches)
+            for x in self.route_of_gradient(leaf).reductions(cut.of_part(self.plan.mesh.shape), dtype):
+                once = self.plan.config.stage < 2 or (between_once and within_nodes.isdisjoint(x.axes))
+                found += [x] * (1 if once else micro_batches)
+        between = sum(x.sent_bytes for x in found if not over_nodes.isdisjoint(x.axes))
+        return LevelBytes(round(sum(x.sent_bytes for x in found) - between), round(between))
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes on one device of the secondary shares that it keeps during a step (`ZeroConfig.secondary_params`)."""
+        return sum(x.num_bytes for x in self.gathers_before_loss)
+
+    def _gathers_in(self, micro_batches: int) -> list[Collective]:
+        """Returns the collectives of all gathers of a step; without micro-batches, of those after the update."""
+        before = self.gathers_before_loss if micro_batches else ()
+        updated = [x for x in self.plan.leaves if not x.param.cut and x.trained]
+        after = [GatherPlan(x.grad, self.plan.route).collectives(x.compute_dtype)[0] for x in updated]
+        return [*before, *micro_batches * self.gathers_of_loss, *itertools.chain(*after)]
+
+    @functools.cached_property
+    def _gathers(self) -> list[tuple[str, list[tuple[Collective, ...]]]]:
+        """The path of each parameter, and the collectives of each use and, if it is secondary, once per step."""
+        held = [(leaf.param, leaf.compute_dtype) for leaf in self.plan.leaves]
+        held += [(x, x.compute_dtype) for x in self.plan.other_leaves if x.compute_dtype is not None]
+        return [(x.path, self.gather_plan(x).collectives(dtype)) for x, dtype in held]
+
+    @functools.cached_property
+    def gathers_of_loss(self) -> tuple[Collective, ...]:
+        """The collectives of the gathers of a loss and its gradient."""
+        uses = [use * (2 if self.plan.regathers_param(path) else 1) for path, (use, *_) in self._gathers]
+        return tuple(itertools.chain(*uses))
+
+    @functools.cached_property
+    def gathers_before_loss(self) -> tuple[Collective, ...]:
+        """The collectives of gathers once per step: those between nodes with `secondary_params`."""
+        return tuple(x for _, (_, *before) in self._gathers for leg in before for x in leg)

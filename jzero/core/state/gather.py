@@ -1,0 +1,246 @@
+"""Gathers whole states and parameters, and writes edited parameters back to shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jzero.core.base.types import PyTree, State
+from jzero.core.config.settings import FLAG, check
+from jzero.core.layout.casts import apply_edits
+from jzero.core.layout.leaves import StateLeaf, gather_leaves
+from jzero.core.layout.placement import Look, make_strongly_typed
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.processes.agree import agree
+from jzero.core.processes.fingerprints import describe_value
+from jzero.core.state.adapter import adapt_sharded
+from jzero.core.state.layouts import FLOAT, find_shardings, lay_out
+from jzero.core.state.pending import apply_pending
+from jzero.core.state.record_states import kept_in_records
+from jzero.core.state.train_state import S, all_leaves, check_alive, edited_master, flat_state, plain_state, with_leaves
+
+
+def unshard_train_state(state: State) -> State:
+    """Returns the whole state on every device: natural shapes, no padding, the plain optax transformation.
+
+    Peak memory per device is the shards plus the whole state. With a precision policy, masters become the parameters,
+    the optimizer's own state has its own dtypes, and the loss scale is dropped. Frozen parameters have no master, and
+    keep their stored dtype.
+
+    Args:
+      state: A sharded train state.
+
+    Returns:
+      A state of the same class.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> jzero.unshard_train_state(state).params["w"].shape == plain_state.params["w"].shape
+      True
+    """
+    check_alive(adapt_sharded(state).state)
+    adapted = adapt_sharded(apply_pending(state))
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    plain, layout = plain_state(train_state, plan), plan.plain
+    leaves = all_leaves(layout)
+    gathered = gather_leaves(flat_state(plain, layout), leaves)
+    params = plan.flat_params(train_state.params)
+    for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
+        if leaf.master is not None:
+            gathered[i] = apply_edits(gathered[i], *gather_leaves([param], [leaf.param]))
+    natural = [make_strongly_typed(x, y.update_dtype or y.dtype) for x, y in zip(gathered, leaves, strict=True)]
+    return adapted.rebuild(with_leaves(plain, layout, natural, tx=train_state.tx.inner))
+
+
+def gather_params(
+    state: State,
+    *,
+    paths: str | None = None,
+    masters: bool = False,
+    dtype: DTypeLike | None = None,
+    shardings: PyTree = None,
+) -> PyTree:
+    """Returns whole parameters, in their natural shapes, replicated on every device or laid out as you say.
+
+    Peak memory per device is the shards plus the chosen leaves. With `dtype` or `shardings` it is the shards, the
+    result as laid out, and one leaf: each shard is cast before it is gathered, one leaf after another.
+
+    Args:
+      state: A sharded train state.
+      paths: Regular expression over whole key paths, such as `"decoder/.*/kernel"`; leaves that it does not
+        match come back as `None`. All leaves by default.
+      masters: Whether to return the optimizer's master copies instead of 16-bit parameters.
+      dtype: The dtype of floating-point leaves in the result; others keep theirs. By default as stored.
+      shardings: Where the result goes, such as `{".*/(q|up)/kernel": PartitionSpec(None, "model")}`: a dictionary from
+        regular expressions over whole key paths to a `PartitionSpec` or `NamedSharding` each, of which the first match
+        counts (other leaves are whole on every device), or a tree of these with the structure of `state.params`. The
+        mesh of a `NamedSharding` may have other axes, over the same devices; specs alone go with it, or else with the
+        state's mesh.
+
+    Returns:
+      A tree of `jax.Array` with the structure of `state.params`. Shapes are those that the model declares, without
+      padding. Dtypes are as stored; at stage 3 of a precision policy, those of the masters, except for persistent
+      leaves.
+
+    Raises:
+      ValueError: `paths` or a rule matches no leaf, `dtype` is none of floating-point numbers, or a sharding does not
+        fit its leaf; the message lists all such leaves.
+
+    Example:
+      >>> jzero.gather_params(state, paths="w")["w"].shape == plain_state.params["w"].shape
+      True
+      >>> spec = jax.sharding.PartitionSpec(None, "data")
+      >>> jzero.gather_params(state, dtype="bfloat16", shardings={"w": spec})["w"].addressable_shards[0].data.shape
+      (512, 64)
+
+    References:
+      DeepSpeed's `GatheredParameters`.
+    """
+    check("masters", masters, FLAG)
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    check_alive(train_state)
+    chosen, to = _match(plan, paths), check("dtype", dtype, FLOAT)
+    targets = None if shardings is None else find_shardings(shardings, plan, chosen)
+    params = plan.flat_params(train_state.params)
+    masters_or_params = plan.flat_params(train_state.opt_state.masters) if masters and plan.has_opt_state else params
+    indices = [i for i, take in enumerate(chosen) if take]
+    stored = [edited_master(plan.leaves[i], params[i], masters_or_params[i]) if masters else params[i] for i in indices]
+    leaves = [plan.leaves[i].updated if masters else plan.leaves[i].param for i in indices]
+    if to is None and targets is None:
+        natural = gather_leaves(stored, leaves)
+    else:
+        targets = [plan.whole_sharding] * len(indices) if targets is None else targets
+        natural = [lay_out(x, leaf, to, target) for x, leaf, target in zip(stored, leaves, targets, strict=True)]
+    gathered = iter(natural)
+    return plan.params_treedef.unflatten([next(gathered) if take else None for take in chosen])
+
+
+def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | None = None) -> State:
+    """Edits whole parameters and writes them back sharded, masters included. The optimizer state does not change.
+
+    The result shares unedited arrays with `state`: a step consumes both.
+
+    Args:
+      state: A sharded train state.
+      fn: Takes the tree that `gather_params(state, paths=paths, masters=True)` returns, and returns it with new
+        values of the same shapes and dtypes. With several processes, each must return the same values.
+      paths: Which leaves to gather, as in `gather_params`; the others do not change.
+
+    Returns:
+      The state with the new parameters.
+
+    Raises:
+      ValueError: `paths` matches no leaf, or `fn` changed a shape, a dtype or the structure.
+
+    Example:
+      >>> zeroed = jzero.update_params(state, lambda p: jax.tree.map(jnp.zeros_like, p), paths="w")
+      >>> float(jnp.abs(jzero.gather_params(zeroed)["w"]).max())
+      0.0
+    """
+    state = apply_pending(state)
+    adapted = adapt_sharded(state)
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    chosen = _match(plan, paths)
+    edited = fn(gather_params(state, paths=paths, masters=True))
+    try:
+        new = plan.flat_params(edited)
+    except ValueError as error:
+        raise ValueError(f"`fn` must return a tree of the structure it was given: {error}") from error
+    bad = [
+        f"  {leaf.path}: {getattr(y, 'dtype', type(y).__name__)}{list(np.shape(y))}, but it is "
+        f"{leaf.updated.dtype}{list(leaf.param.shape)}"
+        for y, leaf, take in zip(new, plan.leaves, chosen, strict=True)
+        if take and (tuple(np.shape(y)) != leaf.param.shape or jax.dtypes.result_type(y) != leaf.updated.dtype)
+    ]
+    if bad:
+        raise ValueError("`fn` must keep shapes and dtypes; these leaves changed:\n" + "\n".join(bad))
+    return adapted.rebuild(write_params(train_state, dict(enumerate(new)), chosen))
+
+
+def write_params(train_state: S, values: Mapping[int, ArrayLike], chosen: Sequence[bool]) -> S:
+    """Returns the train state with whole values written to the chosen parameters and their masters."""
+    plan = train_state.tx.plan
+    params = plan.flat_params(train_state.params)
+    masters = plan.flat_params(train_state.opt_state.masters) if plan.has_opt_state else params
+    masters = list(masters)
+    indices = [(i, leaf) for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)) if take]
+    with_master = [(i, leaf) for i, leaf in indices if leaf.master is not None]
+    placed = place_given(
+        [(values[i], leaf.param) for i, leaf in indices] + [(values[i], leaf.master) for i, leaf in with_master], plan
+    )
+    for i, _ in indices:
+        params[i] = next(placed)
+    for i, _ in with_master:
+        masters[i] = next(placed)
+    new = train_state.replace(params=plan.stored_params(params))
+    if not plan.has_opt_state:
+        return new
+    boxed = [x if leaf.master is None else leaf.master.box(x) for x, leaf in zip(masters, plan.leaves, strict=True)]
+    zero_state = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(boxed))
+    return kept_in_records(new.replace(opt_state=zero_state), like=train_state)
+
+
+def place_given(values: Sequence[tuple[ArrayLike, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:
+    """Returns whole values as the plan stores them; all processes must pass the same."""
+    noted: list[str] = []
+    placed = agree(
+        "the new values of a state",
+        plan.mesh,
+        lambda: [leaf.place(x, look=note_value(noted, leaf)) for x, leaf in values],
+        lambda _: {"the new values": "\n".join(noted)},
+    )
+    return iter(placed)
+
+
+def note_value(noted: list[str] | None, leaf: StateLeaf) -> Look | None:
+    """Returns a function that records the value that this process supplies for a leaf; `None` without a list."""
+    return None if noted is None else lambda value: noted.append(describe_value(leaf.path, value))
+
+
+def natural_params(state: State) -> PyTree:
+    """Returns the parameters in their natural shapes. Pure, differentiable, for use inside `jax.jit`.
+
+    For plain `jax.jit` steps that call `jax.grad` themselves; pass the gradients to `state.apply_gradients`.
+    Outside `jit` the result is whole on every device (`gather_params`), since jax has no uneven shards.
+
+    Args:
+      state: A sharded train state.
+
+    Returns:
+      A tree with the structure of `state.params`, in the compute dtypes.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> loss = lambda params: jnp.square(params["w"]).mean()
+      >>> step = jax.jit(lambda s: s.apply_gradients(grads=jax.grad(loss)(jzero.natural_params(s))))
+      >>> int(step(state).step)
+      1
+    """
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(train_state.params)):
+        return train_state.tx.natural_params(train_state.params)
+    gathered = plan.flat_params(gather_params(state))
+    return plan.params_treedef.unflatten(
+        [make_strongly_typed(x, leaf.compute_dtype) for x, leaf in zip(gathered, plan.leaves, strict=True)]
+    )
+
+
+def _match(plan: ZeroPlan, paths: str | None) -> list[bool]:
+    chosen = [paths is None or re.fullmatch(paths, leaf.path) is not None for leaf in plan.leaves]
+    if plan.leaves and not any(chosen):
+        some = ", ".join(repr(leaf.path) for leaf in plan.leaves[:5])
+        raise ValueError(
+            f"`paths` {paths!r} matches no parameter: it must match a whole path. The first paths are {some}."
+        )
+    return chosen

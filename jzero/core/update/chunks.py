@@ -1,0 +1,243 @@
+"""Runs an elementwise function over arrays in host memory: chunk by chunk on the device, or on the host.
+
+[Note: Streaming an update]
+An update's elementwise part runs in one loop over chunks of a parameter's fields: the loop brings each chunk to the
+device, computes, and writes the results back to the fields' memory. A sum over all elements (a norm) is a loop of its
+own. Any other operation (a matrix product) gets its operands whole, on the devices. If they are on the host, that takes
+the memory that offloading was meant to save, so jzero warns.
+
+[Note: Updating on the host]
+With `compute="host"` the host's CPU computes the same function, on each device's whole part at once: arrays on the
+devices go down, results for the devices come up. jax offers two ways. `compute_on` works on CPUs, GPUs and TPUs today
+(compiled for all three): it is part of the step's program, reads and overwrites the device's pinned memory in place,
+and starts and ends asynchronously. Arrays of jax's CPU backend, the other way, have a memory of their own: every step
+would copy the state there, and the plan would span two backends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from jzero.core.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
+from jzero.core.arrays.host_compute import run_on_cpu
+from jzero.core.base.types import DType, PyTree
+from jzero.core.layout.casts import positions_of
+from jzero.core.layout.leaves import StateLeaf
+from jzero.core.layout.placement import memory_of, on_device
+from jzero.core.layout.platform import platform_facts
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.update.split import REDUCTIONS
+
+ChunkFunction: TypeAlias = Callable[
+    [Sequence[jax.Array], Callable[[], jax.Array], Sequence[jax.Array]], list[jax.Array]
+]
+
+
+class Pass(NamedTuple):
+    """One pass over the arrays of a parameter.
+
+    Attributes:
+      leaf: The layout of all these arrays.
+      fn: `fn(chunks, positions, scalars)` returns the results on one chunk of each array; `positions()` is each
+        element's position in the natural array, uint32.
+      arrays: The arrays as stored, on the host or on the devices.
+      scalars: 0-d arrays.
+      targets: For each result the number of the array that it overwrites, or the dtype of a new one on the devices.
+      is_off_device: Whether arrays are on the host, so that the pass runs on each device's part, chunk by chunk; or
+        it runs on whole arrays, which the compiler divides.
+    """
+
+    leaf: StateLeaf
+    fn: ChunkFunction
+    arrays: Sequence[jax.Array]
+    scalars: Sequence[jax.Array] = ()
+    targets: Sequence[int | DType] = ()
+    is_off_device: bool = True
+
+
+class Part(NamedTuple):
+    """A part of a leaf as stored, inside of a program of one device.
+
+    Attributes:
+      leaf: The leaf.
+      along: Returns the index of each element of the part along a dimension of the stored array.
+    """
+
+    leaf: StateLeaf
+    along: Callable[[int], jax.Array]
+
+    def positions(self) -> jax.Array:
+        """Returns the position of each element in the natural array."""
+        cut, shape = self.leaf.cut, self.leaf.shape
+        natural = shape if cut is None else cut.unpadded_shape
+        return positions_of(natural, [self.along(d) for d in range(len(natural))])
+
+    def without_padding(self, x: jax.Array, value: ArrayLike) -> jax.Array:
+        """Returns an array with a value in place of padding."""
+        cut = self.leaf.cut
+        if cut is None or not cut.is_padded:
+            return x
+        return jnp.where(self.along(cut.stored_dim) < cut.natural_size, x, jnp.asarray(value, x.dtype))
+
+
+def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
+    """Returns the results of a pass as stored, with zeros as padding; call it inside `jit`."""
+    overwriting = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
+
+    def compute(part: Part, here: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> list[jax.Array]:
+        return [part.without_padding(y, 0) for y in x.fn(here, part.positions, scalars)]
+
+    if not x.is_off_device:
+        outs = compute(_whole(x.leaf), x.arrays, x.scalars)
+        dtypes = [x.arrays[t].dtype if isinstance(t, int) else t for t in x.targets]
+        cast = [y.astype(dtype) for y, dtype in zip(outs, dtypes, strict=True)]
+        return [lax.with_sharding_constraint(y, x.leaf.device_sharding) for y in cast]
+
+    def in_chunks(arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
+        shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
+        written = [arrays[t] for t in overwriting]
+        pieces = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
+        views = [y.reshape(pieces.view) for y in arrays]
+
+        def step(chunk: Chunk, results: list[jax.Array]) -> list[jax.Array]:
+            now = [results[overwriting[k]] if k in overwriting else view for k, view in enumerate(views)]
+            here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
+            outs = compute(_part(x.leaf, shape, first, chunk, pieces), here, scalars)
+            new = [y.astype(z.dtype) for y, z in zip(outs, results, strict=True)]
+            new = [_to_host(y) if memory_of(z) == "host" else y for y, z in zip(new, results, strict=True)]
+            return [write_chunk(z, y, chunk, pieces) for y, z in zip(new, results, strict=True)]
+
+        begin = [views[t] if isinstance(t, int) else jnp.zeros(pieces.view, t) for t in x.targets]
+        return [y.reshape(shape) for y in for_each_chunk(step, begin, pieces)]
+
+    def on_cpu(arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
+        shape = arrays[0].shape
+        host_targets = [t for t in x.targets if isinstance(t, int) and memory_of(arrays[t]) == "host"]
+        stays = [t in host_targets for t in x.targets]
+
+        def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            outs = compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
+            staying = [y for y, s in zip(outs, stays, strict=True) if s]
+            rising = [y for y, s in zip(outs, stays, strict=True) if not s]
+            return [y.astype(arrays[t].dtype) for y, t in zip(staying, host_targets, strict=True)], rising
+
+        there, here = map(iter, _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, scalars)))
+        return [next(there) if s else next(here) for s in stays]
+
+    spec = x.leaf.device_sharding.spec
+    return _map(plan, x, on_cpu if plan.config.offload.compute == "host" else in_chunks, [spec] * len(x.targets))
+
+
+def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
+    """Returns one number over all elements of a pass's only result, 0-d; call it inside `jit`.
+
+    Args:
+      plan: The plan.
+      x: The pass.
+      how: A primitive of `REDUCTIONS`.
+      dtype: The number's dtype.
+    """
+    reduce, join, neutral = REDUCTIONS[how]
+
+    def compute(part: Part, here: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> jax.Array:
+        return number_of_part(part, x.fn(here, part.positions, scalars), how, dtype)
+
+    if not x.is_off_device:
+        return compute(_whole(x.leaf), x.arrays, x.scalars)
+
+    def in_chunks(arrays: list[jax.Array], scalars: list[jax.Array]) -> jax.Array:
+        shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
+        pieces = _split(plan, arrays)
+        views = [y.reshape(pieces.view) for y in arrays]
+
+        def step(chunk: Chunk, total: jax.Array) -> jax.Array:
+            here = [on_device(read_chunk(y, chunk, pieces)) for y in views]
+            number = compute(_part(x.leaf, shape, first, chunk, pieces), here, scalars)
+            return join(total, number)
+
+        return for_each_chunk(step, jnp.asarray(neutral, dtype), pieces)[None]
+
+    def on_cpu(arrays: list[jax.Array], scalars: list[jax.Array]) -> jax.Array:
+        shape = arrays[0].shape
+
+        def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[tuple[()], jax.Array]:
+            return (), compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
+
+        return _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, scalars))[1][None]
+
+    names = tuple(jax.tree.leaves(tuple(x.leaf.device_sharding.spec)))
+    local = on_cpu if plan.config.offload.compute == "host" else in_chunks
+    return reduce(_map(plan, x, local, PartitionSpec(names))).astype(dtype)  # of one number per device
+
+
+def number_of_part(part: Part, factors: Sequence[jax.Array], how: str, dtype: DType) -> jax.Array:
+    """Returns one number over the elements of a part, 0-d; `how` is a primitive of `REDUCTIONS`."""
+    reduce, _, neutral = REDUCTIONS[how]
+    product = functools.reduce(lax.mul, [y.astype(dtype) for y in factors])
+    return reduce(part.without_padding(product, neutral)).astype(dtype)
+
+
+def _map(plan: ZeroPlan, x: Pass, local: Callable[..., PyTree], out_specs: PyTree) -> PyTree:
+    """Runs `local(arrays, scalars)` on each device's part of a pass."""
+    specs = ([x.leaf.device_sharding.spec] * len(x.arrays), PartitionSpec())
+    run = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    return run(list(x.arrays), list(x.scalars))
+
+
+def _split(plan: ZeroPlan, arrays: Sequence[jax.Array]) -> Pieces:
+    """Returns the pieces of arrays of one shape that are read together."""
+    bytes_per_element = sum(x.dtype.itemsize for x in arrays)
+    is_tiled = platform_facts(plan.mesh).is_tiled
+    return split(arrays[0].shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled)
+
+
+def first_index(leaf: StateLeaf, shape: tuple[int, ...]) -> list[jax.Array]:
+    """Returns the index of the first element of this device's part along each dimension, inside of a `shard_map`."""
+    spec = leaf.device_sharding.spec
+    names = [tuple(jax.tree.leaves(x)) for x in (*spec, *[None] * (len(shape) - len(spec)))]
+    return [lax.axis_index(x) * n if x else cast("jax.Array", np.int32(0)) for x, n in zip(names, shape, strict=True)]
+
+
+def _whole(leaf: StateLeaf) -> Part:
+    """Returns the whole of a stored leaf, outside of a `shard_map`."""
+    return Part(leaf, lambda dim: lax.broadcasted_iota(jnp.int32, leaf.stored_shape, dim))
+
+
+def _part(leaf: StateLeaf, shape: tuple[int, ...], first: Sequence[jax.Array], chunk: Chunk, pieces: Pieces) -> Part:
+    """Returns a chunk of one device's part, whose first element has the index `first` along each dimension."""
+    return Part(leaf, lambda dim: first[dim] + chunk_index(dim, shape, chunk, pieces))
+
+
+def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
+    """Returns the chunk of a part that is not split, and its pieces."""
+    return Chunk(0, shape[0], 0), Pieces(shape, 0, shape[0])
+
+
+def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[PyTree, PyTree]], args: PyTree) -> tuple[PyTree, PyTree]:
+    """Runs a function on the host's CPU; its first results stay there, its second ones go to the device."""
+    memory = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
+    return run_on_cpu(fn, jax.tree.map(functools.partial(_to_cpu, plan), args), (memory, jax.memory.Space.Device))
+
+
+def _to_cpu(plan: ZeroPlan, x: jax.Array) -> jax.Array:
+    """Returns an array in host memory; leaves scalars in place."""
+    if not x.ndim or memory_of(x) == "host":
+        return x
+    if not platform_facts(plan.mesh).is_tiled:
+        # XLA for GPUs (jax 0.12) gives the host's program row-major parameters, whatever the layout of its arguments.
+        x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    return _to_host(x) if plan.names_host_memory else x
+
+
+def _to_host(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, jax.memory.Space.Host)
