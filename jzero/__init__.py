@@ -23,6 +23,7 @@ _ROOMS_OF_STATES = (
     "jzero.debug",
     "jzero.core.state",
     "jzero.core.step",
+    "jzero.training",
     "jzero.weights",
 )
 """Their functions do not depend on the mesh that the program has set, see [Note: The mesh that is set]."""

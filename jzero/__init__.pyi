@@ -47,7 +47,6 @@ from jzero.core.state.shard import shard_train_state as shard_train_state
 from jzero.core.state.train_state import TrainState as TrainState
 from jzero.core.step.eval_step import make_eval_step as make_eval_step
 from jzero.core.step.overflow import LossScaleError as LossScaleError
-from jzero.core.step.train_step import make_train_step as make_train_step
 from jzero.core.step.train_step import value_and_grad as value_and_grad
 from jzero.debug.deviations import EquivalenceReport as EquivalenceReport
 from jzero.debug.equivalence import check_equivalence as check_equivalence
@@ -81,6 +80,7 @@ from jzero.monitor.sinks import JsonLines as JsonLines
 from jzero.monitor.sinks import TensorBoard as TensorBoard
 from jzero.monitor.trackers import MLflow as MLflow
 from jzero.monitor.trackers import WandB as WandB
+from jzero.training import make_train_step as make_train_step
 from jzero.weights.exporting import export_checkpoint as export_checkpoint
 from jzero.weights.exporting import export_params as export_params
 from jzero.weights.loading import load_params as load_params

@@ -11,7 +11,8 @@ import pytest
 import jzero
 from jzero.analysis import fit
 from jzero.core.base import compat
-from jzero.core.step import keeping, train_step
+from jzero.core.step import train_step
+from jzero.estimate import keeping
 from jzero.estimate.step_memory import memory_of_step
 from jzero.estimate.traced_collectives import traced_collectives
 from jzero.machines import limits

@@ -26,9 +26,10 @@ from jzero.core.engine.recompute import Remat
 from jzero.core.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.step.inputs import check_batch
-from jzero.core.step.train_step import TrainStep, make_train_step
+from jzero.core.step.train_step import TrainStep
 from jzero.estimate.step_memory import StepMemory, memory_of_step
 from jzero.machines.machine import Machine
+from jzero.training import make_train_step
 
 Stage: TypeAlias = Literal[0, 1, 2, 3]
 WORTH_A_NOTE = 0.1

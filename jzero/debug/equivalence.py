@@ -16,9 +16,9 @@ from jzero.core.config.zero import ZeroConfig
 from jzero.core.state.adapter import Loss, adapt, plan_if_sharded, plan_of
 from jzero.core.state.gather import unshard_train_state
 from jzero.core.state.shard import shard_train_state
-from jzero.core.step.train_step import make_train_step
 from jzero.debug.deviations import EquivalenceReport, StepPair, leaf_deviation
 from jzero.debug.reference import Reference
+from jzero.training import make_train_step
 
 COMPARED = ("loss", "grad_norm", "step_applied", "loss_scale")
 """The metrics that both runs need."""

@@ -2,4 +2,5 @@
 
 Read `step_memory` with `traced` (the step's trace as operations on buffers), `buffers`, `sizes`, `footprint` (the most
 that lives at once), `postponed` and `record_memory`; then `step_time` and `traced_collectives`.
+`keeping` chooses by estimate what a step keeps.
 """

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -19,6 +18,7 @@ from jzero.core.layout.mesh import AnyMesh, platform_of
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_bytes import BytesPerDevice
 from jzero.core.plan.table import format_bytes
+from jzero.core.step.train_step import TrainStep
 from jzero.estimate.buffers import Buffer, Transfer
 from jzero.estimate.footprint import footprint
 from jzero.estimate.record_memory import update_at_peak
@@ -26,9 +26,6 @@ from jzero.estimate.sizes import bytes_of
 from jzero.estimate.step_time import CollectiveTraffic, StepTime, step_time, traffic_of
 from jzero.estimate.traced import trace_program
 from jzero.machines.machine import Machine
-
-if TYPE_CHECKING:
-    from jzero.core.step.train_step import TrainStep
 
 GATHERS_WORTH_A_NOTE = 1.05
 """A step that gathers more than this times the plan gets a note that says why."""

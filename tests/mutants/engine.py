@@ -293,14 +293,14 @@ MUTANTS = [
     ),
     Mutant(
         "kept_beyond_the_share",
-        "core/step/keeping.py",
+        "estimate/keeping.py",
         "return self.memory.peak <= KEPT_SHARE * self.limit",
         "return True",
         "test_kept_by_default.py::test_as_many_blocks_stay_as_fit",
     ),
     Mutant(
         "rows_kept_by_default",
-        "core/step/keeping.py",
+        "estimate/keeping.py",
         "kept = [leaf for leaf in cut if leaf.scan_dim is None or leaf.param.shape not in looped]",
         "kept = cut",
         "test_kept_by_default.py::test_rows_of_stacks_do_not_stay",

@@ -2,6 +2,6 @@
 
 Read `train_step`, `eval_step`, `jitted` (the base of all steps), `loss` (the user's function, traced and checked) with
 `row_check`, `inputs` (checks and places arguments), `agreement` (processes compare programs before they run them),
-`record_step` (updates state in records), `keeping`, `compiler_options`, `metrics` (the names of what steps return) and
+`record_step` (updates state in records), `compiler_options`, `metrics` (the names of what steps return) and
 `overflow`.
 """

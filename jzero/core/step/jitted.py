@@ -14,7 +14,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
 
 import jax
 import numpy as np
@@ -25,10 +25,13 @@ from jzero.core.base import compat
 from jzero.core.base.types import Jitted, PyTree, State, TrainStateLike
 from jzero.core.config.keep import Keep
 from jzero.core.config.settings import FLAG, NAMES, Setting, check, integer, one_of
-from jzero.core.engine.gradients import WHOLE_BATCH, MicroBatches
+from jzero.core.engine.gradients import WHOLE_BATCH, MicroBatches, bytes_of_kept_blocks
 from jzero.core.engine.merge import MERGES
 from jzero.core.engine.recompute import Remat
+from jzero.core.engine.trace import TracedLoss
+from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.set_mesh import from_program, in_own_mesh
+from jzero.core.plan.kept import Kept
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.adapter import Loss, adapt_sharded, plan_of
 from jzero.core.state.record_states import detached, for_loss, run_on_rows
@@ -47,7 +50,6 @@ from jzero.core.step.inputs import (
     optional_rng,
     place_inputs,
 )
-from jzero.core.step.keeping import KeepingStep, kept_by
 from jzero.core.step.loss import Splitter, StepLoss, split_aux
 from jzero.machines.machine import Machine
 
@@ -96,6 +98,22 @@ class _Expected(NamedTuple):
 
 def _reference(x: object) -> Callable[[], object]:
     return weakref.ref(x) if type(x).__weakrefoffset__ else _nothing
+
+
+class Chosen(Protocol):
+    """What a training step chooses to keep, and the step that keeps it."""
+
+    @property
+    def step(self) -> Step:
+        """The step."""
+
+    @property
+    def peak(self) -> int:
+        """Its estimated peak, in bytes."""
+
+    @property
+    def limit(self) -> int:
+        """What it may use of a device, in bytes."""
 
 
 class Step:
@@ -288,7 +306,7 @@ class Step:
         rng: jax.Array | None,
         hardware: Machine | None = None,
         hbm_bytes: float = math.inf,
-    ) -> KeepingStep | None:
+    ) -> Chosen | None:
         """Returns what the step chooses to keep, see [Note: Kept by default]; `None` if the user said, or nothing."""
         return None
 
@@ -346,11 +364,11 @@ class Step:
         """Returns the state's plan, which also knows the loss: `plan.closed_over`, `plan.kept`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         plan, choice = train_state.tx.plan, self.choice(train_state, batch, rng)
-        step = self if choice is None else choice.step
+        step = self if choice is None else cast("Self", choice.step)
         traced, _ = step.loss.trace(train_state, batch, rng)
         kept = kept_by(step.remat, traced, plan, self.micro) if isinstance(step.remat, Keep) else None
         if kept is not None and choice is not None:
-            kept = kept._replace(peak=choice.memory.peak, limit=choice.limit)
+            kept = kept._replace(peak=choice.peak, limit=choice.limit)
         return dataclasses.replace(plan, closed_over=tuple(find_closed_over(traced, plan)), kept=kept)
 
     @in_own_mesh
@@ -358,3 +376,20 @@ class Step:
         """Returns `remat`; if it is `None`, its default for this plan and loss: "cheap" or "as_written"."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         return self._chosen(train_state, batch, rng).loss.trace(train_state, batch, rng)[0].remat
+
+
+def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> Kept:
+    """Returns what a step keeps on one device between its passes."""
+    params = [(leaf.param, leaf.compute_dtype) for leaf in plan.leaves]
+    params += [(x, x.compute_dtype) for x in plan.other_leaves if x.compute_dtype is not None]
+    cut = [(leaf, dtype) for leaf, dtype in params if leaf.cut is not None]
+    stay = [(leaf, dtype) for leaf, dtype in cut if keep.keeps(leaf.path) or not plan.regathers]
+    total = traced.num_blocks(plan)
+    return Kept(
+        params=frozenset(leaf.path for leaf, _ in stay),
+        of_params=len(cut),
+        param_bytes=sum(array_bytes(math.prod(leaf.shape), dtype) for leaf, dtype in stay),
+        blocks=min(keep.blocks, total),
+        of_blocks=total,
+        block_bytes=bytes_of_kept_blocks(traced, plan, micro) if keep.blocks and total else 0,
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -17,6 +18,7 @@ import jax
 
 from jzero.core.base.guard import attempt
 from jzero.core.base.types import PyTree, TrainStateLike
+from jzero.core.config.keep import Keep
 from jzero.core.engine.gradients import MicroBatches
 from jzero.core.engine.merge import Merge, choose_merges
 from jzero.core.engine.outputs import spread_marks
@@ -29,7 +31,6 @@ from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.adapter import Loss, adapt
 from jzero.core.state.train_state import require_planned_memory
 from jzero.core.step.inputs import check_batch, check_loss, check_rng, check_stored, warn_closed_over
-from jzero.core.step.keeping import check_keep
 from jzero.core.step.row_check import check_row_dims, results_of, warn_coupled
 
 Splitter: TypeAlias = Callable[[PyTree], tuple[PyTree, PyTree]]
@@ -179,4 +180,25 @@ def _check_has_rows(state: TrainStateLike, plan: ZeroPlan) -> None:
         raise ValueError(
             f"{on_disk[0]!r} is on disk (`Offload(params='disk')`), from which only steps called from Python read: "
             "call this step outside of `jax.jit`, or keep parameters in the host's memory (`params='host'`)."
+        )
+
+
+def check_keep(remat: Remat | None, plan: ZeroPlan) -> None:
+    """Raises if `remat` is a `Keep` that names no parameter of the plan, or one that cannot stay."""
+    if not isinstance(remat, Keep) or not remat.params:
+        return
+    memory = plan.config.offload.params
+    if memory in ("host", "disk"):
+        raise ValueError(
+            f"`Keep(params={remat.params!s:.100})` keeps parameters whole on the devices, and "
+            f"`Offload(params={memory!r})` keeps them elsewhere to save memory: drop one of the two."
+        )
+    paths = [leaf.path for leaf in plan.leaves] + [x.path for x in plan.other_leaves if x.is_param]
+    named = {"all", *map(re.escape, paths)}  # as `fill_memory` writes them: nothing to search
+    patterns = [remat.params] if isinstance(remat.params, str) else remat.params
+    unused = [x for x in patterns if x not in named and not any(map(re.compile(x).fullmatch, paths))]
+    if unused:
+        raise ValueError(
+            f"`Keep(params=...)` has patterns that match no parameter: {unused}. A pattern is a regular expression "
+            f"over a whole path, such as {re.escape(paths[0])!r}."
         )

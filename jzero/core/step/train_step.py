@@ -1,19 +1,19 @@
-"""`value_and_grad`, `make_train_step`: jitted functions that differentiate a loss at a sharded train state."""
+"""`value_and_grad` and training steps: jitted functions that differentiate a loss at a sharded train state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jzero.core.base.types import Jitted, PyTree, State, TrainStateLike
-from jzero.core.config.settings import check, number, one_of, optional
+from jzero.core.config.settings import check, number, optional
 from jzero.core.config.zero import refers_to_config
-from jzero.core.engine.gradients import LossResult, MicroBatches, loss_and_grads
+from jzero.core.engine.gradients import LossResult, loss_and_grads
 from jzero.core.engine.outputs import Weighted
 from jzero.core.engine.recompute import Remat
 from jzero.core.engine.written_variables import Changed
@@ -22,10 +22,8 @@ from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.adapter import Loss, Metrics, adapt_sharded
 from jzero.core.state.next_state import check_can_compute, next_state, scaled_grads
 from jzero.core.state.train_state import map_state, write_fields
-from jzero.core.step.compiler_options import CompilerOptions
 from jzero.core.step.compiler_options import compiler_options as make_compiler_options
-from jzero.core.step.jitted import Step
-from jzero.core.step.keeping import KeepingStep, choose_kept
+from jzero.core.step.jitted import Chosen, Step
 from jzero.core.step.metrics import step_metrics
 from jzero.core.step.overflow import OverflowWatch, loss_scale_error
 from jzero.core.step.record_step import RecordStep
@@ -64,19 +62,24 @@ class ValueAndGrad(Step):
         return result.loss, result.aux, changed, plan.stored_grads(grads)
 
 
+Choose: TypeAlias = "Callable[[TrainStep, tuple[TrainStateLike, PyTree, PyTree], Machine | None, int], Chosen | None]"
+"""Chooses what a step keeps: of the step, its arguments as shapes, the machine, and what it may use of a device."""
+
+
 class TrainStep(Step):
     """The callable that `make_train_step` returns."""
 
     maker = "make_train_step"
     donated = (0,)
 
-    def __init__(self, loss_fn: Loss, *, clip_norm: float | None, **kwargs: Any) -> None:
+    def __init__(self, loss_fn: Loss, *, clip_norm: float | None, choose: Choose | None, **kwargs: Any) -> None:
         super().__init__(loss_fn, **kwargs)
+        self._choose = choose
         self._watch = OverflowWatch()
         self.clip_norm = check("clip_norm", clip_norm, optional(number("a number > 0", lambda x: x > 0)))
         self._agreement.settings["clip_norm"] = clip_norm
-        self._options["clip_norm"] = clip_norm
-        self._choices: dict[Hashable, KeepingStep | None] = {}
+        self._options |= {"clip_norm": clip_norm, "choose": choose}
+        self._choices: dict[Hashable, Chosen | None] = {}
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
@@ -101,9 +104,9 @@ class TrainStep(Step):
         rng: jax.Array | None,
         hardware: Machine | None = None,
         hbm_bytes: float = math.inf,
-    ) -> KeepingStep | None:
+    ) -> Chosen | None:
         """Returns what the step chooses to keep; `None` if the user said, or nothing."""
-        if self.remat is not None:
+        if self.remat is not None or self._choose is None:
             return None
         plan: ZeroPlan = state.tx.plan
         saves_memory = plan.config.offload.optimizer != "none" or plan.config.offload.params != "none"
@@ -123,7 +126,7 @@ class TrainStep(Step):
         )
         if key not in self._choices:
             shapes = self.abstract_arguments(state, batch, rng=rng)
-            self._choices[key] = choose_kept(self, shapes, hardware, limit)
+            self._choices[key] = self._choose(self, shapes, hardware, limit)
         return self._choices[key]
 
     def clear_cache(self) -> None:
@@ -260,81 +263,6 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
         mutable=mutable,
         merge=merge,
         remat=remat,
-        check_processes=check_processes,
-        check_rows=check_rows,
-    )
-
-
-@refers_to_config("shard_train_state")
-def make_train_step(  # noqa: PLR0913  # the options of a step
-    loss_fn: Loss,
-    has_aux: bool = False,
-    *,
-    accumulate_steps: int = 1,
-    clip_norm: float | None = None,
-    reduce: Literal["each", "last"] = "each",
-    remat: Remat | None = None,
-    mutable: Sequence[str] = (),
-    merge: Mapping[str, str] | None = None,
-    compiler_options: CompilerOptions | None = None,
-    check_processes: bool | float = True,
-    check_rows: bool = True,
-) -> TrainStep:
-    """Returns a jitted training step: loss, gradients, clipping, update, with the collectives of the state's stage.
-
-    Args:
-      loss_fn: As for `value_and_grad`.
-      has_aux: As for `value_and_grad`.
-      accumulate_steps: Number of micro-batches in each device's part of the batch. With more than one, stage 1 sums
-        whole local gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards. With `Weighted`
-        the result is that of one large batch; means are averaged.
-      clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
-      reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
-        communication for the memory of whole gradients. "each" reduces every micro-batch.
-      remat: As for `value_and_grad`. With `None`, a step at stage 3 on GPUs or TPUs keeps what is estimated to fit well
-        into a device's memory: all parameters between their uses, and the products of all repeated blocks and
-        scanned layers, or of as many as fit. "cheap" asks for the smaller peak.
-      mutable: As for `value_and_grad`; the step writes the new values into the state.
-      merge: As for `value_and_grad`.
-      compiler_options: XLA options for this step only, as for `jax.jit`; unused if the step is called inside another
-        `jax.jit`. "recommended" sets one: on GPUs the compiler gathers scanned layers one ahead if jzero does not, at
-        stage 3 with `prefetch_bytes=0`.
-      check_processes: As for `value_and_grad`.
-      check_rows: As for `value_and_grad`.
-
-    Returns:
-      `step(state, batch, *, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,
-      `grad_norm` (before clipping, over all parameters), `step_applied`, `loss_scale` (that of this step, if there is
-      one) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no weight, or if a gradient is
-      not finite and the precision policy skips such steps; then only the loss scale changes (with `Offload(delay=1)`
-      its gradients are dropped, and those of the step before are applied). Of optax's extra
-      arguments, an optimizer gets `value`, the loss, and `grad`, the clipped gradients, if all of its parts take them.
-      The step has `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and `plan(state, batch)` and
-      `recomputation(state, batch)`.
-
-    Raises:
-      ValueError: An argument is out of range.
-      TypeError: `loss_fn` is not callable; (when called) the optimizer asks for what a step does not have, such
-        as `value_fn`.
-      LossScaleError: (when called) Gradients overflow at the minimum loss scale. The error carries the state.
-
-    Example:
-      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
-      >>> new_state, metrics = step(jzero.shard_train_state(plain_state, stage=2), jnp.ones((8, 512)))
-      >>> bool(metrics["step_applied"])
-      True
-    """
-    check("reduce", reduce, one_of("each", "last"))
-    micro = MicroBatches(accumulate_steps, reduce_last=reduce == "last")
-    return TrainStep(
-        loss_fn,
-        has_aux=has_aux,
-        micro=micro,
-        clip_norm=clip_norm,
-        mutable=mutable,
-        merge=merge,
-        remat=remat,
-        compiler_options=compiler_options,
         check_processes=check_processes,
         check_rows=check_rows,
     )

@@ -1,4 +1,4 @@
-"""What a step keeps between its passes: `Keep` against a plan and a loss, and what is kept if the user says nothing.
+"""What a training step keeps between its passes if its user says nothing.
 
 [Note: Kept by default]
 Stage 3 can gather parameters again for the backward pass and recompute cheap activations. That saves memory, which
@@ -16,26 +16,21 @@ import dataclasses
 import logging
 import math
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
 from jzero.core.base.guard import attempt
 from jzero.core.base.types import PyTree, TrainStateLike
 from jzero.core.config.keep import Keep
-from jzero.core.engine.gradients import MicroBatches, bytes_of_kept_blocks
-from jzero.core.engine.recompute import Remat
 from jzero.core.engine.trace import TracedLoss
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.sizes import array_bytes
-from jzero.core.plan.kept import Kept
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.table import format_bytes
+from jzero.core.step.train_step import TrainStep
 from jzero.estimate.step_memory import StepMemory, memory_of_step
 from jzero.machines.machine import Machine
-
-if TYPE_CHECKING:
-    from jzero.core.step.train_step import TrainStep
 
 KEPT_SHARE = 0.7
 """Share of the memory of a step up to which values are kept without a compiler: estimates have been 17 % low."""
@@ -57,6 +52,11 @@ class KeepingStep(NamedTuple):
     keep: Keep
     memory: StepMemory
     limit: int
+
+    @property
+    def peak(self) -> int:
+        """Its estimated peak, in bytes."""
+        return self.memory.peak
 
     @property
     def fits(self) -> bool:
@@ -124,41 +124,3 @@ def _loop_shapes(jaxpr: AnyJaxpr) -> set[tuple[int, ...]]:
     """Returns the shapes of what loops read."""
     loops = [eqn for eqn in equations_of(jaxpr) if eqn.primitive.name in ("scan", "while")]
     return {tuple(compat.type_of(v).shape) for eqn in loops for v in eqn.invars}
-
-
-def check_keep(remat: Remat | None, plan: ZeroPlan) -> None:
-    """Raises if `remat` is a `Keep` that names no parameter of the plan, or one that cannot stay."""
-    if not isinstance(remat, Keep) or not remat.params:
-        return
-    memory = plan.config.offload.params
-    if memory in ("host", "disk"):
-        raise ValueError(
-            f"`Keep(params={remat.params!s:.100})` keeps parameters whole on the devices, and "
-            f"`Offload(params={memory!r})` keeps them elsewhere to save memory: drop one of the two."
-        )
-    paths = [leaf.path for leaf in plan.leaves] + [x.path for x in plan.other_leaves if x.is_param]
-    named = {"all", *map(re.escape, paths)}  # as `fill_memory` writes them: nothing to search
-    patterns = [remat.params] if isinstance(remat.params, str) else remat.params
-    unused = [x for x in patterns if x not in named and not any(map(re.compile(x).fullmatch, paths))]
-    if unused:
-        raise ValueError(
-            f"`Keep(params=...)` has patterns that match no parameter: {unused}. A pattern is a regular expression "
-            f"over a whole path, such as {re.escape(paths[0])!r}."
-        )
-
-
-def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> Kept:
-    """Returns what a step keeps on one device between its passes."""
-    params = [(leaf.param, leaf.compute_dtype) for leaf in plan.leaves]
-    params += [(x, x.compute_dtype) for x in plan.other_leaves if x.compute_dtype is not None]
-    cut = [(leaf, dtype) for leaf, dtype in params if leaf.cut is not None]
-    stay = [(leaf, dtype) for leaf, dtype in cut if keep.keeps(leaf.path) or not plan.regathers]
-    total = traced.num_blocks(plan)
-    return Kept(
-        params=frozenset(leaf.path for leaf, _ in stay),
-        of_params=len(cut),
-        param_bytes=sum(array_bytes(math.prod(leaf.shape), dtype) for leaf, dtype in stay),
-        blocks=min(keep.blocks, total),
-        of_blocks=total,
-        block_bytes=bytes_of_kept_blocks(traced, plan, micro) if keep.blocks and total else 0,
-    )
