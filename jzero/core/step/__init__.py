@@ -1,4 +1,4 @@
-"""The steps that a user calls, built on engine, update and state. Only tools and the command line import this room.
+"""The steps that a user calls, on engine, update and state. A step does not choose what it keeps: who makes it does.
 
 Read `train_step`, `eval_step`, `jitted` (the base of all steps), `loss` (the user's function, traced and checked) with
 `row_check`, `inputs` (checks and places arguments), `agreement` (processes compare programs before they run them),
