@@ -6,12 +6,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 import jzero
 from jzero.core.base import compat
 from jzero.core.engine.gradient_exits import Reduction
-from jzero.core.engine.kernel_gradients import without_transposes
 from jzero.core.engine.reduce_early import reduce_early
 from jzero.core.engine.roles import Role
 from jzero.core.engine.trace import LossInputs, trace_loss
@@ -84,47 +82,6 @@ def reduced_at(jaxpr, exits):
         x.cut.shard_shape for x in exits if x
     ]
     return [maker[eqn.invars[0]].primitive.name for eqn in reductions], [eqn.invars[0].aval for eqn in reductions]
-
-
-def swapped(x, w):
-    return lax.dot_general(w, x, (((0,), (1,)), ((), ()))).T
-
-
-def gram(y):
-    return y.T @ y
-
-
-PRODUCTS = {
-    "with a precision": (jax.grad(lambda w, x: jnp.sin(jnp.matmul(x, w, precision=("high", "highest"))).sum()), 0),
-    "in a loop": (lambda w, x: lax.scan(lambda c, _: (c + swapped(x, w), None), swapped(x, w), length=2)[0], 0),
-    "in a call": (lambda w, x: jax.jit(swapped)(x, w), 0),
-    "in a block": (jax.grad(lambda w, x: jax.checkpoint(lambda w: jnp.sin(x @ w))(w).sum()), 0),
-    "beside a batch": (
-        lambda w, x: lax.dot_general(x[None], w[None], (((2,), (1,)), ((0,), (0,)))).transpose(0, 2, 1),
-        0,
-    ),
-    "read elsewhere": (lambda w, x: (x @ w).T @ (x @ w), 0),
-    "read twice": (lambda w, x: gram(x @ w), 1),
-    "moved otherwise": (lambda w, x: jnp.einsum("bd,def->bfe", x, w.reshape(8, 2, 2)), 1),
-}
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_transposes_of_products_go_and_the_numbers_stay(name):
-    fn, kept = PRODUCTS[name]
-    w, x = np.random.default_rng(0).standard_normal((2, 8, 4), np.float32)
-    x = x.T  # [4, 8] @ [8, 4]
-    before = jax.make_jaxpr(fn)(w, x)
-    after = without_transposes(before)
-    assert num_transposes(after.jaxpr) == kept
-    assert num_transposes(before.jaxpr) > kept or kept
-    assert [v.aval for v in after.jaxpr.outvars] == [v.aval for v in before.jaxpr.outvars]
-    np.testing.assert_allclose(*(jaxpr_as_fun(f)(w, x)[0] for f in (after, before)), rtol=1e-5, atol=1e-5)
-
-
-def num_transposes(jaxpr):
-    own = sum(eqn.primitive.name == "transpose" for eqn in jaxpr.eqns)
-    return own + sum(num_transposes(inner) for eqn in jaxpr.eqns for inner in compat.contained_jaxprs(eqn))
 
 
 def test_a_gradient_is_reduced_before_it_is_widened():

@@ -1,9 +1,9 @@
-"""The engine computes loss and gradients on shards, in seven passes over one program. It knows no optimizer.
+"""The engine computes loss and gradients on shards, in six passes over one program. It knows no optimizer.
 
 Read `gradients`, which runs the passes, and their files in this order: `trace` (the loss as a jaxpr), `recompute` (adds
-checkpoints), `differentiate` (forward and backward pass become one jaxpr), `kernel_gradients` (products without
-transposes), `reduce_early` (each gradient is reduced where it is made), `waits` (for reductions, on GPUs), `walk`
-(gathers parameters where they are used). The result is a placed program, of the equations that `placed` defines.
+checkpoints), `differentiate` (forward and backward pass become one jaxpr), `reduce_early` (each gradient is reduced
+where it is made), `waits` (for reductions, on GPUs), `walk` (gathers parameters where they are used). The result is a
+placed program, of the equations that `placed` defines.
 
 Then, by topic: `roles` (how the stages differ); `lazy`, `shared_leaves` and `shard_rules` (partitioned parameters);
 `rules`, `loops`, `pipelined_reductions`, `prefetch` and `meshes` (equations that contain jaxprs, and constraints);

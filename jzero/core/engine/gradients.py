@@ -25,7 +25,6 @@ from jzero.core.config.keep import Keep
 from jzero.core.config.precision import cast_dtype, is_key, scale_by, widen
 from jzero.core.engine.differentiate import Joint, differentiate
 from jzero.core.engine.kept_blocks import kept_bytes
-from jzero.core.engine.kernel_gradients import without_transposes
 from jzero.core.engine.lazy import Leaf, is_lazy, make_lazy
 from jzero.core.engine.merge import is_of_whole_batch, merge_stacked, merge_written
 from jzero.core.engine.norms import grad_norm
@@ -240,7 +239,7 @@ class _LocalStep:
             traced, differentiable, sums=self.sums, steps=self.micro.steps, loss_scale=loss_scale, axis_env=names
         )
         exits = [*[None] * joint.num_values, *(self.params[i].gradient_exit for i in joint.differentiable)]
-        program = reduce_early(without_transposes(joint.jaxpr), exits)
+        program = reduce_early(joint.jaxpr, exits)
         if self.differentiates and platform_facts(self.plan.mesh).postpones:
             program = wait_for_gradients(program)
         return dataclasses.replace(joint, jaxpr=program)
