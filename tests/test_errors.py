@@ -109,6 +109,16 @@ def test_mesh_must_have_the_axis():
         jzero.plan_train_state(plain_state(), config=config)
 
 
+@pytest.mark.parametrize("field", ["params", "extra"])
+def test_two_leaves_of_one_path_are_named(field):
+    same = {"a/b": jnp.ones((8, 4)), "a": {"b": jnp.zeros((8, 4))}, "c": jnp.ones(5)}
+    fields = {"params": {"w": jnp.ones((8, 4))}} | {field: same}
+    state = jzero.TrainState.create(tx=optax.adam(0.1), **fields)
+    for call in (jzero.shard_train_state, jzero.abstract_train_state):
+        with raises(ValueError, f"  {field}/a/b: `{field}['a']['b']` and `{field}['a/b']`", "a path of its own"):
+            call(state, stage=3)
+
+
 # Editing parameters.
 
 

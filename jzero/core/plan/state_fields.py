@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.core.base.text import path_str
-from jzero.core.base.types import PyTree, TrainStateLike
+from jzero.core.base.types import KeyPath, PyTree, TrainStateLike
 
 NEEDED = ("params", "opt_state", "tx", "replace", "apply_gradients")
 
@@ -43,7 +43,7 @@ def check_optimizer(tx: object) -> None:
 
 
 def check_state_fields(state: TrainStateLike) -> None:
-    """Raises a `TypeError` if a field that training needs is missing, or lists the leaves that are no numbers."""
+    """Raises an error if a field that training needs is missing, leaves are no numbers, or two have the same path."""
     for name in ("step", "params"):
         if getattr(state, name, 0) is None:
             raise TypeError(
@@ -51,18 +51,29 @@ def check_state_fields(state: TrainStateLike) -> None:
                 f"`{name}={'0' if name == 'step' else '...'}`."
             )
     check_optimizer(state.tx)
-    bad = []
+    bad, shared = [], []
+    seen: dict[str, KeyPath] = {}
     trees = {"params": state.params, "opt_state": state.opt_state, **other_fields(state)}
     for name, tree in trees.items():
-        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        for keys, x in jax.tree_util.tree_leaves_with_path(tree):
+            path = path_str((jax.tree_util.GetAttrKey(name), *keys))
             if not _holds_numbers(x):
-                bad.append(f"  {path_str((jax.tree_util.GetAttrKey(name), *path))}: {type(x).__name__} {x!r:.60}")
+                bad.append(f"  {path}: {type(x).__name__} {x!r:.60}")
+            if seen.setdefault(path, keys) is not keys:
+                both = (f"`{name}{jax.tree_util.keystr(of)}`" for of in (seen[path], keys))
+                shared.append(f"  {path}: {' and '.join(both)}")
     if bad:
         raise TypeError(
             "Every leaf of a train state must be an array or a number; these are not:\n"
             + "\n".join(bad)
             + "\nKeep them out of the parameters (`eqx.partition(model, eqx.is_array)`), make a field static "
             "(`flax.struct.field(pytree_node=False)`), or turn them into arrays."
+        )
+    if shared:
+        raise ValueError(
+            "Each leaf of a train state needs a path of its own, its keys joined by '/'; these share theirs:\n"
+            + "\n".join(shared)
+            + "\nRename one of each two."
         )
 
 
