@@ -70,7 +70,7 @@ class DeviceColumns:
           pipeline: Reads and writes the records.
           chosen: The columns to return.
         """
-        columns_of = {(i, s.device): np.asarray(s.data) for i, x in chosen.items() for s in x.addressable_shards}
+        columns_of = {(i, s.device): jax.device_get(s.data) for i, x in chosen.items() for s in x.addressable_shards}
         columns_read: dict[DevicePart, list[np.ndarray]] = {}
 
         def visit(number: int, buffer: np.ndarray) -> None:
@@ -108,7 +108,8 @@ class DeviceColumns:
 
 
 def _part(x: jax.Array, device: jax.Device) -> np.ndarray:
-    return np.asarray(next(s.data for s in x.addressable_shards if s.device == device))
+    part: np.ndarray = jax.device_get(next(s.data for s in x.addressable_shards if s.device == device))
+    return part
 
 
 def _overlap(record: Record, dim: int, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jzero.core.disk.pipeline import Pipeline, RunStats
 from jzero.core.layout.leaves import StateLeaf
@@ -152,9 +153,9 @@ class RecordPass:
                 if isinstance(x, SumTarget)
             ]
             self.calls[i, device] = _Call(
-                arrays=[np.asarray(x[device]) if self.cpu else x[device] for x in arrays],
+                arrays=[jax.device_get(x[device]) if self.cpu else x[device] for x in arrays],
                 scalars=jax.device_put([x[device] for x in counts], at),
-                parts=[np.zeros(shape, x) if on_host else jnp.zeros(shape, x, device=device) for x in dtypes],
+                parts=[np.zeros(shape, x) if on_host else _zeros(shape, x, device) for x in dtypes],
                 sums=sums,
             )
 
@@ -165,13 +166,13 @@ class RecordPass:
         if kernel is None:  # nothing changes: the record is copied
             return None
         call, views, place = self.calls[record.param, record.device], self.records.views(number, buffer), record.place
-        start, at = np.array(place.start, np.int32), self.cpu or record.device
-        fields = jax.device_put([views[x.number] for x in kernel.sources if x.kind == "record"], at)
+        at, starts = self.cpu or record.device, (np.array(x, np.int32) for x in (place.start, record.stored.start))
+        fields = [views[x.number] for x in kernel.sources if x.kind == "record"]
+        fields, start, begin = jax.device_put((fields, *starts), at)
         slices = [
             jax.device_put(x[place.slices], at) if isinstance(x, np.ndarray) else _cut(x, start, shape=place.shape)
             for x in call.arrays
         ]
-        begin = np.array(record.stored.start, np.int32)
         new, results, sums = self.compute[record.param](fields, slices, call.scalars, begin, shape=place.shape)
         joins = [REDUCTIONS[x.how].join for x in kernel.targets if isinstance(x, SumTarget)]
         call.sums[:] = [join(x, y) for join, x, y in zip(joins, call.sums, sums, strict=True)]
@@ -182,10 +183,10 @@ class RecordPass:
 
         def finish(buffer: np.ndarray) -> None:
             for k, x in zip(replaced, new, strict=True):
-                views[k][...] = np.asarray(x)
+                views[k][...] = jax.device_get(x)
             for k, x in enumerate(results):
                 if waits[k]:
-                    call.parts[k][place.slices] = np.asarray(x)
+                    call.parts[k][place.slices] = jax.device_get(x)
             jax.block_until_ready(sums)  # the record's bytes may be the operands themselves
 
         return finish
@@ -250,6 +251,11 @@ def _compute(  # noqa: PLR0913  # operands of a program, by kind
     new = [x for target, x in done if isinstance(target, int)]
     sums = [x for target, x in done if isinstance(target, SumTarget)]
     return new, [x for target, x in done if not isinstance(target, int | SumTarget)], sums
+
+
+def _zeros(shape: Sequence[int], dtype: DTypeLike, device: jax.Device) -> jax.Array:
+    """Returns zeros on a device; `jnp.zeros` sends its scalar there implicitly, see `jax.transfer_guard`."""
+    return lax.broadcast(jax.device_put(np.zeros((), dtype), device), shape)
 
 
 @functools.partial(jax.jit, static_argnames="shape")

@@ -79,7 +79,7 @@ class StepGrads(NamedTuple):
     @property
     def is_applied(self) -> bool:
         """Whether to apply them; waits for the program that says so."""
-        return self.applied is None or bool(self.applied)
+        return self.applied is None or bool(jax.device_get(self.applied))
 
     @property
     def without_grads(self) -> StepGrads:
