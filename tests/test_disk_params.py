@@ -191,8 +191,9 @@ def test_reading_editing_and_moving_rows(scratch):
     edited = jzero.set_full_param(state, "h/w", value=value)
     assert (jzero.get_full_param(edited, "h/w") == value).all()
     assert (np.asarray(jzero.gather_params(edited)["h"]["w"]) == np.asarray(1 / 3, jnp.bfloat16)).all()
-    with pytest.raises(RuntimeError, match="later step overwrote"):
-        evaluate(state, batch())
+    for read in (lambda s: evaluate(s, batch()), jzero.gather_params, lambda s: jzero.get_full_param(s, "h/w")):
+        with pytest.raises(RuntimeError, match="later step overwrote"):
+            read(state)
     _, losses = train(edited, [1])
     _, near = train(jzero.set_full_param(other, "h/w", value=value), [1])
     np.testing.assert_allclose(losses, near, rtol=1e-6)

@@ -160,7 +160,7 @@ def test_states_that_are_made_moved_and_serialized_by_others(tmp_path):
     state, _ = train(late_state(), steps=1)
     with pytest.raises(ValueError, match=r"`Offload\(delay=1\)`"):
         state.tx.init(state.params)
-    with pytest.raises(TypeError, match=r"mu/.* is on disk.*save_checkpoint"):
+    with pytest.raises(TypeError, match=r"mu/.* is in records in the host's memory.*save_checkpoint"):
         serialization.to_bytes(state.opt_state)
     near = small_state(3, "bf16", SMALL, sizes=ONE_LAYER).opt_state
     before_the_field = serialization.to_state_dict(near)

@@ -29,6 +29,7 @@ from jzero.core.layout.leaves import LeafPlan, StateLeaf
 from jzero.core.layout.placement import memory_of, on_device, place_array
 from jzero.core.layout.stored import InRecords, Stored, when_read
 from jzero.core.plan.plan import ZeroPlan
+from jzero.core.state.record_states import readable
 from jzero.core.state.train_state import all_leaves, flat_state, map_state, plain_state, with_leaves
 
 Keys = tuple[str, ...]
@@ -132,7 +133,7 @@ def natural_state(state: TrainStateLike, plan: ZeroPlan) -> tuple[TrainStateLike
       state: A sharded train state.
       plan: Its plan.
     """
-    state = map_state(functools.partial(_move_to_plan, plan=plan), plan, state)
+    state = map_state(functools.partial(_move_to_plan, plan=plan), plan, readable(state))
     plain, layout = plain_state(state, plan), plan.plain
     leaves = target_leaves(plain, plan)
     arrays = flat_state(plain, layout)

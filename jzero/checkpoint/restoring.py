@@ -44,7 +44,7 @@ from jzero.core.plan.table import format_bytes
 from jzero.core.processes.agree import agree
 from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import StateAdapter, adapt_sharded
-from jzero.core.state.record_states import check_newest, kept_in_records, records_of
+from jzero.core.state.record_states import kept_in_records, records_of
 from jzero.core.state.train_state import all_leaves, check_alive, flat_state, plain_state, stored_state, with_leaves
 
 PARAMS, OPT_STATE = "params", "opt_state"
@@ -232,7 +232,7 @@ class RestoreTarget:
             )
         check_alive([x for _, x in left])
         if any(isinstance(x, InRecords) for _, x in left):
-            check_newest(self.adapted.state)
+            records_of(self.adapted.state)
 
     def restore_records(self, contents: Contents, matched: Mapping[int, StoredLeaf]) -> RestoredRecords:
         """Returns new records with the leaves on disk: those in the checkpoint, and copies of the others."""
@@ -246,15 +246,15 @@ class RestoreTarget:
             records_of(self.adapted.state).close()
 
     def free(self, matched: Mapping[int, StoredLeaf]) -> None:
-        """Frees the arrays whose values will be replaced."""
+        """Frees the arrays whose values will be replaced, and the records if all that they hold will be."""
+        if self.on_disk and all(i in matched for i in self.on_disk):
+            self.close_records()
         sources = [source for source, _ in self._sources(None)[1]]
         goes = [isinstance(source, Number) and source.index in matched for source in sources]
         reused = {id(x) for x, go in zip(self._values, goes, strict=True) if not go}
         for x, go in zip(self._values, goes, strict=True):
             if go and isinstance(x, jax.Array) and id(x) not in reused and not x.is_deleted():
                 x.delete()
-        if self.on_disk and all(i in matched for i in self.on_disk):
-            self.close_records()
 
     def fill(
         self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice, disk: RestoredRecords | None = None

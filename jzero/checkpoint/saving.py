@@ -37,7 +37,7 @@ from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.core.base.text import as_data
 from jzero.core.base.types import State, TrainStateLike
-from jzero.core.layout.stored import ChangedRecords, InRecords, Stored
+from jzero.core.layout.stored import ChangingReader, InRecords, Stored
 from jzero.core.plan.opt_state import ZeroOptState
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import frozen_fields
@@ -45,7 +45,7 @@ from jzero.core.processes.agree import MEET_S, agree, are_several, check_wait, e
 from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.pending import apply_pending
-from jzero.core.state.record_states import check_newest, records_of
+from jzero.core.state.record_states import records_of
 from jzero.core.state.train_state import check_alive, with_leaves
 
 if TYPE_CHECKING:
@@ -199,7 +199,6 @@ def checkpoint_items(state: State, *, data_iterator: object, extra: Mapping[str,
     check_alive(train_state)
     if not train_state.tx.plan.has_records:
         return Items(_make_items(state, None, data_iterator, extra), lambda: None)
-    check_newest(train_state)
     snapshot = Snapshot(records_of(train_state))
     try:
         return Items(_make_items(state, snapshot, data_iterator, extra), snapshot.release)
@@ -256,12 +255,12 @@ def _on_devices_unless_streamed(x: Stored, leaf: TargetLeaf) -> Stored:
     """Returns an array. One on disk stays there if its records can be written; else it comes to memory."""
     if not isinstance(x, InRecords) or is_streamed(leaf.leaf):
         return x
-    changes, records = list[Callable[[jax.Array], jax.Array]](), x.records
-    while isinstance(records, ChangedRecords):
-        changes, records = [records.change, *changes], records.records
-    assert records is not None
-    read = functools.partial(records.read_leaf, x.path)
-    on_devices = everywhere(read)  # what follows are collectives, which must find all processes
+    changes, reader = list[Callable[[jax.Array], jax.Array]](), x.reader
+    while isinstance(reader, ChangingReader):
+        changes, reader = [reader.change, *changes], reader.reader
+    assert reader is not None
+    # What follows are collectives, which must find all processes.
+    on_devices = everywhere(functools.partial(reader, x.path))
     return functools.reduce(lambda y, change: change(y), changes, on_devices)
 
 

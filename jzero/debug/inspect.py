@@ -19,7 +19,7 @@ from jzero.core.plan.state_fields import other_fields
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.gather import place_given, write_params
 from jzero.core.state.pending import apply_pending
-from jzero.core.state.record_states import kept_in_records
+from jzero.core.state.record_states import kept_in_records, readable
 from jzero.core.state.train_state import check_alive
 
 DEEPSPEED_NAMES = {"exp_avg": "mu", "exp_avg_sq": "nu"}
@@ -49,7 +49,7 @@ def get_full_param(state: State, path: str) -> jax.Array:
     References:
       DeepSpeed's `safe_get_full_fp32_param`.
     """
-    train_state = adapt_sharded(state).state
+    train_state = readable(adapt_sharded(state).state)
     plan = train_state.tx.plan
     frozen = _frozen_index(plan, path)
     if frozen is not None:
@@ -121,6 +121,7 @@ def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
 
     Raises:
       ValueError: `path` names no parameter, or `name` no leaf or several; the message lists the names.
+      RuntimeError: The leaf is in records, and a later step overwrote it.
 
     Example:
       >>> mu = jzero.get_full_opt_state(state, "w", name="mu")
@@ -130,7 +131,7 @@ def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
     References:
       DeepSpeed's `safe_get_full_optimizer_state`.
     """
-    train_state = adapt_sharded(state).state
+    train_state = readable(adapt_sharded(state).state)
     plan = train_state.tx.plan
     i = _opt_index(plan, path, name)
     leaf = plan.inner_leaves[i]
@@ -156,6 +157,7 @@ def set_full_opt_state(state: State, path: str, *, name: str, value: ArrayLike) 
     Raises:
       ValueError: As for `get_full_opt_state`, or `value` has another shape, or numbers that the dtype cannot hold.
       TypeError: `value` is not an array of numbers.
+      RuntimeError: As for `get_full_opt_state`.
 
     Example:
       >>> ones = jzero.set_full_opt_state(state, "w", name="mu", value=jnp.ones((512, 512)))

@@ -39,6 +39,28 @@ MUTANTS = [
         "    return Stepped",
         "test_disk.py::test_state_on_disk_trains_like_state_in_memory",
     ),
+    Mutant(
+        "copies_read_what_later_steps_wrote",
+        "core/state/record_states.py",
+        "!= records.generation:",
+        "> records.generation:",
+        "test_record_copies.py::test_a_copy_is_refused_and_the_newest_state_stays_as_it_is",
+        "ram",
+    ),
+    Mutant(
+        "gradients_that_wait_are_of_any_copy",
+        "core/records/schedules.py",
+        "        self.version += is_applied\n",
+        "",
+        "test_record_copies.py::test_gradients_that_wait_are_of_one_state",
+    ),
+    Mutant(
+        "numbers_of_states_come_twice",
+        "core/records/zenflow.py",
+        "            target.pending.version = self.version  # no number comes twice\n",
+        "",
+        "test_record_copies.py::test_no_number_comes_twice",
+    ),
     # Weights.
     Mutant(
         "boxes_of_tensors_take_the_parameters_order",

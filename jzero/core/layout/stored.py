@@ -18,11 +18,16 @@ from jzero.core.base import flax_types
 from jzero.core.base.types import DType
 
 
-class LeafReader(Protocol):
-    """Reads the leaves of one state from its records."""
+class Holder(Protocol):
+    """The records of a state."""
 
-    def read_leaf(self, path: str) -> jax.Array:
-        """Returns a leaf as stored, in the devices' memory."""
+    @property
+    def where(self) -> str:
+        """Where they are: "host" or "disk"."""
+
+
+Reader: TypeAlias = Callable[[str], Any]
+"""Returns the leaf with a path as stored, in the devices' memory, or what becomes of that."""
 
 
 @jax.tree_util.register_static
@@ -35,12 +40,14 @@ class InRecords:
       shape: The shape of the stored array.
       dtype: Its dtype.
       records: Where its values are; `None` for shapes, and inside of programs.
+      reader: Reads it for one state; `None` in states themselves. `jzero.core.state.record_states.readable` sets it.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: DType
-    records: LeafReader | None = None
+    records: Holder | None = None
+    reader: Reader | None = None
 
     @property
     def ndim(self) -> int:
@@ -57,17 +64,27 @@ class InRecords:
         """The node without its records."""
         return dataclasses.replace(self, records=None)
 
-    def read(self) -> jax.Array:
-        """Returns the array as stored, in the devices' memory."""
+    @property
+    def whereabouts(self) -> str:
+        """Says which leaf is where."""
+        known = PLACES.values() if self.records is None else [PLACES[self.records.where]]
+        return f"{self.path!r} is {' or '.join(known)}"
+
+    def read(self) -> Any:
+        """Returns the array as stored, in the devices' memory, after the changes of `when_read`."""
+        if self.reader is None:
+            raise ValueError(f"{self.whereabouts}, and a program cannot read it. {INSTEAD}")
+        return self.reader(self.path)
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(f"{self.whereabouts}: it is no array to compute with. {INSTEAD}")
+
+    __jax_array__ = __array__ = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
         if self.records is None:
-            raise ValueError(f"{self.path!r} is on disk, and a program cannot read it. {INSTEAD}")
-        return self.records.read_leaf(self.path)
-
-    def __jax_array__(self) -> NoReturn:
-        raise TypeError(f"{self.path!r} is on disk: it is no array to compute with. {INSTEAD}")
-
-    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise TypeError(f"{self.path!r} is on disk: it is no array to compute with. {INSTEAD}")
+            return type(self), (self.path, self.shape, self.dtype)
+        raise TypeError(f"{self.whereabouts}, where `copy.deepcopy` and `pickle` do not reach it. {TO_COPY}")
 
     def __repr__(self) -> str:
         return f"InRecords({self.path!r}, shape={self.shape}, dtype={self.dtype})"
@@ -81,37 +98,43 @@ Like: TypeAlias = Stored | jax.ShapeDtypeStruct
 flax_types.register_refusal(
     InRecords,
     lambda x: (
-        f"{x.path!r} is on disk, or in records in the host's memory, so Flax cannot serialize it: use "
-        "`jzero.save_checkpoint`, or bring the state to memory with `jzero.unshard_train_state`."
+        f"{x.whereabouts}, so Flax cannot serialize it: use `jzero.save_checkpoint`, or bring the state to memory with "
+        "`jzero.unshard_train_state`."
     ),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class ChangedRecords:
-    """Records whose leaves are changed after they are read.
+class ChangingReader:
+    """Changes leaves after they are read.
 
     Attributes:
-      records: The records.
+      reader: Reads them.
       change: Takes a leaf as stored, and returns the changed one.
     """
 
-    records: LeafReader
+    reader: Reader
     change: Callable[[jax.Array], Any]
 
-    def read_leaf(self, path: str) -> Any:
+    def __call__(self, path: str) -> Any:
         """Returns the changed leaf."""
-        return self.change(self.records.read_leaf(path))
+        return self.change(self.reader(path))
 
 
 def when_read(x: Stored, change: Callable[[jax.Array], Any]) -> Any:
     """Returns an array after a change; for one in records, a node that makes the change once it is read."""
     if not isinstance(x, InRecords):
         return change(x)
-    return x if x.records is None else dataclasses.replace(x, records=ChangedRecords(x.records, change))
+    return x if x.reader is None else dataclasses.replace(x, reader=ChangingReader(x.reader, change))
 
 
 INSTEAD = (
     "Read it with `jzero.get_full_opt_state` or `jzero.get_full_param`; train with a step of `jzero.make_train_step` "
-    "outside of `jax.jit`, or keep the state in memory (`Offload(optimizer='host')`)."
+    "outside of `jax.jit`, or keep the state where programs see it (`Offload(optimizer='host')` without `delay`)."
 )
+TO_COPY = (
+    "To keep a state while training goes on, copy it with `jzero.shard_train_state(state)`, which gives the copy "
+    "records of its own, or save a checkpoint (`jzero.save_checkpoint`)."
+)
+PLACES = {"disk": "on disk", "host": "in records in the host's memory"}
+"""By `Holder.where`."""

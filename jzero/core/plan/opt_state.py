@@ -44,8 +44,7 @@ class DiskState:
     """What a state knows about its records, see `Offload.optimizer` and `Offload.delay`.
 
     Attributes:
-      generation: Number of times that a step wrote the records, int32: if the records have another number, the
-        state is not the newest.
+      generation: Number of times that the state changed in its records, int32, see [Note: The newest state].
       waiting: With `Offload(delay=1)` or `zenflow`, whether gradients wait for a later step, a 0-d boolean;
         else `None`.
     """

@@ -89,7 +89,7 @@ class Pending:
     """What later steps apply to the records of a state. Of this kind is a state whose steps apply all at once: nothing.
 
     Attributes:
-      version: How often columns that are on the devices changed.
+      version: How often columns that are on the devices, or gradients that wait, changed.
     """
 
     version: int = 0
@@ -127,7 +127,7 @@ class Records:
 
     @property
     def generation(self) -> int:
-        """The number of times that the state changed after it was first filled."""
+        """The number of times that the state changed after it was first filled, see [Note: The newest state]."""
         return self.pipeline.store.generation - 1 + self.pending.version
 
     @property

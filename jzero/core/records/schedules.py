@@ -180,6 +180,7 @@ class Delayed(Schedule):
         if ready is not None:
             self.background.count()
         self.waiting = got.step if is_applied else None
+        self.version += is_applied
         return Stepped(new, got.metrics, stats, waited)
 
     def apply_pending(self, update: RecordUpdate, records: Records, state: State, target: Records) -> State:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -62,7 +61,7 @@ class ZenFlowSchedule(Schedule):
       columns: The columns on the devices.
       sums: Sums of gradients by parameter and device, float32 on the host.
       count: Number of gradients in the sums.
-      version: How often columns on the devices changed.
+      version: As for `Pending`.
       noted: What the pass beside steps reads of the last step.
     """
 
@@ -90,7 +89,7 @@ class ZenFlowSchedule(Schedule):
 
     def step(self, update: RecordUpdate, records: Records, state: State, gradients: Callable[[], Gradients]) -> Stepped:
         """Runs a step that applies its gradients to some columns."""
-        number = int(state.step)
+        number = int(jax.device_get(state.step))
         step, changed, metrics = got = gradients()
         update.wait(step)
         if number < self.settings.warm_up_steps or not step.is_applied:
@@ -154,10 +153,10 @@ class ZenFlowSchedule(Schedule):
         cpu = host_cpu()
         for i in self.partly_chosen:
             grad, leaf = step.grads[i], self.plan.leaves[i].grad
-            factors = [np.asarray(x) for x in grad.factors]
+            factors = jax.device_put(jax.device_get(grad.factors), cpu)
             parts = {s.device: s.data for s in grad.reduced.addressable_shards}
             for device in dict.fromkeys(first_holders(self.plan, leaf).values()):
-                part = jax.device_put(np.asarray(parts[device]), cpu)
+                part = jax.device_put(jax.device_get(parts[device]), cpu)
                 old = self.sums.get((i, device))
                 zeros = np.zeros(part.shape, wide_dtype(part.dtype))
                 self.sums[i, device] = _added(jax.device_put(zeros, cpu) if old is None else old, part, factors)
@@ -167,7 +166,7 @@ class ZenFlowSchedule(Schedule):
         """Returns the mean of the gradients in the sums, by parameter and device."""
         means: dict[int, dict[jax.Device, np.ndarray]] = {i: {} for i in self.plan.record_fields}
         for (i, device), x in self.sums.items():
-            means[i][device] = np.asarray(_divided(x, np.float32(self.count)))
+            means[i][device] = np.asarray(_divided(x, jax.device_put(np.float32(self.count), host_cpu())))
         for i in set(self.plan.record_fields) - set(self.partly_chosen):  # nothing of it counts
             zeros = np.zeros(self.plan.leaves[i].grad.part_shape, np.float32)
             means[i] = dict.fromkeys(first_holders(self.plan, self.plan.leaves[i].grad).values(), zeros)
@@ -214,14 +213,15 @@ class ZenFlowSchedule(Schedule):
             self.columns.move(target.pipeline, {})
         if not keeps:
             target.pending = ZenFlowSchedule(target)
+            target.pending.version = self.version  # no number comes twice
         return state
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _added(total: jax.Array, grad: jax.Array, factors: Sequence[np.ndarray]) -> jax.Array:
-    return total + scale_by(grad, *map(jnp.asarray, factors)).astype(total.dtype)
+def _added(total: jax.Array, grad: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
+    return total + scale_by(grad, *factors).astype(total.dtype)
 
 
 @jax.jit
-def _divided(total: jax.Array, count: np.float32) -> jax.Array:
+def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
     return total / lax.convert_element_type(count, total.dtype)

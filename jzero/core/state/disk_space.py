@@ -69,7 +69,7 @@ def disk_stats(state: State) -> DiskStats:
     Raises:
       TypeError: The state was not sharded by jzero.
       ValueError: Nothing of the state is on a disk.
-      RuntimeError: `release_disk` freed the space.
+      RuntimeError: `release_disk` freed the space, or the files are those of a later state.
 
     Example:
       >>> offload = jzero.Offload(optimizer="disk", path=tmp)
@@ -95,7 +95,7 @@ def release_disk(state: State) -> None:
     Raises:
       TypeError: The state was not sharded by jzero.
       ValueError: Nothing of the state is on a disk.
-      RuntimeError: The space was freed before.
+      RuntimeError: The space was freed before, or the files are those of a later state.
 
     Example:
       >>> offload = jzero.Offload(optimizer="disk", path=tmp)

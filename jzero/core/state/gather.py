@@ -21,7 +21,7 @@ from jzero.core.processes.fingerprints import describe_value
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.layouts import FLOAT, find_shardings, lay_out
 from jzero.core.state.pending import apply_pending
-from jzero.core.state.record_states import kept_in_records
+from jzero.core.state.record_states import kept_in_records, readable
 from jzero.core.state.train_state import S, all_leaves, check_alive, edited_master, flat_state, plain_state, with_leaves
 
 
@@ -40,6 +40,7 @@ def unshard_train_state(state: State) -> State:
 
     Raises:
       TypeError: The state was not sharded by jzero.
+      RuntimeError: A later step overwrote what it has in records.
 
     Example:
       >>> jzero.unshard_train_state(state).params["w"].shape == plain_state.params["w"].shape
@@ -47,7 +48,7 @@ def unshard_train_state(state: State) -> State:
     """
     check_alive(adapt_sharded(state).state)
     adapted = adapt_sharded(apply_pending(state))
-    train_state, plan = adapted.state, adapted.state.tx.plan
+    train_state, plan = readable(adapted.state), adapted.state.tx.plan
     plain, layout = plain_state(train_state, plan), plan.plain
     leaves = all_leaves(layout)
     gathered = gather_leaves(flat_state(plain, layout), leaves)
@@ -104,7 +105,7 @@ def gather_params(
       DeepSpeed's `GatheredParameters`.
     """
     check("masters", masters, FLAG)
-    train_state = adapt_sharded(state).state
+    train_state = readable(adapt_sharded(state).state)
     plan = train_state.tx.plan
     check_alive(train_state)
     chosen, to = _match(plan, paths), check("dtype", dtype, FLOAT)

@@ -12,7 +12,7 @@ from jzero.core.layout.placement import copy_array, memory_of
 from jzero.core.records.opening import open_records
 from jzero.core.records.schedules import Schedule
 from jzero.core.state.adapter import adapt_sharded
-from jzero.core.state.record_states import attached, check_newest, detached, record_update, records_of
+from jzero.core.state.record_states import attached, detached, record_update, records_of
 from jzero.core.state.train_state import check_alive, map_state
 
 
@@ -52,7 +52,6 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
     if not _waits(train_state):
         return state
     records = records_of(train_state)
-    check_newest(train_state)
     records.pipeline.store.check_whole()
     used = map_state(_planned if donate else _copied, records.plan, train_state)
     target = records if donate else open_records(records.plan)

@@ -1,4 +1,11 @@
-"""Opens the records of states, attaches them to states, and detaches them for programs."""
+"""Opens the records of states, attaches them to states, and detaches them for programs.
+
+[Note: The newest state]
+The arrays of a state can be copied (`jax.tree.map(jnp.copy, state)`), its records cannot: the copy shares them, and the
+next step overwrites them. So a state has the number of its generation as an array, which goes wherever its arrays go,
+and the records know that of the newest state. `records_of` is the one way from a state to its records, for all that
+read or write them, and compares the two. A leaf does not know its state: `readable(state)` has leaves that can be read.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +19,15 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jzero.core.base.types import PyTree, State
-from jzero.core.layout.placement import place_array
-from jzero.core.layout.stored import InRecords
+from jzero.core.layout.stored import PLACES, TO_COPY, InRecords
+from jzero.core.plan.opt_state import DiskState
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.processes.agree import succeed_together
 from jzero.core.records.opening import open_records
 from jzero.core.records.programs import RecordUpdate
 from jzero.core.records.records import Records, handle_shape
 from jzero.core.state.next_state import next_state
-from jzero.core.state.train_state import abstract_leaf, map_state
+from jzero.core.state.train_state import abstract_leaf, check_alive, map_state
 from jzero.core.update.program import record_program
 from jzero.core.update.transformation import ZeroTransformation
 from jzero.core.update.whole import Grad
@@ -110,7 +117,6 @@ def run_on_rows(run: Callable[[State], T], state: State, passes: Sequence[int]) 
     Raises:
       DiskError: In all processes, if a row could not be read in one.
     """
-    check_newest(state)
     reader = records_of(state).rows.reader
 
     def attempt() -> T:
@@ -127,7 +133,11 @@ def attached(state: State, records: Records) -> State:
     plan, zero_state = state.tx.plan, state.opt_state
 
     def number(x: bool | int, old: jax.Array | None) -> jax.Array | None:
-        return None if old is None else place_array(np.asarray(x, old.dtype), old.dtype, plan.whole_sharding)
+        if old is None:
+            return None
+        # No transfer is implicit (`jax.transfer_guard`), and no buffer NumPy's own: a step donates it.
+        parts = [jax.device_put(np.asarray(x, old.dtype), d, may_alias=False) for d in plan.mesh.local_devices]
+        return jax.make_array_from_single_device_arrays((), plan.whole_sharding, parts)
 
     old = zero_state.disk
     disk = dataclasses.replace(
@@ -140,17 +150,49 @@ def attached(state: State, records: Records) -> State:
 
 
 def records_of(state: State) -> Records:
-    """Returns the records of a state."""
+    """Returns the records of a state, for whatever reads or writes them, see [Note: The newest state].
+
+    Raises:
+      RuntimeError: They are those of a later state, or gone; or a step consumed the state.
+      ValueError: The state has no values, or is inside of a program, or its arrays were moved from their devices.
+    """
     plan = state.tx.plan
     leaves = [*plan.opt_treedef.flatten_up_to(state.opt_state), *plan.params_treedef.flatten_up_to(state.params)]
     records = next(x.records for x in leaves if isinstance(x, InRecords))
     if not isinstance(records, Records):
         raise ValueError(
-            "This state has shapes in place of what is on disk. Make one with `jzero.shard_train_state` or "
+            "This state has shapes in place of what is in records. Make one with `jzero.shard_train_state` or "
             "`jzero.init_train_state`, or restore a checkpoint into it."
         )
     records.require_not_released()
+    disk: DiskState = state.opt_state.disk
+    check_alive(disk)
+    where = PLACES[records.where]
+    if isinstance(disk.generation, jax.core.Tracer):
+        raise ValueError(f"What this state has {where} is not for programs: call this outside of `jax.jit`.")
+    devices = disk.generation.sharding.device_set if isinstance(disk.generation, jax.Array) else ()
+    if devices != plan.whole_sharding.device_set:
+        raise ValueError(
+            "The arrays of this state were moved from its devices (`jax.device_get`, `jax.device_put`), without what "
+            f"it has {where}. Go on with the state that they were taken from. {TO_COPY}"
+        )
+    if (mine := int(jax.device_get(disk.generation))) != records.generation:
+        raise RuntimeError(
+            f"A later step overwrote what this state has {where}: it is number {mine} of {records.generation}. "
+            "Go on with the state that the step returned (`state, metrics = step(state, batch)`), or restore a "
+            f"checkpoint. {TO_COPY}"
+        )
     return records
+
+
+def readable(state: State) -> State:
+    """Returns a state whose leaves in records can be read: each read asks `records_of` first."""
+    plan = state.tx.plan
+    if not plan.has_records:
+        return state
+    return map_records(
+        lambda x: dataclasses.replace(x, reader=lambda path: records_of(state).read_leaf(path)), plan, state
+    )
 
 
 def kept_in_records(state: State, *, like: State) -> State:
@@ -176,13 +218,3 @@ def kept_in_records(state: State, *, like: State) -> State:
     params, opt_state = stored[: len(plan.leaves)], stored[len(plan.leaves) :]
     state = state.replace(params=plan.params_treedef.unflatten(params), opt_state=plan.opt_treedef.unflatten(opt_state))
     return attached(state, records)
-
-
-def check_newest(state: State) -> None:
-    """Raises if a later step overwrote what a state has in records."""
-    newest, mine = records_of(state).generation, int(state.opt_state.disk.generation)
-    if mine != newest:
-        raise RuntimeError(
-            f"A later step overwrote what this state has on disk: it is number {mine}, the files are at {newest}. Go "
-            "on with the state that the step returned (`state, metrics = step(state, batch)`), or restore a checkpoint."
-        )

@@ -22,7 +22,7 @@ from jzero.core.plan.state_fields import check_state_fields
 from jzero.core.plan.trainable import MaskedTransformation, restrict_opt_state, restrict_optimizer
 from jzero.core.state.adapter import plan_if_sharded
 from jzero.core.state.gather import note_value
-from jzero.core.state.record_states import checked_records
+from jzero.core.state.record_states import checked_records, readable, records_of
 from jzero.core.state.train_state import (
     S,
     abstract_leaf,
@@ -83,6 +83,8 @@ class Placement:
                 "`init_train_state`."
             )
         check_alive([x for _, x in leaves])
+        if self.old is not None and self.old.has_records:  # before `donate` frees anything
+            records_of(self.state)
 
     def make_plan(self) -> ZeroPlan:
         """Returns the plan."""
@@ -187,7 +189,7 @@ def _shape_of(leaf: StateLeaf) -> jax.ShapeDtypeStruct:
 def _plain_values(state: S, old: ZeroPlan) -> S:
     """Returns the plain values of a sharded state, which know their natural shapes; on disk, once they are read."""
     layout = old.plain
-    leaves = flat_state(plain_state(state, old, take_edits=True), layout)
+    leaves = flat_state(plain_state(readable(state), old, take_edits=True), layout)
     return with_leaves(state, layout, map(_known_shape, leaves, all_leaves(layout)), tx=state.tx.inner)
 
 

@@ -21,7 +21,6 @@ from jzero.core.records.schedules import Gradients, Schedule, Stepped
 from jzero.core.state.adapter import Metrics
 from jzero.core.state.record_states import (
     attached,
-    check_newest,
     detached,
     for_loss,
     record_update,
@@ -58,7 +57,6 @@ class RecordStep:
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
         """Returns the state after a step, and metrics; consumes `state`."""
-        check_newest(state)
         records, key = records_of(state), optional_rng(rng)
 
         def gradients() -> Gradients:
