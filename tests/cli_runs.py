@@ -50,7 +50,7 @@ def text_of(result):
 
 
 def data_of(result):
-    return json.loads(text_of(result))
+    return json.loads(text_of(result), parse_constant=pytest.fail)  # infinity and NaN are no JSON
 
 
 def message_of(result):

@@ -3,13 +3,15 @@
 import dataclasses
 import html.parser
 import json
+import math
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import jzero
-from jzero.core.base.text import format_number, wrapped
+from jzero.core.base.text import Report, format_number, wrapped
 
 
 @pytest.mark.parametrize(
@@ -109,3 +111,17 @@ def test_every_report_is_data(reports):
         assert data, name
     steps = json.loads(reports["EquivalenceReport"].to_json())["steps"]
     assert steps == [dataclasses.asdict(x) for x in reports["EquivalenceReport"].steps]
+
+
+def test_json_has_no_infinity_and_no_nan():
+    """Whatever a report holds: JSON's own numbers are finite, and other readers than Python's refuse the rest."""
+
+    @dataclasses.dataclass
+    class Odd(Report):
+        x: object
+
+    numbers = [math.inf, -math.inf, math.nan, np.float32("inf"), np.array(np.nan), jnp.float32(jnp.inf), 0.5]
+    text = Odd({"deep": [(x,) for x in numbers], math.inf: Odd(math.inf)}).to_json()
+    found = json.loads(text, parse_constant=pytest.fail)["x"]
+    assert [x for (x,) in found["deep"]] == ["inf", "-inf", "nan", "inf", "nan", "inf", 0.5]
+    assert found["inf"] == {"x": "inf"}

@@ -7,6 +7,7 @@ import functools
 import html
 import itertools
 import json
+import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
@@ -110,8 +111,8 @@ class Report:
         return picked(self, *self.derived, *_fields(self))
 
     def to_json(self) -> str:
-        """Returns all of it as JSON."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+        """Returns all of it as JSON, which has no infinity and no NaN: these are text."""
+        return json.dumps(_finite(self.to_dict()), indent=2, ensure_ascii=False, allow_nan=False)
 
     def _repr_html_(self) -> str:
         return as_html(str(self))
@@ -122,8 +123,15 @@ def picked(x: Any, *names: str) -> dict[str, Any]:
     return {name: as_data(getattr(x, name)) for name in names}
 
 
+def plain(x: Any) -> Any:
+    """Returns a number or flag as Python has it, where it is a scalar of NumPy or jax; else the value itself."""
+    kind = getattr(getattr(x, "dtype", None), "kind", "")
+    return x.item() if kind in tuple("biuf") and getattr(x, "shape", None) == () else x
+
+
 def as_data(x: Any) -> Any:
-    """Returns what JSON can hold: numbers, text, lists and dictionaries, among them the fields of dataclasses."""
+    """Returns plain data: numbers, text, lists and dictionaries, among them the fields of dataclasses."""
+    x = plain(x)
     if x is None or isinstance(x, bool | int | float | str):
         return x
     if hasattr(x, "to_dict"):
@@ -134,8 +142,16 @@ def as_data(x: Any) -> Any:
         return {str(name): as_data(value) for name, value in x.items()}
     if isinstance(x, list | tuple | set | frozenset):
         return [as_data(value) for value in (x if isinstance(x, list | tuple) else sorted(x, key=str))]
-    kind = getattr(getattr(x, "dtype", None), "kind", "")
-    return x.item() if kind in tuple("biuf") and x.shape == () else str(x)
+    return str(x)
+
+
+def _finite(x: Any) -> Any:
+    """Returns plain data with text in place of the numbers that JSON does not have."""
+    if isinstance(x, Mapping):
+        return {name: _finite(value) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _fields(x: Any) -> Sequence[str]:
