@@ -7,13 +7,16 @@ import importlib
 import json
 import sqlite3
 import struct
+import sys
 
 import jax.numpy as jnp
 import optax
 import pytest
 
 import jzero
+from jzero.analysis.figure import draw
 from jzero.monitor import trackers
+from jzero.monitor.progress import make_display
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 NOWHERE = "http://127.0.0.1:9"
@@ -159,12 +162,29 @@ def test_mlflow_loses_its_server(mlflow, tmp_path):
 
 @pytest.mark.parametrize(("sink", "package", "extra"), [("WandB", "wandb", "wandb"), ("MLflow", "mlflow", "mlflow")])
 def test_missing_packages_are_told_when_a_sink_is_made(sink, package, extra, monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"`{sink}` needs {package}.*jzero\[{extra}\]"):
         getattr(trackers, sink)("name")
+
+
+@pytest.mark.parametrize(
+    ("package", "use"),
+    [
+        ("wandb", lambda: jzero.WandB("name")),
+        ("mlflow", lambda: jzero.MLflow("name")),
+        ("tensorboardX", lambda: jzero.TensorBoard("folder")),
+        ("rich", lambda: make_display(10, (), start=0)),
+        ("matplotlib", lambda: draw("a.svg", "title", {}, None)),
+    ],
+)
+def test_what_an_installed_package_lacks_is_not_the_package(package, use, monkeypatch, tmp_path):
+    for name in [x for x in sys.modules if x.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("import what_it_lacks")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'what_it_lacks'$"):
+        use()
 
 
 def test_sinks_get_the_settings_as_data():

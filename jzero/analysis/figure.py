@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from jzero.analysis.schedule import Timeline
+from jzero.core.base.extras import import_extra
 
 # Okabe and Ito's palette, which color-blind readers can distinguish.
 COLOURS = {
@@ -32,12 +32,8 @@ def draw(path: str, title: str, memory: Mapping[str, int], timeline: Timeline | 
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "Figures need matplotlib, which is not installed: `pip install 'jzero[examples]'`."
-        ) from error
+    needs = "Figures need matplotlib, which is not installed: `pip install 'jzero[examples]'`."
+    figures = import_extra("matplotlib.figure", needs)
     rows = 1 if timeline is None else 2
     figure = figures.Figure(figsize=(9, 2.6 * rows), layout="constrained")
     figure.suptitle(title)

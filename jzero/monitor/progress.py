@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jzero.core.base.extras import import_extra
 from jzero.monitor.readings import PREFIX
 
 MIB, GIB = 2**20, 2**30
+NEEDS = "Progress needs rich: `pip install 'jzero[monitor]'`, or say `Monitor(progress=False)`."
 
 
 def make_display(total: int | None, shown: Sequence[str], *, start: int) -> Bar | Lines:
@@ -24,12 +25,7 @@ def make_display(total: int | None, shown: Sequence[str], *, start: int) -> Bar 
     Raises:
       ImportError: rich is not installed.
     """
-    try:
-        console = importlib.import_module("rich.console").Console()
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "Progress needs rich: `pip install 'jzero[monitor]'`, or say `Monitor(progress=False)`."
-        ) from error
+    console = import_extra("rich.console", NEEDS).Console()
     notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
     moves = notebook or (console.is_terminal and not console.is_dumb_terminal)
     return Bar(console, total, shown, start=start) if moves else Lines(total, shown)
@@ -58,7 +54,7 @@ class Bar:
     """A rich bar; other output of the process scrolls above it."""
 
     def __init__(self, console: Any, total: int | None, shown: Sequence[str], *, start: int) -> None:
-        progress = importlib.import_module("rich.progress")
+        progress = import_extra("rich.progress", NEEDS)
         of = "{task.completed:.0f}" if total is None else "{task.completed:.0f}/{task.total:.0f}"
         self.shown = shown
         self._values: dict[str, float] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 import json
 import math
@@ -13,6 +12,9 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from jzero.core.base.extras import import_extra
+from jzero.core.base.text import plain
 
 Sink = Callable[[int, Mapping[str, float]], Any]
 """`sink(step, values)`; if it has a `start`, that gets the settings of the run; if a `close`, that ends it."""
@@ -24,13 +26,8 @@ FLUSH_SECONDS = 10
 
 def import_package(module: str, *, sink: str, extra: str, distribution: str = "") -> Any:
     """Returns a module of the package that a sink writes through; raises an `ImportError` that says how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"`{sink}` needs {distribution or module.partition('.')[0]}: `pip install 'jzero[{extra}]'`, or use "
-            "`jzero.JsonLines`."
-        ) from error
+    package = distribution or module.partition(".")[0]
+    return import_extra(module, f"`{sink}` needs {package}: `pip install 'jzero[{extra}]'`, or use `jzero.JsonLines`.")
 
 
 def check_names(values: Mapping[str, float], reserved: tuple[str, ...]) -> None:
@@ -112,7 +109,7 @@ class JsonLines:
         line |= {name: None if name in nonfinite else x for name, x in values.items()}
         if nonfinite:
             line |= {NON_FINITE: nonfinite}
-        self._lines.append(json.dumps(line, allow_nan=False) + "\n")
+        self._lines.append(json.dumps(line, allow_nan=False, default=plain) + "\n")
 
     def close(self) -> None:
         """Closes the file."""
