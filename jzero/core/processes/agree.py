@@ -39,6 +39,7 @@ from jax.sharding import Mesh
 from jzero.core.base import compat
 from jzero.core.base.compat import DistributedClient
 from jzero.core.base.guard import attempt
+from jzero.core.config.settings import check, number
 from jzero.core.layout.mesh import AnyMesh
 from jzero.core.processes import key_value, presence
 
@@ -58,6 +59,7 @@ QUIET_S = 10.0
 """How long they wait before they say so."""
 LINGER_S = 1.0
 """How long the first process lets the others raise before it does."""
+SECONDS = number("True, False or a number of seconds > 0 to wait for other processes", lambda x: x > 0)
 MAX_LINES, MAX_COLUMNS = 20, 1000
 
 
@@ -65,12 +67,7 @@ def check_wait(check_processes: object, default: float = WAIT_S) -> float | None
     """Returns the seconds to wait for an argument `check_processes`; `None` if processes are not compared."""
     if isinstance(check_processes, bool):
         return default if check_processes else None
-    if isinstance(check_processes, int | float) and check_processes > 0:
-        return float(check_processes)
-    raise ValueError(
-        "`check_processes` must be True, False or a number of seconds > 0 to wait for other processes: got "
-        f"{check_processes!r}."
-    )
+    return float(check("check_processes", check_processes, SECONDS))
 
 
 def are_several(mesh: AnyMesh) -> bool:
@@ -154,7 +151,7 @@ def _gather(text: str) -> list[str]:
     sizes = np.asarray(multihost_utils.process_allgather(np.array(len(data), np.int32))).reshape(-1)
     if not sizes.any():
         return [""] * len(sizes)
-    buffer = np.zeros(int(sizes.max()), np.uint8)
+    buffer = np.zeros(1 << max(10, int(sizes.max() - 1).bit_length()), np.uint8)  # few sizes: each compiles a program
     buffer[: len(data)] = data
     rows = np.asarray(multihost_utils.process_allgather(buffer)).reshape(len(sizes), -1)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
