@@ -186,6 +186,17 @@ def test_deepspeed_sets_keys_that_the_configuration_has_or_lacks(run, folder):
     assert contradiction.startswith("jzero: `--batch-size 64` contradicts `train_batch_size` (8)")
 
 
+@pytest.mark.parametrize(("floor", "expected"), [(1e-6, 1e-6), ("auto", 0)])
+def test_a_floor_of_a_warm_up_stays_where_the_rate_is_set(run, folder, floor, expected):
+    """As with `auto=`: a trainer fills in the floor where it is open."""
+    warm = {"type": "WarmupLR", "params": {"warmup_min_lr": floor, "warmup_max_lr": 1e-3}}
+    (folder / "ds_config.json").write_text(json.dumps({"scheduler": warm, "train_batch_size": 8}))
+    rows = data_of(run("deepspeed ds_config.json --set learning_rate=2e-5 --json"))["rows"]
+    values = {row["key"]: row["value"] for row in rows}
+    params = [values[f"scheduler.params.warmup_{name}_lr"] for name in ("min", "max")]
+    assert params == [expected, 2e-5]
+
+
 def test_deepspeed_sets_what_a_trainer_names(run, folder):
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}
     (folder / "ds_config.json").write_text(json.dumps({"optimizer": adam, "fp16": {"enabled": True}}))

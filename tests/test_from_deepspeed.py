@@ -12,6 +12,7 @@ import json
 import types
 import warnings
 
+import numpy as np
 import optax
 import pytest
 
@@ -235,6 +236,39 @@ def test_a_trainers_names_that_the_file_does_not_use_change_nothing():
     assert (config, report.rows) == (same, like.rows)
 
 
+WARM = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_max_lr": 2e-4}}
+WRITTEN = {
+    "train_batch_size": 8,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": (0.8, 0.95), "eps": "auto"}},
+    "scheduler": WARM,
+    "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 7},
+}
+
+
+@pytest.mark.parametrize(
+    "auto",
+    [
+        {"train_batch_size": 8},
+        {"optimizer.params.lr": np.float64(2e-4)},
+        {"zero_optimization.prefetch_bucket_size": 7},
+        {"optimizer.params.betas": [0.8, 0.95]},
+        {"learning_rate": 2e-4},  # whose floor is another one
+        {"adam_beta1": 0.8},
+        {"adam_beta2": 0.95, "max_grad_norm": 0.5, "bf16": True},
+    ],
+    ids=str,
+)
+def test_values_that_the_file_has_are_no_contradiction(auto):
+    """A program passes all its arguments, whatever the file leaves open; a floor that the file has stays."""
+    (config, report), (same, like) = (jzero.from_deepspeed(WRITTEN, auto=x) for x in ({}, auto))
+    assert (config, report.rows) == (same, like.rows)
+    (name, value), *_ = auto.items()
+    with pytest.raises(ValueError, match=f"`auto` names '{name}'"):
+        jzero.from_deepspeed(WRITTEN, auto={name: [0.1, 0.2] if isinstance(value, list) else value / 2})
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", jzero.Precision(compute_dtype="bfloat16")])
 def test_arguments_decide(precision):
     tx = optax.sgd(0.1)
@@ -261,7 +295,7 @@ ON, OFF = {"bf16": {"enabled": True}}, {"bf16": {"enabled": False}}
     [
         ({"train_batch_size": 8}, {"batch_size": 16}, r"`batch_size=16` contradicts `train_batch_size` \(8\)"),
         (ON, {"precision": "fp16"}, r"`precision` \(fp16\) contradicts `bf16.enabled` \(True\)"),
-        ({"train_batch_size": 8}, {"auto": {"train_batch_size": 8}}, r"`auto` names 'train_batch_size', which is not"),
+        ({"train_batch_size": 8}, {"auto": {"train_batch_size": 16}}, r"`auto` names 'train_batch_size', which is not"),
         ({"train_batch_size": 8}, {"auto": {"lerning_rate": 1}}, "A trainer has .*'learning_rate'"),
         ({"gradient_clipping": 2}, {"auto": {"max_grad_norm": 1}}, r"It stands for \['gradient_clipping'\]: change"),
         (OFF, {"auto": {"bf16": True}}, r"It stands for \['bf16.enabled', 'fp16.enabled'\]"),

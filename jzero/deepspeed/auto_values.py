@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jzero.core.base.text import as_data
 from jzero.core.config.precision import Precision
 from jzero.core.config.settings import check, integer, number, one_of, optional
 from jzero.deepspeed.key import AUTO, Block
@@ -39,6 +40,8 @@ TRAINER = {
     ),
 }
 """The arguments of Hugging Face's trainer, and the keys that they decide; `hidden_size` is the model's."""
+FLOOR = "scheduler.params.warmup_min_lr"
+"""What `learning_rate` decides only where it is "auto"."""
 ENDLESS = ("WarmupLR", "LRRangeTest", "OneCycle")
 """Schedules that do not depend on the number of steps."""
 _NAMES = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -60,8 +63,7 @@ def override(raw: Block, values: Block) -> Block:
       ValueError: A name is neither a key nor an argument of the trainer.
     """
     present = {SCHEMA.canonical(path): path for path, _ in paths_of(raw)}
-    betas = value_at(raw, "optimizer.params.betas")
-    pair = dict(zip(("adam_beta1", "adam_beta2"), betas, strict=False)) if isinstance(betas, list) else {}
+    autos = {path for path, written in present.items() if value_at(raw, written) == AUTO}
     of_trainer: dict[str, object] = {}
     by_key: dict[str, object] = {}
     for name, value in values.items():
@@ -69,9 +71,9 @@ def override(raw: Block, values: Block) -> Block:
         if path in SCHEMA.keys or path.startswith(_PARAMS):
             by_key[path] = value
         elif name in TRAINER:
-            decided = _of_trainer(name, value, {**pair, **values})
+            decided = _of_trainer(name, value, {**_betas(raw), **values})
             is_there = not present.keys().isdisjoint(TRAINER[name])
-            of_trainer |= {key: x for key, x in decided.items() if key in present}
+            of_trainer |= {key: x for key, x in decided.items() if key in present and (key != FLOOR or key in autos)}
             has_no_end = name == "max_steps" and value_at(raw, "scheduler.type") in ENDLESS
             of_trainer |= {} if is_there or has_no_end else {key: decided[key] for key in TRAINER[name]}
         else:
@@ -95,9 +97,10 @@ def decide(
     """
     if auto is not None and not isinstance(auto, Mapping):
         raise ValueError(f'`auto` must be a dictionary from keys that are "auto" to values: got {auto!r:.200}.')
-    for path, value in _by_path(raw, auto or {}).items():
+    for path, value in _by_path(raw, as_data(auto or {})).items():
         raw = with_value(raw, path, value)
-    if check("batch_size", batch_size, optional(integer(1))) is not None:
+    batch_size = check("batch_size", batch_size, optional(integer(1)))
+    if batch_size is not None:
         written = raw.get("train_batch_size")
         if written not in (None, AUTO, batch_size):
             raise ValueError(f"`batch_size={batch_size}` contradicts `train_batch_size` ({written!r}): leave one out.")
@@ -109,19 +112,29 @@ def _by_path(raw: Block, auto: Mapping[str, Any]) -> dict[str, object]:
     """Returns the values of `auto` by their keys in the file."""
     present = {SCHEMA.canonical(path): value for path, value in paths_of(raw)}
     autos = [path for path, value in paths_of(raw) if isinstance(value, str) and value == AUTO]
+    given = {SCHEMA.canonical(name) for name in auto}
     by_path: dict[str, object] = {}
     for name, value in auto.items():
-        if name not in autos and name in TRAINER and present.keys().isdisjoint(TRAINER[name]):
+        own = TRAINER.get(name, (SCHEMA.canonical(name),))
+        is_there = not present.keys().isdisjoint(own)
+        if name in TRAINER and not is_there:
             continue  # a trainer has it for other files
-        values = {name: value} if name in autos else _of_trainer(name, value, auto)
-        decided = {path: values[key] for path in autos for key in (path, SCHEMA.canonical(path)) if key in values}
-        if not decided and (name not in TRAINER or any(present.get(key, x) != x for key, x in values.items())):
-            meant = f"It stands for {list(values)}: change these." if values else f"A trainer has {list(TRAINER)}."
+        values = _of_trainer(name, value, {**_betas(raw), **auto}) if name in TRAINER else {own[0]: value}
+        decided = {path: values[key] for path in autos if (key := SCHEMA.canonical(path)) in values}
+        if not decided and not (is_there and all(present.get(key, values[key]) == values[key] for key in own)):
+            known = f"It stands for {list(values)}: change these" if name in TRAINER else f"A trainer has {[*TRAINER]}"
             raise ValueError(
-                f'`auto` names {name!r}, which is not "auto" in the configuration: these are {autos}. {meant}'
+                f'`auto` names {name!r}, which is not "auto" in the configuration: these are {autos}. {known}.'
             )
-        by_path |= {path: x for path, x in decided.items() if path not in auto or path == name}
+        taken = given - {SCHEMA.canonical(name)}
+        by_path |= {path: x for path, x in decided.items() if SCHEMA.canonical(path) not in taken}
     return by_path
+
+
+def _betas(raw: Block) -> dict[str, Any]:
+    """Returns the decays of Adam that a configuration has, as a trainer names them."""
+    betas = value_at(raw, "optimizer.params.betas")
+    return dict(zip(("adam_beta1", "adam_beta2"), betas, strict=False)) if isinstance(betas, list) else {}
 
 
 def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, object]:
@@ -131,7 +144,7 @@ def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, obj
     if name in ("adam_beta1", "adam_beta2"):
         return {"optimizer.params.betas": [auto.get("adam_beta1", 0.9), auto.get("adam_beta2", 0.999)]}
     if name == "learning_rate":
-        return {**dict.fromkeys(TRAINER[name], value), "scheduler.params.warmup_min_lr": 0}
+        return {**dict.fromkeys(TRAINER[name], value), FLOOR: 0}
     if name == "warmup_ratio":
         total = check("max_steps", auto.get("max_steps"), integer(1, "known where `warmup_ratio` is, >= 1"))
         return dict.fromkeys(TRAINER[name], math.ceil(total * value))

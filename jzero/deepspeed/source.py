@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from jzero.core.base.text import as_data
 from jzero.deepspeed.key import AUTO, Block
 
 ACCELERATE_BLOCK = "deepspeed_config"
@@ -57,6 +58,7 @@ def read_source(source: str | os.PathLike[str] | Block) -> RawConfig:
     """
     raw = source if isinstance(source, Mapping) else _read_file(source)
     _check_depth(raw, "The DeepSpeed configuration" if isinstance(source, Mapping) else repr(os.fspath(source)))
+    raw = as_data(raw)
     if ACCELERATE_BLOCK not in raw:
         return RawConfig(raw)
     block = raw[ACCELERATE_BLOCK]
