@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import jzero
+import jzero.data
 from tests import shared
 
 loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
@@ -171,3 +173,92 @@ def test_scalars_of_other_libraries_are_numbers():
     assert jzero.ZeroConfig(reduce_scatter=np.bool_(False)).reduce_scatter is False
     assert jzero.Precision(compute_dtype=jnp.bfloat16, master_dtype=np.dtype("float32")).compute_dtype == "bfloat16"
     assert jzero.make_train_step(loss_fn, has_aux=True, mutable=["batch_stats"]).mutable == ("batch_stats",)
+
+
+def _loader(**kwargs):
+    source = [{"x": i} for i in range(64)]
+    loader = jzero.data.make_loader(source, **{"batch_size": 16, "num_epochs": 1, "shuffle": True, **kwargs})
+    return len(loader), next(iter(loader))["x"].tolist()
+
+
+def _manager(folder, **kwargs):
+    manager = jzero.CheckpointManager(folder, **{"check_processes": False, **kwargs})
+    plain = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=shared.sgd(0.1))
+    manager.save(jzero.shard_train_state(plain, stage=1), step=kwargs.get("keep_every_steps", 2))
+    manager.close()
+    return sorted(x.name for x in folder.iterdir() if x.is_dir())
+
+
+def _stepped(folder, **kwargs):
+    plain = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=shared.sgd(0.1))
+    step = jzero.make_train_step(loss_fn, **{"accumulate_steps": 2, **kwargs})
+    state, metrics = step(jzero.shard_train_state(plain, stage=2), np.ones((16, 8), np.float32))
+    return step.micro, metrics["loss"].tolist(), jzero.gather_params(state)["w"].tolist()
+
+
+def _files(folder, **kwargs):
+    source = jzero.data.FileSource(["a", "b"], open_file=lambda path: range(4), **kwargs)
+    return source.fingerprint, [source[i] for i in range(8)]
+
+
+def _logged(folder, **kwargs):
+    sink = jzero.JsonLines(folder / "log.jsonl")
+    with jzero.Monitor(sinks=[sink], progress=False, **{"every": 1, **kwargs}) as monitor:
+        monitor.log({"loss": 1.0})
+    row = json.loads((folder / "log.jsonl").read_text())
+    return monitor.step, row["step"]
+
+
+def _sunk(folder, step):
+    for sink in (jzero.JsonLines(folder / "a"), jzero.Csv(folder / "b"), jzero.TensorBoard(folder / "c")):
+        sink(step, {"loss": 1.0})
+        sink.close()
+    return json.loads((folder / "a").read_text())["step"], (folder / "b").read_text().splitlines()[1].split(",")[0]
+
+
+DEEPSPEED = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
+INTEGERS = {
+    **dict.fromkeys(
+        [x for x in NUMBERS if x != "stage"], (lambda folder, **kwargs: jzero.ZeroConfig(axis="data", **kwargs), 7)
+    ),
+    "stage": (lambda folder, **kwargs: jzero.ZeroConfig(**kwargs), 2),
+    "delay": (lambda folder, **kwargs: jzero.Offload(optimizer="host", compute="host", **kwargs), 1),
+    "chunk_bytes": (lambda folder, **kwargs: jzero.Offload(optimizer="host", **kwargs), 2**20),
+    "disk_threads": (lambda folder, **kwargs: jzero.Offload(optimizer="host", **kwargs), 3),
+    "update_interval": (lambda folder, **kwargs: jzero.ZenFlow(**kwargs), 8),
+    "dim": (lambda folder, **kwargs: jzero.LeafRule(**kwargs), 1),
+    "scan_dim": (lambda folder, **kwargs: jzero.LeafRule(**kwargs), -1),
+    "blocks": (lambda folder, **kwargs: jzero.Keep(**kwargs), 2),
+    "window": (lambda folder, **kwargs: jzero.DynamicLossScale(**kwargs), 10),
+    "accumulate_steps": (_stepped, 2),
+    "check_processes": (_stepped, 60),
+    "data": (lambda folder, **kwargs: jzero.make_mesh(model=2, **kwargs), 4),
+    "model": (lambda folder, **kwargs: jzero.make_mesh(data=2, **kwargs), -1),
+    **dict.fromkeys(("batch_size", "num_epochs", "shuffle_window"), (lambda f, **kwargs: _loader(**kwargs), 16)),
+    "seed": (lambda f, **kwargs: _loader(**kwargs), 3),
+    **dict.fromkeys(("prefetch", "num_workers"), (lambda f, **kwargs: _loader(**kwargs), 0)),
+    "interleave": (_files, 2),
+    "max_open_files": (_files, 1),
+    **dict.fromkeys(("total_steps", "every", "tokens_per_step", "start_step"), (_logged, 5)),
+    "step": (_sunk, 3),
+    **dict.fromkeys(("max_to_keep", "save_interval_steps", "keep_every_steps"), (_manager, 2)),
+    "preemption_exit_code": (lambda folder, **kwargs: jzero.CheckpointManager(folder, **kwargs)._exit_code, 0),
+    "num_gpus_per_node": (lambda f, **kwargs: jzero.estimate_zero2_model_states_mem_needs(10**9, **kwargs), 8),
+    "num_nodes": (lambda f, **kwargs: jzero.estimate_zero2_model_states_mem_needs(10**9, **kwargs), 8),
+    "total_params": (lambda f, **kwargs: jzero.estimate_zero2_model_states_mem_needs(**kwargs), 10**9),
+    "num_devices": (lambda f, **kwargs: repr(jzero.from_deepspeed({"train_batch_size": 64}, **kwargs)), 8),
+    "gradient_accumulation_steps": (lambda f, **kwargs: repr(jzero.from_deepspeed(kwargs, num_devices=8)), 4),
+}
+"""How to use each setting that takes an integer, and one."""
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_of_other_libraries_are_integers(name, tmp_path):
+    use, value = INTEGERS[name]
+    made = []
+    for i, kind in enumerate((int, np.int64, np.int32, np.array, jnp.asarray)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        made.append(use(folder, **{name: kind(value)}))
+        assert repr(made[i]) == repr(made[0])
+        assert made[i] == made[0]

@@ -97,7 +97,7 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
     if not isinstance(step, TrainStep):
         raise TypeError(f"`step` must be what `make_train_step` returned: got {type(step).__name__}.")
     check("confirm", confirm, FLAG)
-    check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
+    hbm_bytes = check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
     hardware, devices, notes = hardware_of(topology, confirm=confirm)
     for note in notes if confirm else ():
         warnings.warn(note, stacklevel=2)

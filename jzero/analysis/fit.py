@@ -133,8 +133,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     """
     stages = check("stages", stages, some_of(*STAGES))
     remat = check("remat", remat, some_of(*(x.remat for x in RECOMPUTED)))
-    check("max_accumulate_steps", max_accumulate_steps, integer(1))
-    check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
+    max_accumulate_steps = check("max_accumulate_steps", max_accumulate_steps, integer(1))
+    hbm_bytes = check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
     check("confirm", confirm, FLAG)
     check("offload", offload, FLAG)
     base = config or ZeroConfig(stage=0)

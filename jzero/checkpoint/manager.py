@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import atexit
 import functools
-import operator
 import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, SupportsFloat, SupportsIndex
+from typing import Any, Literal, SupportsFloat
 
-import numpy as np
 from etils import epath
 
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
@@ -31,6 +29,8 @@ from jzero.core.layout.set_mesh import in_own_mesh
 from jzero.core.processes.agree import MEET_S, check_wait, exchange
 from jzero.core.state.adapter import StateAdapter, adapt_sharded
 from jzero.core.state.pending import apply_pending, step_after_pending
+
+STEP = integer(0, says="a whole number of at least 0, or nothing to take `state.step`")
 
 
 class CheckpointManager:
@@ -91,16 +91,15 @@ class CheckpointManager:
         preemption_exit_code: int | None = 0,
         check_processes: bool | float = True,
     ) -> None:
-        check("max_to_keep", max_to_keep, optional(integer(1)))
-        check("save_interval_steps", save_interval_steps, integer(1))
-        check("keep_every_steps", keep_every_steps, optional(integer(1)))
+        max_to_keep = check("max_to_keep", max_to_keep, optional(integer(1)))
+        keep_every_steps = check("keep_every_steps", keep_every_steps, optional(integer(1)))
+        self._interval = check("save_interval_steps", save_interval_steps, integer(1))
+        self._exit_code = check("preemption_exit_code", preemption_exit_code, optional(integer(0)))
         best_mode = check("best_mode", best_mode, one_of("max", "min", says="'max' or 'min'"))
         self.directory = absolute(directory)
         self.last_restore: RestoreReport | None = None
         self.preempted = False
         self._retention = Retention(max_to_keep, keep_every_steps, best_metric, best_mode)
-        self._interval = save_interval_steps
-        self._exit_code = preemption_exit_code
         self._wait_s = check_wait(check_processes, MEET_S)
         self._writer = Writer(self.directory, self._retention)
         self._restored_step: int | None = None
@@ -148,7 +147,7 @@ class CheckpointManager:
           DiskError: What is on disk cannot be read, or is not what was written there.
           SystemExit: A SIGTERM arrived, and the state is saved.
         """
-        step = _whole_step(step_after_pending(adapt_sharded(state).state) if step is None else step)
+        step = check("step", step_after_pending(adapt_sharded(state).state) if step is None else step, STEP)
         self._notice.listen()
         now = self._notice.reached(step) and not self.preempted
         self.preempted = self.preempted or now
@@ -222,7 +221,7 @@ class CheckpointManager:
         self.wait()
         choice = Choice(paths=paths, params_only=params_only, strict=strict, rename=rename or {}, donate=donate)
         adapted = adapt_sharded(like)
-        step = None if step is None else _whole_step(step)
+        step = check("step", step, optional(STEP))
         steps = self._agreed_steps()
         if step is not None and step not in steps:
             raise CheckpointError(f"There is no step {step} in {self.directory}: it has {sorted(steps)}.")
@@ -260,7 +259,7 @@ class CheckpointManager:
           step: The step. By default the last one restored, or else the newest.
         """
         self.wait()
-        step = None if step is None else _whole_step(step)
+        step = check("step", step, optional(STEP))
         steps = self._find_committed()
         step = next((s for s in (step, self._restored_step, max(steps, default=None)) if s is not None), None)
         if step is None or step not in steps:
@@ -346,18 +345,3 @@ def _close_at_exit(manager: CheckpointManager) -> None:
 
     # This must run while threads can still start; `atexit` is too late, and Python has no public name for it.
     getattr(threading, "_register_atexit", atexit.register)(close)
-
-
-def _whole_step(step: SupportsIndex) -> int:
-    """Returns a step as an int; raises a `ValueError` unless it is an integer of at least 0."""
-    is_bool = isinstance(step, bool) or getattr(step, "dtype", None) == np.bool_
-    try:
-        number = -1 if is_bool or getattr(step, "ndim", 0) else operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(
-            f"`step` must be a whole number of at least 0 (Python's, numpy's or jax's): got {step!r}. Pass an int, or "
-            "nothing to take `state.step`."
-        )
-    return number

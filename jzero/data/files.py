@@ -67,8 +67,8 @@ class FileSource:
         interleave: int = 1,
         max_open_files: int = 256,
     ) -> None:
-        check("interleave", interleave, integer(1))
-        check("max_open_files", max_open_files, integer(1))
+        interleave = check("interleave", interleave, integer(1))
+        self._max_open_files = check("max_open_files", max_open_files, integer(1))
         self.sequential = read is not None
         self._open_file, self._count_file = _reader(open_file, read)
         self.paths = _unite([os.fspath(path) for path in paths])
@@ -77,7 +77,6 @@ class FileSource:
             raise ValueError(f"The {len(self.paths)} files hold no examples: the first is {self.paths[0]!r}.")
         self.fingerprint = _fingerprint(self.paths, self.counts, interleave)
         self._lanes = Lanes(self.counts, interleave)
-        self._max_open_files = max_open_files
         self.__setstate__(self.__dict__)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -92,24 +92,23 @@ def make_loader(
     mesh = make_mesh() if mesh is None else mesh
 
     def make() -> BatchPipeline:
-        check("batch_size", batch_size, integer(1))
-        check("num_epochs", num_epochs, optional(integer(1)))
-        check("shuffle_window", shuffle_window, optional(integer(1)))
-        check("seed", seed, integer(0))
-        check("prefetch", prefetch, integer(0))
-        check("num_workers", num_workers, integer(0))
-        if shuffle_window is not None and not shuffle:
-            raise ValueError(f"`shuffle_window={shuffle_window}` means nothing without `shuffle=True`.")
-        config = ZeroConfig(axis=axis, node_axis=node_axis, replica_axis=replica_axis)
-        rows = local_rows(mesh, batch_size, config)
-        order = EpochOrder(num_examples=len(source), seed=seed, shuffle=shuffle, window=shuffle_window)
+        size = check("batch_size", batch_size, integer(1))
+        epochs = check("num_epochs", num_epochs, optional(integer(1)))
+        window = check("shuffle_window", shuffle_window, optional(integer(1)))
+        start = check("seed", seed, integer(0))
+        ahead = check("prefetch", prefetch, integer(0))
+        workers = check("num_workers", num_workers, integer(0))
+        if window is not None and not shuffle:
+            raise ValueError(f"`shuffle_window={window}` means nothing without `shuffle=True`.")
+        rows = local_rows(mesh, size, ZeroConfig(axis=axis, node_axis=node_axis, replica_axis=replica_axis))
+        order = EpochOrder(num_examples=len(source), seed=start, shuffle=shuffle, window=window)
         schedule = BatchSchedule(
-            num_examples=len(source), batch_size=batch_size, num_epochs=num_epochs, drop_remainder=drop_remainder
+            num_examples=len(source), batch_size=size, num_epochs=epochs, drop_remainder=drop_remainder
         )
         _check_source(source, order, schedule)
         if getattr(source, "sequential", False):
-            _check_sequential(order, num_workers)
-        return BatchPipeline(OrderedExamples(source, transform, order), schedule, rows, prefetch, num_workers)
+            _check_sequential(order, workers)
+        return BatchPipeline(OrderedExamples(source, transform, order), schedule, rows, ahead, workers)
 
     return Loader(agree("make_loader", mesh, make, lambda made: {"the data": made.description()}, wait_s=math.inf))
 

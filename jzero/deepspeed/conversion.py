@@ -77,7 +77,7 @@ def from_deepspeed(
       DeepSpeed 0.19's configuration. Missing keys have its defaults; for example, gradients are clipped to a norm
       of 1.
     """
-    check("num_devices", num_devices, optional(integer(1)))
+    num_devices = check("num_devices", num_devices, optional(integer(1)))
     if optimizer is not None and not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(f"`optimizer` must be an optax transformation: got {optimizer!r:.200}.")
     raw, processes = read_source(source)

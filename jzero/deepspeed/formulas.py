@@ -13,20 +13,20 @@ documentation counts the 16-bit gradients of stage 2 unsharded, 4 + 16/N; its co
 from __future__ import annotations
 
 import dataclasses
-import numbers
-from typing import Any, Literal, TypeGuard, get_args
-
-import numpy as np
+from typing import Any, Literal, get_args
 
 from jzero.core.base.text import Report
-from jzero.core.config.settings import check, one_of
+from jzero.core.config.settings import check, number, one_of
 
 Formulas = Literal["documented", "deepspeed-0.19"]
 FORMULAS = get_args(Formulas)
 LIMIT = 2**63
 BUFFER_FACTOR = 1.5
 """DeepSpeed's default factor on host memory."""
-SWITCH = one_of(True, False, np.True_, np.False_, 0, 1, says="True or False")
+SIZE = number("a number of parameters, from 0 to below 2**63", lambda x: 0 <= x < LIMIT)
+COUNT = number("an integer >= 1 (and below 2**63)", lambda x: isinstance(x, int) and 1 <= x < LIMIT)
+FACTOR = number("a number > 0 (and below 2**63)", lambda x: 0 < x < LIMIT)
+SWITCH = one_of(True, False, 0, 1, says="True or False")
 """A flag; DeepSpeed's are also 0 and 1."""
 
 
@@ -152,24 +152,19 @@ def tabulate(  # noqa: PLR0913  # the stage and DeepSpeed's arguments
     verbose: bool = False,
 ) -> MemoryEstimate:
     """Returns the table of a stage; prints it if `verbose`. Raises a `ValueError` if an argument is out of range."""
-    params = _check_params("total_params", total_params)
+    params = check("total_params", total_params, SIZE)
     layer = None
     if stage == 3:
-        layer = _check_params("largest_layer_params", largest_layer_params)
+        layer = check("largest_layer_params", largest_layer_params, SIZE)
         if layer > params:
             raise ValueError(
                 f"`largest_layer_params` must not exceed `total_params`, which counts them too: got "
                 f"{largest_layer_params!r} of {params!r}."
             )
-    for name, value in (("num_gpus_per_node", num_gpus_per_node), ("num_nodes", num_nodes)):
-        if not _is_number(value, numbers.Integral) or not 1 <= value < LIMIT:
-            raise ValueError(f"`{name}` must be an integer >= 1 (and below 2**63): got {value!r}.")
-    factor = additional_buffer_factor
-    if not _is_number(factor, numbers.Real) or not 0 < factor < LIMIT:
-        raise ValueError(f"`additional_buffer_factor` must be a number > 0 (and below 2**63): got {factor!r}.")
+    num_gpus, nodes = check("num_gpus_per_node", num_gpus_per_node, COUNT), check("num_nodes", num_nodes, COUNT)
+    setup = int(num_gpus), int(nodes), check("additional_buffer_factor", additional_buffer_factor, FACTOR)
     check("formulas", formulas, one_of(*FORMULAS))
     check("verbose", verbose, SWITCH)
-    setup = int(num_gpus_per_node), int(num_nodes), _plain(factor)
     needs = _table(params, layer or 0, *setup)[stage, formulas]
     rows = tuple(MemoryRow(int(cpu), int(gpu), *options) for cpu, gpu, *options in needs)
     estimate = MemoryEstimate(stage, rows, params, layer, *setup, formulas)
@@ -185,18 +180,3 @@ def find_row(estimate: MemoryEstimate, **switches: bool) -> MemoryRow:
     if "cpu_offload_params" in switches and not switches["cpu_offload"]:
         switches["cpu_offload_params"] = False  # parameters do not go to the host alone
     return next(row for row in estimate.rows if all(getattr(row, name) == x for name, x in switches.items()))
-
-
-def _check_params(name: str, value: float | None) -> float:
-    if not _is_number(value, numbers.Real) or not 0 <= value < LIMIT:
-        raise ValueError(f"`{name}` must be a number of parameters, from 0 to below 2**63: got {value!r}.")
-    return _plain(value)
-
-
-def _is_number(value: object, kind: type) -> TypeGuard[float]:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _plain(value: float) -> float:
-    """Returns a number as Python's own, whose integers do not overflow."""
-    return int(value) if isinstance(value, numbers.Integral) else float(value)

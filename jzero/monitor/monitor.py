@@ -98,10 +98,10 @@ class Monitor:
     ) -> None:
         check("every_process", every_process, FLAG)
         check("progress", progress, FLAG)
-        check("total_steps", total_steps, optional(integer(1)))
-        check("every", every, integer(1))
-        check("tokens_per_step", tokens_per_step, optional(integer(1)))
-        check("start_step", start_step, integer(0))
+        self._total_steps = check("total_steps", total_steps, optional(integer(1)))
+        self._every = check("every", every, integer(1))
+        self._tokens_per_step = check("tokens_per_step", tokens_per_step, optional(integer(1)))
+        self.step = self._start_step = check("start_step", start_step, integer(0))
         if config is not None and not isinstance(config, Mapping):
             raise TypeError(f"`config` must be a dictionary of settings: got {type(config).__name__}.")
         not_callable = [sink for sink in sinks if not callable(sink)]
@@ -110,10 +110,6 @@ class Monitor:
         first, last = profile_steps
         if not 1 <= first <= last:
             raise ValueError(f"`profile_steps` must be (first, last) with 1 <= first <= last: got {profile_steps!r}.")
-        self.step = self._start_step = start_step
-        self._total_steps = total_steps
-        self._every = every
-        self._tokens_per_step = tokens_per_step
         self._speaks = every_process or jax.process_index() == 0
         self._sinks = tuple(sinks)
         self._config = {} if config is None else config

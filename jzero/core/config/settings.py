@@ -1,17 +1,20 @@
 """Checks the values of settings: fields of configurations and arguments of functions alike.
 
-Checks look at a value's type first. An array is never a setting: its truth value and its comparisons raise errors of
-their own, and its dtype is not a value that the user meant.
+Checks look at a value's type first. A number may be a scalar of NumPy or jax, and is kept as Python's. No other array
+is a setting: its truth value and its comparisons raise errors of their own, and its dtype is not a value that the user
+meant.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, SupportsFloat, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import numpy as np
+
+from jzero.core.base.text import plain
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -48,6 +51,7 @@ def one_of(*choices: T, says: str | None = None) -> Setting[T]:
     """One of some Python values; 1 is not True."""
 
     def convert(value: object) -> T:
+        value = plain(value)
         for choice in choices:
             if type(choice) is type(value) and choice == value:
                 return choice
@@ -72,6 +76,7 @@ def integer(least: int, says: str | None = None) -> Setting[int]:
     """An integer of at least `least`."""
 
     def convert(value: object) -> int:
+        value = plain(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError
         return int(value)
@@ -80,16 +85,11 @@ def integer(least: int, says: str | None = None) -> Setting[int]:
 
 
 def number(says: str, holds: Callable[[float], bool]) -> Setting[float]:
-    """A real number: a Python number, or a scalar of NumPy or jax, which is kept as a float."""
+    """A real number."""
 
     def convert(value: object) -> float:
-        if not isinstance(value, int | float):
-            dtype = getattr(value, "dtype", None)
-            if getattr(value, "shape", None) != () or np.dtype(dtype).kind not in "iuf":
-                raise TypeError
-            assert isinstance(value, SupportsFloat)
-            value = float(value)
-        if isinstance(value, bool) or not holds(value):
+        value = plain(value)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not holds(value):
             raise ValueError
         return value
 
@@ -112,12 +112,6 @@ def _key(value: object, *, may_be_several: bool) -> object:
     return value
 
 
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError
-    return bool(value)
-
-
 def _names(value: object) -> tuple[str, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError
@@ -129,5 +123,5 @@ def _names(value: object) -> tuple[str, ...]:
 
 ONE_KEY = Setting("a PRNG key, such as `jax.random.key(0)`", lambda x: _key(x, may_be_several=False))
 KEYS = Setting("a PRNG key, such as `jax.random.key(0)`", lambda x: _key(x, may_be_several=True))
-FLAG = Setting("True or False", _flag)
+FLAG = one_of(True, False, says="True or False")
 NAMES = Setting("a sequence of names, such as ('batch_stats',)", _names)

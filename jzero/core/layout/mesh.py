@@ -14,11 +14,13 @@ from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jzero.core.base.types import AxisNames
+from jzero.core.config.settings import Setting, check, integer
 from jzero.core.config.zero import ZeroConfig
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 M = TypeVar("M", Mesh, AbstractMesh, AnyMesh)
 
+AXIS_SIZE = Setting("the size of a mesh axis, >= 1 (or -1 for the rest)", lambda x: -1 if x == -1 else integer(1).of(x))
 HOST_MEMORY = "pinned_host"
 """Page-locked memory of the host, which devices copy from and to directly."""
 
@@ -56,10 +58,7 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
         raise ValueError("`devices` is empty: a mesh needs at least one device.")
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"`devices` names a device twice: {chosen}.")
-    sizes = dict(axis_sizes) or {"data": len(chosen)}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise ValueError(f"Mesh axis {name!r} must have a size >= 1 (or -1 for the rest): got {size!r}.")
+    sizes = {name: check(name, size, AXIS_SIZE) for name, size in axis_sizes.items()} or {"data": len(chosen)}
     free = [name for name, size in sizes.items() if size == -1]
     product = math.prod(size for size in sizes.values() if size != -1)
     if len(free) > 1:

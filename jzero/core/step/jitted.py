@@ -53,7 +53,7 @@ from jzero.core.step.inputs import (
 from jzero.core.step.loss import Splitter, StepLoss, split_aux
 from jzero.machines.machine import Machine
 
-_WORDS = one_of(None, True, False, "cheap", "offload", "as_written")
+_WORDS: Setting[Any] = one_of(None, True, False, "cheap", "offload", "as_written")
 REMAT = Setting(
     "None, True, False, 'cheap', 'offload', 'as_written' or a `Keep`",
     lambda value: value if isinstance(value, Keep) else _WORDS.of(value),
@@ -134,13 +134,13 @@ class Step:
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
-        check("accumulate_steps", micro.steps, integer(1))
+        micro = micro._replace(steps=check("accumulate_steps", micro.steps, integer(1)))
         has_aux, mutable = check("has_aux", has_aux, FLAG), check("mutable", mutable, NAMES)
         if mutable and not has_aux:
             raise ValueError(
                 f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
             )
-        check("remat", remat, REMAT)
+        remat = check("remat", remat, REMAT)
         self.loss = StepLoss(
             loss_fn,
             split=self._splitter(has_aux),

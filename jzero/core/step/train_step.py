@@ -77,8 +77,8 @@ class TrainStep(Step):
         self._choose = choose
         self._watch = OverflowWatch()
         self.clip_norm = check("clip_norm", clip_norm, optional(number("a number > 0", lambda x: x > 0)))
-        self._agreement.settings["clip_norm"] = clip_norm
-        self._options |= {"clip_norm": clip_norm, "choose": choose}
+        self._agreement.settings["clip_norm"] = self.clip_norm
+        self._options |= {"clip_norm": self.clip_norm, "choose": choose}
         self._choices: dict[Hashable, Chosen | None] = {}
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
