@@ -212,6 +212,11 @@ def ordered_effects(jaxpr: AnyJaxpr) -> list[str]:
     return sorted(str(e) for e in open_jaxpr(jaxpr)[0].effects if effects.ordered_effects.contains(e))
 
 
+def uses_references(jaxpr: AnyJaxpr) -> bool:
+    """Whether a jaxpr reads or writes references (`jax.new_ref`) that were made outside of it."""
+    return any(isinstance(effect, effects.JaxprInputEffect) for effect in open_jaxpr(jaxpr)[0].effects)
+
+
 def pipelined_gathers() -> dict[str, bool | str]:
     """Returns the option that makes XLA for GPUs gather for the next pass of a loop in the one before."""
     if jax.__version_info__ < (0, 12):

@@ -31,6 +31,7 @@ from jzero.core.config.keep import Keep
 from jzero.core.config.precision import is_key
 from jzero.core.engine.kept_blocks import num_blocks
 from jzero.core.engine.recompute import AxisEnv, Remat, has_parts_to_recompute
+from jzero.core.jaxpr.references import check_references
 from jzero.core.jaxpr.row_facts import RowFacts
 from jzero.core.jaxpr.rows import row_facts
 from jzero.core.layout.leaves import StateLeaf
@@ -199,6 +200,7 @@ def trace_loss(
         return loss_fn(params, batch, *key, **carried)
 
     jaxpr, out_shape = _make_jaxpr(call, plan, (params, carried, local, key))
+    check_references(jaxpr, "The loss")
     ordered = compat.ordered_effects(jaxpr)
     if ordered:
         raise ValueError(

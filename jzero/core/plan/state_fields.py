@@ -82,6 +82,6 @@ def _holds_numbers(x: object) -> bool:
     if isinstance(x, bool | int | float | complex):
         return True
     dtype = getattr(x, "dtype", None)
-    if dtype is None or not hasattr(x, "shape"):
+    if dtype is None or not hasattr(x, "shape") or isinstance(x, jax.Ref):
         return False
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key))

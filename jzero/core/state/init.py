@@ -26,6 +26,7 @@ from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.config.precision import is_key
 from jzero.core.config.settings import KEYS, check
 from jzero.core.config.zero import ZeroConfig, refers_to_config
+from jzero.core.jaxpr.references import check_references
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.mesh import AnyMesh
 from jzero.core.layout.placement import make_strongly_typed, place_array
@@ -213,6 +214,7 @@ def _trace_factory(make_state: Callable[[jax.Array], State], key: jax.Array) -> 
         return adapters[-1].state
 
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
+    check_references(jaxpr, "The function that makes the state")
     kinds = list(map(compat.shape_struct_of, jaxpr.out_avals))  # with the Explicit axes that cut them
     for i, sharding in _constraints(compat.open_jaxpr(jaxpr)[0]).items():
         kinds[i] = kinds[i].update(sharding=sharding)

@@ -179,12 +179,12 @@ def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> lis
     """Returns the leaves of a batch; raises, with a list of leaves, unless every device gets an equal part."""
     parts = num_row_shards(plan.mesh, plan.config) * accumulate_steps
     leaves = jax.tree.leaves(batch)
-    are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+    are_arrays = all(map(_is_array, leaves))
     sizes = {x.shape[0] for x in leaves if x.ndim} if are_arrays else set()
     if are_arrays and len(sizes) <= 1 and all(size and not size % parts for size in sizes):
         return leaves  # the fast path of each call
     rows = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
-    bad = [(path, x) for path, x in rows if not hasattr(x, "shape") or not hasattr(x, "dtype")]
+    bad = [(path, x) for path, x in rows if not _is_array(x)]
     if bad:
         listed = "\n".join(f"  {path}: {type(x).__name__}" for path, x in bad)
         raise TypeError(f"Every leaf of the batch must be an array; these are not:\n{listed}")
@@ -205,6 +205,10 @@ def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> lis
         )
     listed = "\n".join(f"  batch[{path!r}]: shape {tuple(x.shape)}" for path, x in rows)
     raise ValueError(f"The leaves of the batch must agree on their leading dimension; they have:\n{listed}")
+
+
+def _is_array(x: object) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, jax.Ref)
 
 
 def check_loss(traced: TracedLoss, num_rows: int | None) -> None:

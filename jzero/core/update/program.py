@@ -27,6 +27,7 @@ from jzero.core.base.types import DType, PyTree
 from jzero.core.jaxpr.flat import flattened
 from jzero.core.jaxpr.liveness import find_needed
 from jzero.core.jaxpr.products import mixes
+from jzero.core.jaxpr.references import check_references
 from jzero.core.jaxpr.structure import Structures
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.placement import memory_of
@@ -413,7 +414,9 @@ def trace_stored_update(update: WholeUpdate, inputs: Before[Input]) -> Traced:
     """Returns the jaxpr of an update, and the shapes of its results."""
     avals = jax.tree.map(lambda x: x.aval if isinstance(x, Input) else x, inputs)
     # What `update.functions` close over are constants of this jaxpr; of `jit(update).trace` they would be inputs.
-    return jax.make_jaxpr(update, return_shape=True)(avals)
+    jaxpr, out = jax.make_jaxpr(update, return_shape=True)(avals)
+    check_references(jaxpr, "The optimizer")
+    return jaxpr, out
 
 
 def _sums_record(program: UpdateProgram, i: int) -> bool:
