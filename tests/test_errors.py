@@ -52,7 +52,7 @@ VALUES = [  # a call, and what its error names; what no field takes, `test_setti
     (rules(**{"dense/.*": jzero.LeafRule(dim=1)}), "dense/b: shape (24,), but the rule has dim=1"),
     (mesh(data=5), "{'data': 5}", "8 devices", "-1"),
     (mesh(data=-1, model=-1), "Only one", "['data', 'model']"),
-    (mesh(data=0), "'data'", "got 0"),
+    (mesh(data=0), "`data`", "got 0"),
     (mesh(data=-1, model=3), "'model': 3", "8 devices"),
     (mesh(devices=[]), "`devices` is empty"),
     (mesh(devices=[jax.devices()[0]] * 2), "twice"),

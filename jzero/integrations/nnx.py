@@ -14,7 +14,7 @@ from jzero.core.base.types import PyTree
 from jzero.core.engine.trace import FROZEN
 from jzero.core.engine.written_variables import Changed, WrittenShape, by_path
 from jzero.core.layout.padded import is_padded, unbox
-from jzero.core.state.adapter import Loss, StateAdapter, adapter_of, plan_if_sharded
+from jzero.core.state.adapter import Loss, StateAdapter, adapter_of, call_loss, plan_if_sharded
 from jzero.core.state.model_size import Params, register_model_view, state_params
 from jzero.core.state.train_state import TrainState, write_fields
 from jzero.integrations.nnx_changes import check_attributes, find_written, python_attributes
@@ -75,7 +75,7 @@ class NnxStateAdapter(StateAdapter):
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree, frozen: PyTree) -> Any:
             model = nnx.merge(state.graphdef, params, frozen, rest)
             attributes = python_attributes(model)
-            result = loss_fn(model, batch, *rng)
+            result = call_loss(loss_fn, (*dir(state), "model", "update"), model, batch, *rng)
             if written_shape is None:
                 return result, {}
             parts: Any = nnx.split(model, state.wrt, nnx.Param, ...)
@@ -102,6 +102,8 @@ class NnxAdapter(NnxStateAdapter):
 
     def __init__(self, pair: Any, model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
         self.model = model
+        if plan_if_sharded(optimizer) is None:
+            _check_mode(pair)
         self._pair, padded = nnx.split(pair), {}
         if any(path[-1] == "" for path, _ in nnx.to_flat_state(self._pair[1])):  # the name of the array in a node
             # A raw array of the model, which Flax takes for one more level of names, is one leaf here.
@@ -159,6 +161,16 @@ class NnxAdapter(NnxStateAdapter):
             first = next(name for name in names if name in in_state)
             others[first] = tuple(name for name in names if name != first)
         return others
+
+
+def _check_mode(pair: Any) -> None:
+    """Raises a `TypeError` if a variable is of Flax's hijax mode, and so no array for programs."""
+    for path, x in nnx.iter_graph(pair):
+        if isinstance(x, nnx.Variable) and getattr(x, "hijax", False):
+            raise TypeError(
+                f"`{'.'.join(map(str, path))}` is a variable of Flax's hijax mode, whose programs jzero cannot cut: "
+                "make model and optimizer without it, `nnx.var_defaults(hijax=False)`."
+            )
 
 
 @adapter_of.register(nnx.Module)

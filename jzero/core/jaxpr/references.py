@@ -10,7 +10,7 @@ def check_references(jaxpr: AnyJaxpr, who: str) -> None:
     """Raises if a function reads or writes a reference that was made outside of it."""
     if compat.uses_references(jaxpr):
         raise ValueError(
-            f"{who} reads or writes a reference (`jax.new_ref`) that was made outside of it. It lies on one device, and "
-            "programs of jzero run on all. Make the reference inside, or keep its value in a field of the state, which "
-            "a loss takes and returns: `make_train_step(loss_fn, has_aux=True, mutable=('extra',))`."
+            f"{who} reads or writes a reference (`jax.new_ref`) that was made outside of it. That lies on one device, "
+            "and programs of jzero run on all. Make it inside, or keep its value in a field of the state, which a loss "
+            "takes and returns: `make_train_step(loss_fn, has_aux=True, mutable=('extra',))`."
         )

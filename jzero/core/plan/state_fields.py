@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jzero.core.base.text import path_str
 from jzero.core.base.types import KeyPath, PyTree, TrainStateLike
@@ -51,10 +53,20 @@ def check_state_fields(state: TrainStateLike) -> None:
                 f"`{name}={'0' if name == 'step' else '...'}`."
             )
     check_optimizer(state.tx)
+    if shape := np.shape(getattr(state, "step", 0)):
+        raise ValueError(
+            f"`step` of a train state must be one number: it has shape {shape}. If the state holds a copy for each "
+            "device, as `flax.jax_utils.replicate` makes it for `jax.pmap`, pass one, "
+            "`flax.jax_utils.unreplicate(state)` or `jax.tree.map(lambda x: x[0], state)`."
+        )
+    check_leaves({"params": state.params, "opt_state": state.opt_state, **other_fields(state)})
+
+
+def check_leaves(fields: Mapping[str, PyTree]) -> None:
+    """Raises an error that lists the leaves of fields that are no numbers, or those that share a path."""
     bad, shared = [], []
     seen: dict[str, KeyPath] = {}
-    trees = {"params": state.params, "opt_state": state.opt_state, **other_fields(state)}
-    for name, tree in trees.items():
+    for name, tree in fields.items():
         for keys, x in jax.tree_util.tree_leaves_with_path(tree):
             path = path_str((jax.tree_util.GetAttrKey(name), *keys))
             if not _holds_numbers(x):
@@ -66,8 +78,9 @@ def check_state_fields(state: TrainStateLike) -> None:
         raise TypeError(
             "Every leaf of a train state must be an array or a number; these are not:\n"
             + "\n".join(bad)
-            + "\nKeep them out of the parameters (`eqx.partition(model, eqx.is_array)`), make a field static "
-            "(`flax.struct.field(pytree_node=False)`), or turn them into arrays."
+            + "\nMake arrays of them, make a field static (`flax.struct.field(pytree_node=False)`), or leave them out: "
+            "of an Equinox model pass the arrays, `params, static = eqx.partition(model, eqx.is_inexact_array)`, and "
+            "let the loss call `eqx.combine(params, static)`; `eqx.filter(model, eqx.is_array)` drops the rest."
         )
     if shared:
         raise ValueError(

@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+import jax
 
 from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.engine.written_variables import Changed, WrittenShape
@@ -21,6 +23,18 @@ Loss = Callable[..., Any]
 
 Metrics = dict[str, PyTree]
 """What a step reports, by name; numbers as 0-d arrays."""
+
+
+A_LOSS = (
+    "A loss takes the parameters (of NNX the model) and one batch, and returns a scalar; the step differentiates it "
+    "and updates the state:\n"
+    "    def loss_fn(params, batch):\n"
+    "        x, y = batch\n"
+    "        return jnp.square(predict(params, x) - y).mean()\n"
+    "    step = jzero.make_train_step(loss_fn)\n"
+    "    state, metrics = step(state, (x, y))  # and `rng=key` for a loss that takes a third argument"
+)
+"""What a message shows where something else was passed."""
 
 
 class StateAdapter:
@@ -74,7 +88,18 @@ class StateAdapter:
         if missing:
             raise ValueError(f"`mutable` names fields that {type(self.state).__name__} does not have: {missing}.")
         carried = {name: getattr(self.state, name) for name in mutable}
-        return lambda *args, **kwargs: (loss_fn(*args, **kwargs), {}), carried
+        return lambda *args, **kwargs: (call_loss(loss_fn, dir(self.state), *args, **kwargs), {}), carried
+
+
+def call_loss(loss_fn: Loss, of_state: Collection[str], params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+    """Returns the result of a user's loss; shows one if this function asks its parameters for what a state has."""
+    try:
+        return loss_fn(params, *args, **kwargs)
+    except AttributeError as error:
+        is_params = type(error.obj) is type(params) and jax.tree.structure(error.obj) == jax.tree.structure(params)
+        if is_params and error.name in of_state:
+            raise TypeError(f"The loss must take no train state: it asks for its `{error.name}`. {A_LOSS}") from error
+        raise
 
 
 @functools.singledispatch

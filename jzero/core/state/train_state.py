@@ -21,7 +21,7 @@ from jzero.core.layout.stored import InRecords, Stored, when_read
 from jzero.core.plan.opt_state import ZeroOptState
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.planner import own_opt_state
-from jzero.core.plan.state_fields import check_optimizer, other_fields
+from jzero.core.plan.state_fields import check_leaves, check_optimizer, other_fields
 
 S = TypeVar("S", bound=TrainStateLike)
 
@@ -72,9 +72,10 @@ class TrainState:
           extra: Kept as it is; padded leaves are gathered, too.
 
         Raises:
-          TypeError: `tx` is no optax transformation.
+          TypeError: `tx` is no optax transformation, or a leaf is no array.
         """
         check_optimizer(tx)
+        check_leaves({"params": params, "extra": extra})
         params, extra = jax.tree.map(gather_padded, (params, extra), is_leaf=is_padded)
         step = jax.numpy.zeros((), "int32")
         return cls(step=step, params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn, extra=extra)

@@ -14,7 +14,7 @@ from jzero.core.engine.gradients import evaluate_loss
 from jzero.core.engine.outputs import PerExample, Summed, Weighted
 from jzero.core.layout.set_mesh import for_program
 from jzero.core.state.adapter import Loss, adapt_sharded
-from jzero.core.step.jitted import Step
+from jzero.core.step.jitted import Step, one_batch
 from jzero.core.step.loss import Splitter
 
 
@@ -25,6 +25,7 @@ class EvalStep(Step):
     defaults: ClassVar[dict[str, object]] = {**Step.defaults, "has_aux": True, "remat": "as_written"}  # no arguments
     differentiates = False
 
+    @one_batch
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         """Returns the metrics of the whole batch."""
         return for_program(self._dispatch(adapt_sharded(state).state, batch, rng))

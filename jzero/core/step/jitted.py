@@ -14,7 +14,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, cast
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.set_mesh import from_program, in_own_mesh
 from jzero.core.plan.kept import Kept
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.state.adapter import Loss, adapt_sharded, plan_of
+from jzero.core.state.adapter import A_LOSS, Loss, adapt_sharded, plan_of
 from jzero.core.state.record_states import detached, for_loss, run_on_rows
 from jzero.core.state.train_state import check_alive
 from jzero.core.step.agreement import StepAgreement
@@ -52,6 +52,8 @@ from jzero.core.step.inputs import (
 )
 from jzero.core.step.loss import Splitter, StepLoss, split_aux
 from jzero.machines.machine import Machine
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _WORDS: Setting[Any] = one_of(None, True, False, "cheap", "offload", "as_written")
 REMAT = Setting(
@@ -116,6 +118,18 @@ class Chosen(Protocol):
         """What it may use of a device, in bytes."""
 
 
+def one_batch(call: F) -> F:
+    """Says how to pass several arrays to a step, which takes one batch."""
+
+    @functools.wraps(call)
+    def checked(self: Step, state: State, batch: PyTree, *more: object, rng: jax.Array | None = None) -> PyTree:
+        if more:
+            raise TypeError(f"A step takes one batch: got {1 + len(more)} arguments after the state. {A_LOSS}")
+        return call(self, state, batch, rng=rng)
+
+    return cast("F", checked)
+
+
 class Step:
     """A function of `(state, batch, rng)`, jitted once per plan."""
 
@@ -134,6 +148,8 @@ class Step:
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
+        if isinstance(loss_fn, Step):
+            raise TypeError(f"The loss must not be a step itself: got {loss_fn!r}. {A_LOSS}")
         micro = micro._replace(steps=check("accumulate_steps", micro.steps, integer(1)))
         has_aux, mutable = check("has_aux", has_aux, FLAG), check("mutable", mutable, NAMES)
         if mutable and not has_aux:
@@ -315,6 +331,7 @@ class Step:
         train_state = adapt_sharded(state).state
         return self._jit(train_state.tx.plan, train_state)
 
+    @one_batch
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> jax.stages.Lowered:
         """Lowers the step for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
         traced = self.trace(state, batch, rng=rng)

@@ -28,7 +28,7 @@ from jzero.core.engine.written_variables import drop_unwritten, split_mutable
 from jzero.core.layout.mesh import num_batch_shards
 from jzero.core.layout.stored import InRecords
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.state.adapter import Loss, adapt
+from jzero.core.state.adapter import A_LOSS, Loss, adapt
 from jzero.core.state.train_state import require_planned_memory
 from jzero.core.step.inputs import check_batch, check_loss, check_rng, check_stored, warn_closed_over
 from jzero.core.step.row_check import check_row_dims, results_of, warn_coupled
@@ -136,8 +136,11 @@ class StepLoss:
             )
         if rng is None and len(positional) > 2 and positional[2].default is inspect.Parameter.empty:
             raise TypeError(
-                f"The loss takes a third argument, {positional[2].name!r}: pass a key, `step(state, batch, rng=key)`."
+                f"The loss takes a third argument, {positional[2].name!r}: pass a key, `step(state, batch, rng=key)`. "
+                f"Arrays go into the batch together. {A_LOSS}"
             )
+        if len(positional) < 2 and all(x.kind != x.VAR_POSITIONAL for x in parameters):
+            raise TypeError(f"The loss must take two arguments: it takes {[x.name for x in positional]}. {A_LOSS}")
         if rng is not None and len(positional) < 3 and all(x.kind != x.VAR_POSITIONAL for x in parameters):
             raise TypeError("A key was passed as `rng`, but the loss takes none: `loss_fn(params, batch, rng)`.")
 

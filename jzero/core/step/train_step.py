@@ -23,7 +23,7 @@ from jzero.core.state.adapter import Loss, Metrics, adapt_sharded
 from jzero.core.state.next_state import check_can_compute, next_state, scaled_grads
 from jzero.core.state.train_state import map_state, write_fields
 from jzero.core.step.compiler_options import compiler_options as make_compiler_options
-from jzero.core.step.jitted import Chosen, Step
+from jzero.core.step.jitted import Chosen, Step, one_batch
 from jzero.core.step.metrics import step_metrics
 from jzero.core.step.overflow import OverflowWatch, loss_scale_error
 from jzero.core.step.record_step import RecordStep
@@ -37,6 +37,7 @@ class ValueAndGrad(Step):
 
     maker = "value_and_grad"
 
+    @one_batch
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[PyTree, PyTree]:
         """Returns `(loss, grads)`, or `((loss, aux), grads)`; see `value_and_grad`."""
         adapted = adapt_sharded(state)
@@ -81,6 +82,7 @@ class TrainStep(Step):
         self._options |= {"clip_norm": self.clip_norm, "choose": choose}
         self._choices: dict[Hashable, Chosen | None] = {}
 
+    @one_batch
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
         adapted = adapt_sharded(state)
