@@ -170,6 +170,19 @@ def test_bad_options_are_refused_before_anything_is_read(bad, says, tmp_path, ca
     assert says in str(error.value) + capsys.readouterr().err
 
 
+def test_a_run_that_resumes_keeps_its_options(tmp_path, capsys):
+    folder, short = tmp_path / "run", ("--steps=1", "--eval-every=9")
+    finetune_run.main(*options(tmp_path, *short, "--lora-rank=3", f"--checkpoints={folder}", layers=1))
+    for option in ("--lora-rank 4", "--lora-rank 0", "--lora-alpha 3.0", "--lora-modules q|up", "--seq 16", "--seed 7"):
+        flag, value = option.split()
+        others = () if flag == "--lora-rank" else ("--lora-rank=3",)
+        with pytest.raises(SystemExit, match=rf"^{re.escape(option)}: the run in --checkpoints .*/run has {flag} "):
+            finetune_run.main(*options(tmp_path, *short, *others, f"{flag}={value}", f"--checkpoints={folder}"))
+    more = ("--steps=2", "--lora-rank=3", "--lr=1e-3", "--quantize=int8", f"--checkpoints={folder}")
+    finetune_run.main(*options(tmp_path, *short, *more))
+    assert "resuming from step 1" in capsys.readouterr().out
+
+
 def test_a_folder_of_adapters_is_no_model(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(SystemExit):

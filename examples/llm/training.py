@@ -27,6 +27,9 @@ Batch = Mapping[str, jax.Array]
 CONTEXT = "context"
 """The mesh axis along which devices have parts of rows."""
 
+KEPT = ("lora_rank", "lora_alpha", "lora_modules", "seq", "seed")
+"""Options on which the parameters of a run depend, or the order of its data."""
+
 LOG = "FILE.csv, FILE.jsonl, wandb:PROJECT or mlflow:EXPERIMENT"
 FILES = {".csv": jzero.Csv, ".jsonl": jzero.JsonLines}
 TRACKERS = {"wandb": jzero.WandB, "mlflow": jzero.MLflow}
@@ -158,6 +161,7 @@ def train(  # noqa: PLR0913  # what a loop has
             manager = jzero.CheckpointManager(args.checkpoints, max_to_keep=2, save_interval_steps=args.save_every)
             stack.enter_context(manager)
         if manager is not None and manager.latest_step() is not None:
+            check_kept(manager.restore_extra().get("kept", {}), args)
             state = manager.restore(state, data_iterator=batches, donate=True)
             saved = manager.restore_extra()
             say(f"resuming from step {saved['step']}")
@@ -178,12 +182,28 @@ def train(  # noqa: PLR0913  # what a loop has
             state, metrics = step(state, next(batches))
             monitor.log(metrics)
             if manager is not None:
-                extra = {"step": number, "run": getattr(tracker, "run_id", None) or ""}
+                extra = {"step": number, "run": getattr(tracker, "run_id", None) or "", "kept": kept_options(args)}
                 manager.save(state, step=number, data_iterator=batches, extra=extra, force=number == args.steps)
             if number % args.eval_every == 0 or number == args.steps:
                 with monitor.pause():
                     monitor.write(look(state))
     return state
+
+
+def kept_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options that a run cannot change where it resumes."""
+    return {name: x for name, x in vars(args).items() if name in KEPT}
+
+
+def check_kept(saved: Mapping[str, Any], args: argparse.Namespace) -> None:
+    """Ends the program if an option is not that of the run that it would resume."""
+    for name, now in kept_options(args).items():
+        if (was := saved.get(name, now)) != now:
+            flag = f"--{name.replace('_', '-')}"
+            raise SystemExit(
+                f"{flag} {now}: the run in --checkpoints {args.checkpoints} has {flag} {was}. Pass that, or name a new "
+                "folder."
+            )
 
 
 def make_tracker(args: argparse.Namespace, run_id: str | None) -> Any:
