@@ -6,6 +6,7 @@ Both train the decoder of `examples/llm/` on the same base, which is pretrained 
 something to round, and on the same batches; their adapters begin alike. Eight virtual CPU devices.
 """
 
+import argparse
 import json
 import os
 import pathlib
@@ -157,6 +158,7 @@ def run(name, variant):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()
     os.environ.setdefault("PJRT_NPROC", "32")
     jax.config.update("jax_num_cpu_devices", 8)
     config = model_config()

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -47,9 +47,6 @@ from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.pending import apply_pending
 from jzero.core.state.record_states import records_of
 from jzero.core.state.train_state import check_alive, with_leaves
-
-if TYPE_CHECKING:
-    pass
 
 _THREAD = Uninterrupted()
 
