@@ -200,6 +200,27 @@ MUTANTS = [
         "test_from_deepspeed.py::test_batch_sizes_are_deepspeeds",
     ),
     Mutant(
+        "set_overwrites_a_written_floor",
+        "deepspeed/auto_values.py",
+        "if key in present and (key != FLOOR or key in autos)}",
+        "if key in present}",
+        "test_cli_commands.py::test_a_floor_of_a_warm_up_stays_where_the_rate_is_set",
+    ),
+    Mutant(
+        "json_has_infinity",
+        "core/base/text.py",
+        "if isinstance(x, float) and not math.isfinite(x) else x",
+        "if isinstance(x, float) and math.isnan(x) else x",
+        "test_html.py::test_json_has_no_infinity_and_no_nan",
+    ),
+    Mutant(
+        "each_length_of_a_text_compiles_a_program",
+        "core/processes/agree.py",
+        "np.zeros(1 << max(10, int(sizes.max() - 1).bit_length()), np.uint8)",
+        "np.zeros(int(sizes.max()), np.uint8)",
+        "test_exchange.py::test_texts_of_many_lengths_compile_few_programs",
+    ),
+    Mutant(
         "monitor_knows_metrics_of_disks_only",
         "monitor/readings.py",
         "path not in STEP_METRICS",
