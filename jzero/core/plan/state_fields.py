@@ -79,7 +79,7 @@ def check_leaves(fields: Mapping[str, PyTree]) -> None:
             "Every leaf of a train state must be an array or a number; these are not:\n"
             + "\n".join(bad)
             + "\nMake arrays of them, make a field static (`flax.struct.field(pytree_node=False)`), or leave them out: "
-            "of an Equinox model pass the arrays, `params, static = eqx.partition(model, eqx.is_inexact_array)`, and "
+            "of an Equinox model pass the arrays, `params, static = eqx.partition(model, eqx.is_array)`, and "
             "let the loss call `eqx.combine(params, static)`; `eqx.filter(model, eqx.is_array)` drops the rest."
         )
     if shared:
