@@ -88,7 +88,7 @@ def test_adapters_of_packed_experts_come_back(tmp_path):
         jzero.shard_train_state(jzero.TrainState.create(params=x, tx=shared.sgd(1.0)), stage=3, mesh=mesh)
         for x in (params, zeros)
     )
-    jzero.hf.export_peft(state, tmp_path / "adapter", like=tmp_path / "like", rank=3, alpha=6.0)
+    jzero.hf.export_peft(state, tmp_path / "adapter", like=tmp_path / "like", rank=np.int64(3), alpha=np.float32(6))
     lora = adapters.read_lora(tmp_path / "adapter")
     assert (lora.rank, lora.alpha, lora.modules) == (3, 6.0, "down|gate_up|q")
     mapping = jzero.hf.peft_mapping(tmp_path / "like", rank=lora.rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jzero.checkpoint.contents import absolute
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import everywhere
 from jzero.core.base.types import State
+from jzero.core.config.settings import check, integer, number
 from jzero.core.state.adapter import plan_of
 from jzero.weights.config import ADAPTER_CONFIG
 from jzero.weights.draft import Form, shapes_there
@@ -65,6 +67,7 @@ def export_peft(
       >>> jzero.hf.export_peft(lora, f"{tmp}/adapter", like=tmp, rank=2, alpha=4).num_tensors
       6
     """
+    rank, alpha = check("rank", rank, integer(1)), check("alpha", alpha, number("a number", math.isfinite))
     params = {leaf.path: leaf.param.shape for leaf in plan_of(state).leaves}
     leaves = {path: shape for path, shape in params.items() if path.rpartition("/")[2] in ADAPTERS}
     if not leaves:
