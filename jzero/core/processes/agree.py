@@ -1,18 +1,19 @@
 """Makes processes agree before they run anything together, since a collective would hang otherwise.
 
-There are two ways: `agree` where a process may be elsewhere in the program; `exchange`, by collectives, where all are
-known to come. `succeed_together` is an exchange of nothing but failures.
+There are two ways: `agree` where a process may be elsewhere in the program, and `least`, which does so about a number;
+`exchange`, by collectives, where all are known to come. `succeed_together` is an exchange of nothing but failures.
 
 [Note: How processes compare]
 The check must not be a collective itself, since it would hang, too. So processes compare through the key-value store of
 `jax.distributed`, on the host. All processes make the same calls in the same order. Each comparison has a number. Under
 it, a process writes its place in the program, with a digest of each thing that must be the same, or the reason why it
 failed. The first process of the mesh reads all entries and writes the verdict, for which the others wait: two messages
-of a few hundred bytes per process. So the check finds a process that runs an evaluation instead of a training step as
-fast as one with other settings. If digests differ, up to three processes with different digests send the texts behind
-them, and all processes raise the same message. The others wait for a missing process as long as `check_processes` says,
-or until it has ended; then they raise, and tell it so. It may be in a collective that waits for them, where nothing can
-be raised: a thread in each process looks for such words every few seconds, and logs them.
+of a few hundred bytes per process. Entries also have a number, of which the verdict is the least if all agree. So the
+check finds a process that runs an evaluation instead of a training step as fast as one with other settings. If digests
+differ, up to three processes with different digests send the texts behind them, and all processes raise the same
+message. The others wait for a missing process as long as `check_processes` says, or until it has ended; then they
+raise, and tell it so. It may be in a collective that waits for them, where nothing can be raised: a thread in each
+process looks for such words every few seconds, and logs them.
 """
 
 from __future__ import annotations
@@ -93,11 +94,35 @@ def agree(
     Raises:
       ValueError: Processes differ, are elsewhere, have failed or did not come.
     """
-    if wait_s is None or not are_several(mesh):
-        return make()
+    result, _ = _compare(where, mesh, make, describe, lambda _: 0, wait_s)
+    return result
+
+
+def least(
+    where: str, mesh: AnyMesh, make: Callable[[], int], describe: Callable[[], Parts], *, wait_s: float | None = WAIT_S
+) -> int:
+    """Returns the least of what `make` returns in all processes, as `agree` does; if none are compared, 0 or less."""
+    result, number = _compare(where, mesh, make, lambda _: describe(), int, wait_s)
+    return min(result, 0) if number is None else number
+
+
+def _compare(
+    where: str,
+    mesh: AnyMesh,
+    make: Callable[[], T],
+    describe: Callable[[T], Parts],
+    number: Callable[[T], int],
+    wait_s: float | None,
+) -> tuple[T, int | None]:
+    """Returns the result of `make`, and the least number of all processes; `None` if several are not compared."""
+    if not are_several(mesh):
+        result = make()
+        return result, number(result)
+    if wait_s is None:
+        return make(), None
     if compat.distributed_client() is None:
         logging.getLogger("jzero").warning("Processes are not compared: call `jax.distributed.initialize` first.")
-        return make()
+        return make(), None
     assert isinstance(mesh, Mesh)
     comparison = _Comparison(where, _group(mesh), wait_s)
     try:
@@ -105,9 +130,10 @@ def agree(
     except Exception as error:
         comparison.run({}, error)
         raise
+    comparison.number = number(result)
     if complaint := comparison.run(attempt(describe, result) or {}):
         raise ValueError(complaint)
-    return result
+    return result, comparison.number
 
 
 def exchange(attempt: Callable[[], Any], kinds: Sequence[type[Exception]] = (RuntimeError,)) -> list[Any]:
@@ -185,15 +211,22 @@ _history = _History()
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
-    """The entry of one process: its place, digests of its facts, and why it failed if it did."""
+    """The entry of one process: its place, digests of its facts, its number, and why it failed if it did."""
 
     where: str
     digests: dict[str, str]
+    number: int
     failure: str | None = None
 
 
 class _Comparison:
-    """One comparison of a group of processes."""
+    """One comparison of a group of processes.
+
+    Attributes:
+      number: The number of this process; once all agree, the least of all.
+    """
+
+    number = 0
 
     def __init__(self, where: str, group: tuple[int, ...], wait_s: float) -> None:
         global _history  # noqa: PLW0603  # one per process, like its connection
@@ -211,7 +244,7 @@ class _Comparison:
         """Returns the complaint, the same text in each process; nothing if all agree."""
         failure = None if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_COLUMNS]
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()}
-        mine = _Message(self.where, digests, failure)
+        mine = _Message(self.where, digests, self.number, failure)
         self._publish(f"entry/{self.me}", dataclasses.asdict(mine))
         deadline = time.monotonic() + (QUIET_S if failure else self.wait_s)
         if self.me == self.group[0]:
@@ -224,6 +257,9 @@ class _Comparison:
             if self.me in verdict:
                 self._publish(f"parts/{self.me}", _pack(parts))
             verdict = self._fetch({first: "complaint"}, time.monotonic() + self.wait_s).get(first)
+        if isinstance(verdict, int):
+            self.number = verdict
+            return ""
         if verdict:
             self._publish(f"heard/{self.me}", True)
         return self._give_up([first]) if verdict is None else verdict
@@ -243,7 +279,8 @@ class _Comparison:
             complaint = self._give_up([i for i in self.group if i not in entries])
         elif len(opinions) > 1:
             key, complaint = "complaint", self._explain(parts, list(opinions.values())[:3])
-        self._publish(key, complaint)
+        self.number = min(message.number for message in entries.values())
+        self._publish(key, complaint or self.number)
         if complaint:
             self._linger([i for i, message in entries.items() if i != self.me and not message.failure])
         return complaint
