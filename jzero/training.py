@@ -42,8 +42,8 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
         communication for the memory of whole gradients. "each" reduces every micro-batch.
       remat: As for `value_and_grad`. With `None`, a step at stage 3 on GPUs or TPUs keeps what is estimated to fit well
-        into a device's memory: all parameters between their uses, and the products of all repeated blocks and
-        scanned layers, or of as many as fit. "cheap" asks for the smaller peak.
+        into what a device has left: all parameters between their uses, and the products of all repeated blocks and
+        scanned layers, or of as many as fit. "cheap" asks for the smaller peak, which the step also falls back to.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
       merge: As for `value_and_grad`.
       compiler_options: XLA options for this step only, as for `jax.jit`; unused if the step is called inside another

@@ -33,6 +33,7 @@ from jzero.core.state.record_states import records_of
 from jzero.weights import safetensors_files
 from tests import data_worker, models
 from tests.multiprocess_disagreements import BATCH, disagree, small_loss, small_state
+from tests.multiprocess_memory import see_other_figures
 from tests.multiprocess_states import (
     DEVICES_PER_PROCESS,
     LAMB,
@@ -305,6 +306,7 @@ SCENARIOS = {
     for f in (
         train,
         disagree,
+        see_other_figures,
         checkpoints,
         published,
         records,

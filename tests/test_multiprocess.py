@@ -185,6 +185,27 @@ def test_processes_that_disagree_are_told_what_differs(results):
     assert first["losses"] == second["losses"], "and those that agree go on"
 
 
+@of_run("see_other_figures")
+def test_processes_keep_what_fits_in_all_of_them(results):
+    """Whichever finds out, and when: nobody waits, and all run one program."""
+    first, second = results
+    everything = str(jzero.Keep(params="all"))
+    for name, remat in {
+        "alike": everything,
+        "little": "",
+        "unreadable": "",
+        "asks alone": everything,
+        "compiled": "",
+        "not compared": "",
+        "inside": "",
+        "both run out": "",
+    }.items():
+        assert first[name] == second[name] == [remat, pytest.approx(first["evaluated"])], name
+    for found in results:
+        assert found["one has begun"].startswith("RESOURCE_EXHAUSTED")
+        assert "remat='cheap'" in found["one has begun"]
+
+
 def first_state():
     return multiprocess_worker.sharded(multiprocess_worker.make_state(jax.random.key(0)), multiprocess_worker.config(1))
 

@@ -11,7 +11,7 @@ from jzero.analysis.schedule import simulate
 from jzero.analysis.step_programs import step_programs
 from jzero.core.base.types import PyTree, State
 from jzero.core.layout.mesh import platform_of
-from jzero.core.step.train_step import TrainStep
+from jzero.core.step.train_step import EXHAUSTED, TrainStep
 from jzero.machines.machine import Machine
 from jzero.machines.topologies import topology_options
 
@@ -47,7 +47,7 @@ def compile_step(
     try:
         programs = step_programs(step, placed, {"rng": rng}, platform, lambda x: x.compile(options))
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if EXHAUSTED not in str(error):
             raise
         return None
     peak = max(x.beside + x.times * max(x.memory.peak, x.memory.allocated) for x in programs)

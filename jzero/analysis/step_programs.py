@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,12 +21,11 @@ from jzero.analysis.hlo import HloProgram, parse_hlo
 from jzero.analysis.memory import Memory, compiled_memory
 from jzero.analysis.replanning import plan_of_argument
 from jzero.core.base.types import PyTree, State, TrainStateLike
-from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.box import Box
-from jzero.core.layout.mesh import HOST_MEMORY, platform_of
+from jzero.core.layout.mesh import platform_of
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.record_states import detached
-from jzero.core.step.inputs import optional_rng
+from jzero.core.step.inputs import bytes_on_device, optional_rng
 from jzero.core.step.record_step import RecordStep
 from jzero.core.step.train_step import TrainStep
 from jzero.core.update.program import RecordKernel, SumTarget, UpdateProgram
@@ -164,11 +162,11 @@ class _StepPrograms:
         """Returns the programs in their order."""
         plan = self.plan
         # If programs do not distinguish host memory, neither do shapes.
-        live = _num_bytes((self.state, batch, rng)) - (0 if plan.names_host_memory else arrays_on_host(plan))
+        live = bytes_on_device((self.state, batch, rng)) - (0 if plan.names_host_memory else arrays_on_host(plan))
         traced = self.step.gradients.trace(self.state, batch, **optional_rng(rng))
         first = self._step_program("loss and gradients", traced, live, takes_params=True)
         step_grads, changed, _ = first.results
-        passes, results = self._passes(step_grads, live + _num_bytes((step_grads, changed)))
+        passes, results = self._passes(step_grads, live + bytes_on_device((step_grads, changed)))
         ready = step_grads if results.done.program.needs_grads else self._near(step_grads)
         current = step_grads.without_grads if plan.config.offload.delay else ready
         done = dataclasses.replace(results.done, grads=ready)
@@ -190,7 +188,7 @@ class _StepPrograms:
             operands, sums = programs[-1].results
             kernels = program.passes[level]
             done = Done(program, step_grads, sums, self._results(kernels))
-            beside = live + _num_bytes((operands, sums)) + _num_bytes(done.params)
+            beside = live + bytes_on_device((operands, sums)) + bytes_on_device(done.params)
             if self.plan.config.offload.compute == "device":
                 programs += [x._replace(beside=beside) for x in self._records(program, level, operands, step_grads)]
             targets = [x for kernel in kernels for x in kernel.targets if isinstance(x, SumTarget)]
@@ -256,9 +254,3 @@ class _StepPrograms:
         compiled = self.compile(lowered)
         memory = compiled_memory(compiled, platform_of(self.device), arrays_on_host(self.plan) if takes_params else 0)
         return StepProgram(name, traced, lowered, compiled, memory, max(0, live - memory.arguments))
-
-
-def _num_bytes(tree: PyTree) -> int:
-    """Returns the bytes of arrays on one device, given as shapes with shardings."""
-    on_devices = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
-    return sum(array_bytes(math.prod(x.sharding.shard_shape(x.shape)), x.dtype) for x in on_devices)

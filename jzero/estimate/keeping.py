@@ -7,7 +7,20 @@ own trace, without a compiler: all parameters and all blocks if that takes at mo
 of a device; else as many blocks as fit, if the estimate of a second trace agrees; else nothing, as `remat="cheap"`
 does, also where an estimate fails, which the log says. Rows of stacks are not kept: loops would have to write and read
 the stacks. What only looks like a stack, as kernels of convolutions do, is none if no loop of the loss reads its shape.
-The plan, shapes and the kind of device decide, so all processes decide alike.
+
+This must end no run that would go on with "cheap", whatever else lives on a device, such as a second state or another
+process. So it is checked three times:
+
+1. A step may use what a device has left beside the step's own state: `USABLE` of its memory, and no more than jax may
+   take, less what other arrays hold. The fullest device of all processes counts. It is asked once, before the first run
+   for a plan and shapes, so that the program stays.
+2. After compilation, before anything runs, the compiler's figure must be within that limit in all processes.
+3. A run that ends for want of memory, but has not consumed its state, is repeated. So is one beside a second state that
+   came after the choice. Several processes repeat it if all come to that; if not, the error says what to pass.
+
+What fails one of the last two keeps nothing from then on. Processes that compare nothing (`check_processes=False`, or a
+step inside another program, which the last two cannot check either) keep nothing from the start. `step.plan`, `lower`
+and the like may be called in one process alone: before the first run they tell what its own devices would allow.
 """
 
 from __future__ import annotations
@@ -33,7 +46,9 @@ from jzero.estimate.step_memory import StepMemory, memory_of_step
 from jzero.machines.machine import Machine
 
 KEPT_SHARE = 0.7
-"""Share of the memory of a step up to which values are kept without a compiler: estimates have been 17 % low."""
+"""Share of what a step may use up to which values are kept without a compiler. Estimates have been up to 24 % low: such
+a step takes 0.7 / 0.76 = 92 % of it, and the rest is for fragments. One whose estimate is lower still is compiled in
+vain, since the compiler's figure decides."""
 FREED = 0.5
 """The part of its activations that a recomputed block is taken to free: the estimate of a second trace decides."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -15,7 +15,7 @@ USABLE = 0.9
 """Share of a machine's memory that a step may use; runtime, collectives and fragmentation take the rest."""
 _TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
 ROUNDED = 256 * 2**20
-"""Memory that a driver reports counts in whole steps of so many bytes, so that processes decide alike."""
+"""Memory that is measured counts in whole steps of so many bytes: a choice does not hang on a few small arrays."""
 NOT_COMPILED = "Nothing was compiled: the figures are estimated."
 ABSTRACT = (
     "To compile, pass a mesh of devices, such as those of `jzero.machines.topologies.topology_devices(topology)`."
@@ -82,25 +82,39 @@ def limit_of(hbm_bytes: float | None, topology: str | None, hardware: Machine | 
     return limit
 
 
-def memory_to_spend(mesh: Mesh | AbstractMesh, hardware: Machine | None) -> tuple[int | None, Machine | None]:
+def memory_to_spend(
+    mesh: Mesh | AbstractMesh, hardware: Machine | None, own: int | None = None
+) -> tuple[int | None, Machine | None]:
     """Returns the bytes of one device that a step may use without being asked, and the machine; `None` if unknown.
 
-    Virtual CPU devices share the memory of the machine with everything else, so a step there takes no more than it has
-    to. An abstract mesh has no devices to ask: only `hardware` tells.
+    Args:
+      mesh: The mesh. If it is abstract, there are no devices to ask: only `hardware` tells.
+      hardware: The machine, if the mesh is on none.
+      own: What the step's own state takes of a device: all else that is there is left alone. If `None`, the devices are
+        taken as empty.
     """
     if not isinstance(mesh, Mesh):
         return usable_bytes(hardware), hardware
     devices = list(mesh.devices.flat)
-    if devices[0].platform == "cpu":
-        return None, None
     hardware = this_machine(devices)
-    return _least(hardware, next((x for x in jax.local_devices() if x in devices), None)), hardware
+    local = [x for x in jax.local_devices() if x in devices]
+    bounds = [x for device in local or [None] if (x := _least(hardware, device, own)) is not None]
+    return min(bounds, default=None), hardware
 
 
-def _least(hardware: Machine | None, device: jax.Device | None) -> int | None:
-    """Returns a share of a machine's memory, or what jax may take of a device's if that is less."""
-    usable = usable_bytes(hardware)
+def memory_figures(device: jax.Device) -> Mapping[str, int]:
+    """Returns what jax's allocator says of a device: `bytes_limit`, which it may take, and `bytes_in_use`.
+
+    Nothing of virtual CPU devices: they share the memory of the machine with everything else, so a step there takes no
+    more than it has to.
+    """
+    return {} if device.platform == "cpu" else device.memory_stats() or {}
+
+
+def _least(hardware: Machine | None, device: jax.Device | None, own: int | None = None) -> int | None:
+    """Returns a share of a machine's memory, or what jax may take of a device's if that is less, beside `own` bytes."""
+    usable, figures = usable_bytes(hardware), {} if device is None else memory_figures(device)
     bounds = [] if usable is None else [usable]
-    stats = None if device is None else device.memory_stats()
-    bounds += [int(stats["bytes_limit"]) // ROUNDED * ROUNDED] if stats and "bytes_limit" in stats else []
-    return min(bounds, default=None)
+    bounds += [int(figures["bytes_limit"]) // ROUNDED * ROUNDED] if "bytes_limit" in figures else []
+    others = 0 if own is None else max(0, int(figures.get("bytes_in_use", 0)) - own)
+    return max(0, min(bounds) - -(-others // ROUNDED) * ROUNDED) if bounds else None

@@ -306,6 +306,27 @@ MUTANTS = [
         "test_kept_by_default.py::test_rows_of_stacks_do_not_stay",
     ),
     Mutant(
+        "kept_beside_nothing_else",
+        "machines/limits.py",
+        "others = 0 if own is None else",
+        "others = 0 if True else",
+        "test_memory_left.py::test_a_second_state_takes_its_share",
+    ),
+    Mutant(
+        "kept_whatever_the_compiler_says",
+        "core/step/train_step.py",
+        "fits = self._agreement.least(state.tx.plan, *given, left) >= 0",
+        "fits = self._agreement.least(state.tx.plan, *given, left) is not None",
+        "test_memory_left.py::test_a_program_that_needs_more_than_estimated_does_not_run",
+    ),
+    Mutant(
+        "processes_keep_what_fits_in_the_first",
+        "core/processes/agree.py",
+        "self.number = min(message.number for message in entries.values())",
+        "self.number = mine.number",
+        "test_multiprocess.py::test_processes_keep_what_fits_in_all_of_them",
+    ),
+    Mutant(
         "kept_whatever_the_batch",
         "core/step/jitted.py",
         "if jitted is None or shapes != expected.shapes:",

@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable, Mapping
 import jax
 
 from jzero.core.base.types import Jitted, PyTree, TrainStateLike
-from jzero.core.processes.agree import PROGRAM, agree, are_several, check_wait
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.processes.agree import MEET_S, PROGRAM, Parts, agree, are_several, check_wait, least
 from jzero.core.processes.fingerprints import describe_inputs, describe_plan, describe_program, function_name
 from jzero.core.state.adapter import Loss
 from jzero.core.step.inputs import Placed, optional_rng
@@ -51,15 +52,7 @@ class StepAgreement:
         key = (jitted, structure, *map(_kind, leaves))
         if key in self._agreed:
             return place()
-
-        def describe(_: None) -> dict[str, str]:
-            return {
-                "the training state": describe_plan(plan),
-                "the settings of the step": "\n".join(f"{name}={_sort_items(x)}" for name, x in self.settings.items()),
-                "the batch": describe_inputs(batch, rng),
-            }
-
-        agree(self.where, plan.mesh, lambda: None, describe, wait_s=self._wait_s)
+        self.least(plan, batch, rng, lambda: 0)
 
         def lower() -> tuple[Placed, jax.stages.Lowered]:
             placed = place()
@@ -70,6 +63,25 @@ class StepAgreement:
         )
         self._agreed.add(key)
         return placed
+
+    def least(self, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None, number: Callable[[], int]) -> int:
+        """Returns the least number of all processes that are about to run the step; without comparison, 0 or less."""
+        return least(self.where, plan.mesh, number, lambda: self._describe(plan, batch, rng), wait_s=self._wait_s)
+
+    def all_come(self, plan: ZeroPlan, check: Callable[[], None]) -> bool:
+        """Whether all processes come here, soon, and no check fails."""
+        try:
+            agree(f"{self.where}, out of memory", plan.mesh, check, lambda _: {}, wait_s=MEET_S)
+        except (RuntimeError, ValueError):
+            return False
+        return True
+
+    def _describe(self, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None) -> Parts:
+        return {
+            "the training state": describe_plan(plan),
+            "the settings of the step": "\n".join(f"{name}={_sort_items(x)}" for name, x in self.settings.items()),
+            "the batch": describe_inputs(batch, rng),
+        }
 
     def clear(self) -> None:
         """Forgets all agreements."""

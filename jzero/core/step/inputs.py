@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from collections.abc import Sequence
@@ -15,13 +16,13 @@ from jax.sharding import NamedSharding, Sharding
 from jzero.core.base import compat
 from jzero.core.base.guard import attempt
 from jzero.core.base.text import path_str
-from jzero.core.base.types import PyTree, TrainStateLike
+from jzero.core.base.types import DType, PyTree, TrainStateLike
 from jzero.core.config.settings import ONE_KEY, check, optional
 from jzero.core.engine.outputs import Weighted, check_aux
 from jzero.core.engine.trace import TracedLoss
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.leaves import StateLeaf
-from jzero.core.layout.mesh import num_row_shards, row_axes
+from jzero.core.layout.mesh import HOST_MEMORY, num_row_shards, row_axes
 from jzero.core.layout.padded import Padded, unbox
 from jzero.core.layout.placement import place_array
 from jzero.core.plan.plan import ZeroPlan
@@ -34,6 +35,8 @@ InputKind: TypeAlias = tuple[type, Sharding, tuple[int, ...]]
 """Type, sharding and shape of an array."""
 
 
+Given: TypeAlias = "tuple[PyTree, jax.Array | None]"
+"""Batch and key as the user passed them."""
 Placed: TypeAlias = tuple[PyTree, jax.Array | None, bool]
 """Batch and key on the mesh, and whether all of them were already in place."""
 
@@ -160,19 +163,32 @@ def abstract_inputs(
     plan: ZeroPlan, state: TrainStateLike, batch: PyTree, rng: jax.Array | None
 ) -> tuple[TrainStateLike, PyTree, PyTree]:
     """Returns the arguments as shapes with the shardings that a call would give them."""
-
-    def shape(x: jax.Array, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        dtype = (
-            x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
-        )
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
-
     split, replicated = plan.batch_sharding, plan.whole_sharding
     check_batch(batch, plan)
     check_rng(rng)
-    state = map_state(lambda x, leaf: shape(x, leaf.sharding), plan, state)
-    batch = jax.tree.map(lambda x: shape(x, split if x.ndim else replicated), batch)
-    return state, batch, None if rng is None else shape(rng, replicated)
+    batch = jax.tree.map(lambda x: _shape(x, split if x.ndim else replicated), batch)
+    return abstract_state(plan, state), batch, None if rng is None else _shape(rng, replicated)
+
+
+def abstract_state(plan: ZeroPlan, state: TrainStateLike) -> TrainStateLike:
+    """Returns the state as shapes with shardings."""
+    return map_state(lambda x, leaf: _shape(x, leaf.sharding), plan, state)
+
+
+def _shape(x: jax.Array, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, placed_dtype(x), sharding=sharding)
+
+
+def placed_dtype(x: Any) -> DType:
+    """Returns the dtype that an array of a batch, or a key, has on a device."""
+    extended = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype)
+
+
+def bytes_on_device(tree: PyTree) -> int:
+    """Returns the bytes of arrays on one device, given as shapes with shardings."""
+    on_devices = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
+    return sum(array_bytes(math.prod(x.sharding.shard_shape(x.shape)), x.dtype) for x in on_devices)
 
 
 def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> list[jax.Array]:

@@ -40,7 +40,9 @@ from jzero.core.step.agreement import StepAgreement
 from jzero.core.step.compiler_options import CompilerOptions, check_compiler_options
 from jzero.core.step.compiler_options import compiler_options as make_compiler_options
 from jzero.core.step.inputs import (
+    Given,
     InputKind,
+    Placed,
     abstract_inputs,
     are_like,
     check_donated,
@@ -244,24 +246,23 @@ class Step:
         if jitted is None or not are_like(inputs, kinds):
             if has_tracers([*leaves, *inputs]):
                 batch, rng = from_program((batch, rng))
-                return self._chosen(state, batch, rng)._compute(state, batch, rng=rng)
+                return self._chosen(state, batch, rng, runs=True)._compute(state, batch, rng=rng)
             check_alive(leaves)
             if self.donated:
                 check_donated(state, leaves, batch, rng)
             shapes = list(map(np.shape, inputs))
             if jitted is None or shapes != expected.shapes:
-                jitted = self._chosen(state, batch, rng)._jit(plan, state, structure)
-            if jitted not in self._begun:
-                logging.getLogger("jzero").info("Compiling %s.", self)
-                self._begun.add(jitted)
-            place = functools.partial(place_inputs, plan, batch, rng, self.micro.steps)
-            program_state = state if self.donated else for_loss(state)
-            batch, rng, in_place = self._agreement.place(place, jitted, program_state, batch, rng)
+                jitted = self._chosen(state, batch, rng, runs=True)._jit(plan, state, structure)
+            placed = self._placed(jitted, state if self.donated else for_loss(state), batch, rng)
+            if placed is None:
+                return self._dispatch(state, batch, rng)
+            batch, rng, in_place = placed
             kinds = kinds_of(inputs) if in_place else ()
             expected = expected._replace(shapes=shapes)
         try:
             results = self._run(jitted, state, batch, optional_rng(rng))
         except (RuntimeError, ValueError) as error:
+            self._expected = _Expected()
             if "has been deleted" in str(error):
                 check_alive(state)
             if "donate" in str(error):
@@ -273,6 +274,22 @@ class Step:
             raise
         self._expected = _Expected(_reference(self._next_state(state, results)), jitted, expected.shapes, kinds)
         return jax.block_until_ready(results) if compat.starves_steps(plan.mesh) else results
+
+    def _placed(self, jitted: Jitted, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> Placed | None:
+        """Returns the inputs on the mesh, once processes agree on the program; `None` if it does not fit."""
+        begins = jitted not in self._begun
+        if begins:
+            logging.getLogger("jzero").info("Compiling %s.", self)
+        place = functools.partial(place_inputs, state.tx.plan, batch, rng, self.micro.steps)
+        placed = self._agreement.place(place, jitted, state, batch, rng)
+        if begins and not self._fits(jitted, state, (batch, rng), placed):
+            return None
+        self._begun.add(jitted)
+        return placed
+
+    def _fits(self, jitted: Jitted, state: TrainStateLike, given: Given, placed: Placed) -> bool:
+        """Whether a program that has not run yet fits; if not, the step has chosen another one."""
+        return True
 
     def _run(self, jitted: Jitted, state: TrainStateLike, batch: PyTree, rng: Mapping[str, jax.Array]) -> PyTree:
         """Calls the jitted function."""
@@ -306,13 +323,13 @@ class Step:
           state: The state, concrete or abstract.
           batch: The batch, likewise.
           rng: The key, likewise.
-          hardware: The machine, if the state is on none.
+          hardware: The machine to choose for, as if nothing else lived there; if `None`, the devices as they are.
           hbm_bytes: Most bytes of the step on one device, if that is less than it may use there.
         """
         return self._chosen(*self.abstract_arguments(state, batch, rng=rng), hardware, hbm_bytes)
 
-    def _chosen(self, *arguments: Any) -> Self:
-        choice = self.choice(*arguments)
+    def _chosen(self, *arguments: Any, runs: bool = False) -> Self:
+        choice = self.choice(*arguments, runs=runs)
         return self if choice is None else cast("Self", choice.step)
 
     def choice(
@@ -322,8 +339,13 @@ class Step:
         rng: jax.Array | None,
         hardware: Machine | None = None,
         hbm_bytes: float = math.inf,
+        *,
+        runs: bool = False,
     ) -> Chosen | None:
-        """Returns what the step chooses to keep, see [Note: Kept by default]; `None` if the user said, or nothing."""
+        """Returns what the step chooses to keep, see [Note: Kept by default]; `None` if the user said, or nothing.
+
+        Arguments are those of `resolved`. If the step is about to run, as `runs` says, processes choose together, once.
+        """
         return None
 
     def program(self, state: State) -> Any:
