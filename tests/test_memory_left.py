@@ -1,6 +1,9 @@
 """What a step keeps by itself never ends a run that would go on without, see [Note: Kept by default]."""
 
+import collections
+import ctypes
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from jzero.core.step import train_step
 from jzero.core.step.inputs import bytes_on_device
 from jzero.core.step.train_step import TrainStep
 from jzero.estimate import keeping
-from jzero.machines import limits
+from jzero.machines import driver, limits
 from jzero.machines.machine import machine
 from tests.shared import whole
 from tests.test_keep import loss_fn, make_batch, make_params, on_one_device
@@ -110,6 +113,51 @@ def test_a_machine_that_is_asked_for_is_empty(devices):
     devices.beside = dict.fromkeys((x.id for x in jax.devices()), devices.limit)
     assert jzero.make_train_step(loss_fn).resolved(state, batch, hardware=h200s).remat == EVERYTHING
     assert jzero.make_train_step(loss_fn).resolved(state, batch).remat is None
+
+
+@pytest.mark.parametrize(
+    ("stats", "free", "limit"),
+    [
+        ({"bytes_limit": 100, "pool_bytes": 100}, 40, 100),  # taken at the start, as by default
+        ({"bytes_limit": 100, "pool_bytes": 10}, 130, 100),  # taken as it is needed, with nobody else there
+        ({"bytes_limit": 100, "pool_bytes": 10}, 30, 40),  # beside others
+        ({"bytes_limit": 100, "pool_bytes": 60}, 0, 60),
+        ({"bytes_limit": 100, "pool_bytes": 60}, None, 100),  # no driver that says so
+        ({"bytes_limit": 100}, 30, 100),  # an allocator that does not say what it has
+        (None, 30, None),
+    ],
+)
+def test_what_other_processes_hold_is_not_left(monkeypatch, stats, free, limit):
+    monkeypatch.setattr(limits, "free_bytes", lambda device: free)
+    device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats and dict(stats))
+    assert limits.memory_figures(device).get("bytes_limit") == limit
+
+
+def make_driver(fails, held):
+    """Stands in for CUDA's driver, one of whose functions fails; counts what it is not given back."""
+
+    def fill(name, place, value):
+        place._obj.value = value
+        return name == fails
+
+    return types.SimpleNamespace(
+        cuDeviceGet=lambda gpu, number: fill("get", gpu, number + 7),
+        cuDevicePrimaryCtxRetain=lambda context, gpu: (
+            fill("retain", context, 2**40 + gpu.value) or held.update(contexts=1)
+        ),
+        cuCtxPushCurrent_v2=lambda context: fails == "push" or held.update({context.value: 1}),
+        cuMemGetInfo_v2=lambda free, total: fill("info", free, 5 * 2**30) or fill("info", total, 9 * 2**30),
+        cuCtxPopCurrent_v2=lambda context: held.update({2**40 + 9: -1}),
+        cuDevicePrimaryCtxRelease_v2=lambda gpu: held.update(contexts=-1),
+    )
+
+
+@pytest.mark.parametrize("fails", ["", "get", "retain", "push", "info"])
+def test_the_driver_is_asked_for_the_memory_that_nobody_holds(monkeypatch, fails):
+    held, device = collections.Counter(), types.SimpleNamespace(local_hardware_id=2)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: make_driver(fails, held))
+    assert driver.free_bytes(device) == (None if fails else 5 * 2**30)
+    assert not any(held.values())
 
 
 def test_figures_that_cannot_be_read_keep_nothing(devices, checks_may_fail, monkeypatch):

@@ -12,8 +12,8 @@ This must end no run that would go on with "cheap", whatever else lives on a dev
 process. So it is checked three times:
 
 1. A step may use what a device has left beside the step's own state: `USABLE` of its memory, and no more than jax may
-   take, less what other arrays hold. The fullest device of all processes counts. It is asked once, before the first run
-   for a plan and shapes, so that the program stays.
+   take, less what other arrays and, as CUDA's driver knows, other processes hold. The fullest device of all processes
+   counts. It is asked once, before the first run for a plan and shapes, so that the program stays.
 2. After compilation, before anything runs, the compiler's figure must be within that limit in all processes.
 3. A run that ends for want of memory, but has not consumed its state, is repeated. So is one beside a second state that
    came after the choice. Several processes repeat it if all come to that; if not, the error says what to pass.

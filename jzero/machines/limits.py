@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jzero.machines.accelerators import GPUS
+from jzero.machines.driver import free_bytes
 from jzero.machines.machine import Machine, machine
 from jzero.machines.topologies import topology_devices
 
@@ -103,12 +104,15 @@ def memory_to_spend(
 
 
 def memory_figures(device: jax.Device) -> Mapping[str, int]:
-    """Returns what jax's allocator says of a device: `bytes_limit`, which it may take, and `bytes_in_use`.
+    """Returns what jax's allocator says of a device: `bytes_limit`, which it can still have in all, and `bytes_in_use`.
 
     Nothing of virtual CPU devices: they share the memory of the machine with everything else, so a step there takes no
     more than it has to.
     """
-    return {} if device.platform == "cpu" else device.memory_stats() or {}
+    figures = {} if device.platform == "cpu" else device.memory_stats() or {}
+    if "bytes_limit" in figures and "pool_bytes" in figures and (free := free_bytes(device)) is not None:
+        figures["bytes_limit"] = min(figures["bytes_limit"], figures["pool_bytes"] + free)  # others may hold the rest
+    return figures
 
 
 def _least(hardware: Machine | None, device: jax.Device | None, own: int | None = None) -> int | None:
