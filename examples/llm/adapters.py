@@ -1,26 +1,56 @@
 """Adapters that PEFT wrote, as far as the decoder computes them."""
 
-import json
 import pathlib
 import re
 from typing import Any
 
-from safetensors import safe_open
-
 from decoder import Lora
+from jzero.core.config.documents import parse
+from jzero.core.config.settings import (
+    ANY,
+    FLAG,
+    TEXT,
+    Setting,
+    block,
+    check,
+    integer,
+    list_of,
+    number,
+    one_of,
+    optional,
+)
+from jzero.weights.safetensors_files import find_tensors
 
-ANY = object()
-OFF = (None, False)
-FIELDS: dict[str, Any] = {
+
+def _modules(value: object) -> Any:
+    if not isinstance(value, str):
+        return optional(list_of(TEXT)).of(value)
+    try:
+        re.compile(value)
+    except (re.error, RecursionError) as error:
+        raise ValueError from error
+    return value
+
+
+def _in_peft(*choices: Any) -> Setting[Any]:
+    """The values of a field that the decoder computes."""
+    way_out = "(merge other adapters by PEFT's `merge_and_unload`, and pass the merged model as --model)"
+    return one_of(*choices, says=f"{' or '.join(map(repr, choices))} here {way_out}")
+
+
+OFF = _in_peft(None, False)
+MODULES: Setting[Any] = Setting("a regular expression, a list of names or None", _modules)
+FIELDS: dict[str, Setting[Any]] = {
     # Read. The tensors say where adapters are; `target_modules` and `exclude_modules` must agree.
-    "peft_type": ("LORA",),
-    "r": ANY,
-    "lora_alpha": ANY,
-    "use_rslora": (False, True),
-    "target_modules": ANY,
-    "exclude_modules": ANY,
+    "peft_type": _in_peft("LORA"),
+    "r": integer(1, most=2**16),
+    "lora_alpha": number("a number above 0, up to 1e9", lambda x: 0 < x <= 1e9),
+    "use_rslora": FLAG,
+    "target_modules": MODULES,
+    "exclude_modules": MODULES,
+    "target_parameters": optional(list_of(TEXT)),
     # How training began. The other ways, such as "pissa", change the model's own weights, too.
-    "init_lora_weights": (False, True, "gaussian", "eva", "orthogonal", "mica"),
+    "init_lora_weights": _in_peft(False, True, "gaussian", "eva", "orthogonal", "mica"),
     **dict.fromkeys(("eva_config", "corda_config", "loftq_config", "lora_ga_config"), ANY),
     # What only training computes.
     **dict.fromkeys(("inference_mode", "lora_dropout", "velora_config"), ANY),
@@ -29,15 +59,10 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(("runtime_config", "fan_in_fan_out", "megatron_core", "layers_pattern"), ANY),
     **dict.fromkeys(("qalora_group_size", "ensure_weight_tying"), ANY),
     # What the decoder does not compute: ranks and factors that differ, adapters of some layers, other tensors.
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layers_to_transform": (None, []),
-    "layer_replication": OFF,
-    "modules_to_save": (None, []),
-    "trainable_token_indices": OFF,
-    "target_parameters": ANY,
-    "bias": ("none",),
-    "lora_bias": OFF,
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), _in_peft(None, {})),
+    **dict.fromkeys(("layers_to_transform", "modules_to_save"), _in_peft(None, [])),
+    **dict.fromkeys(("layer_replication", "trainable_token_indices", "lora_bias"), OFF),
+    "bias": _in_peft("none"),
     # Other products than A B.
     **dict.fromkeys(("use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens"), OFF),
     **dict.fromkeys(("kasa_config", "arrow_config", "monteclora_config", "megatron_config"), OFF),
@@ -51,19 +76,15 @@ def read_lora(folder: pathlib.Path) -> Lora:
     """Returns the adapters of a PEFT folder: where they are, and how they are scaled.
 
     Raises:
-      ValueError: A field says what the decoder does not compute, or `target_modules` leaves out some of the tensors.
+      ValueError: A field says what the decoder does not compute, or has a value that none of PEFT's has; or
+        `target_modules` leaves out some of the tensors, or they have another rank than `r`.
+      jzero.CheckpointError: The tensors cannot be read.
     """
     file = folder / "adapter_config.json"
-    said = json.loads(file.read_text())
-    for name, value in said.items():
-        allowed = FIELDS.get(name, OFF)
-        if allowed is not ANY and value not in allowed:
-            raise ValueError(
-                f"`{name}` in {file} is {value!r}, but must be {' or '.join(map(repr, allowed))} here: merge such "
-                "adapters by PEFT's `merge_and_unload`, and pass the folder of the merged model as --model."
-            )
-    with safe_open(folder / "adapter_model.safetensors", "np") as tensors:
-        modules = {found[1] for name in tensors.keys() if (found := TENSOR.fullmatch(name))}  # noqa: SIM118
+    said = parse(file.read_bytes(), file)
+    check("", said, block({name: FIELDS.get(name, OFF) for name in said}), file=file)
+    tensors, _ = find_tensors(folder / "adapter_model.safetensors")
+    modules = {found[1] for name in tensors if (found := TENSOR.fullmatch(name))}
     of_experts = {name.rpartition(".")[2] for name in said.get("target_parameters") or ()}
     if of_experts not in (set(), {"gate_up_proj", "down_proj"}):
         raise ValueError(f"`target_parameters` in {file} must be those of gpt-oss's experts, both: got {of_experts}.")
@@ -75,6 +96,11 @@ def read_lora(folder: pathlib.Path) -> Lora:
             f"({len(ignored)} modules in all), of which there are tensors: correct the fields, or take the tensors out."
         )
     rank, alpha = said.get("r", 8), said.get("lora_alpha", 8)
+    names_of_a = {f"base_model.model.{module}.lora_A.weight" for module in expected} & tensors.keys()
+    if wrong := sorted(name for name in names_of_a if tensors[name].shape[:1] != (rank,)):
+        raise ValueError(
+            f"`r` in {file} must be the rank of the adapters: got {rank}, but A of {wrong[0]} is {tensors[wrong[0]].shape}."
+        )
     if said.get("use_rslora"):
         alpha *= rank**0.5  # PEFT divides by the root of the rank, `Lora` by the rank
     last = {module.rpartition(".")[2] for module in modules}

@@ -9,7 +9,6 @@ together. Unless you choose, the program divides them as little as it can, and p
 
 import argparse
 import functools
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -27,10 +26,22 @@ from adapters import read_lora
 from chat_data import load_tokenizer, without_end
 from decoder import Decoder
 from generation import Sampling, generate, left_padded
+from jzero.core.config.documents import parse
+from jzero.core.config.settings import Setting, block, check, integer, list_of, optional
 from layouts import choose_mesh, shardings
 from training import model_folder, start
 
 ADAPTERS = r"layers/.*/lora_[ab]"
+TOKEN = integer(0, most=2**31 - 1)
+STOPS = block(
+    {
+        "eos_token_id": Setting(
+            "None, a token, or a list of tokens, which are integers from 0",
+            lambda x: list_of(TOKEN).of(x) if isinstance(x, list) else optional(TOKEN).of(x),
+        )
+    }
+)
+"""What is read of `generation_config.json`."""
 
 
 def main() -> None:
@@ -81,7 +92,8 @@ def decode(tokenizer: Any, new: np.ndarray) -> str:
 def stop_tokens(folder: Any, tokenizer: Any) -> tuple[int, ...]:
     """Returns the tokens that end an answer: by `generation_config.json` or else `config.json`, and the tokenizer."""
     files = [pathlib.Path(folder) / name for name in ("generation_config.json", "config.json")]
-    said = next((json.loads(file.read_text()) for file in files if file.exists()), {}).get("eos_token_id")
+    file = next((file for file in files if file.exists()), None)
+    said = None if file is None else check("", parse(file.read_bytes(), file), STOPS, file=file).get("eos_token_id")
     found = [*(said if isinstance(said, list) else [said]), tokenizer.eos_token_id]
     return tuple(sorted({token for token in found if token is not None}))
 

@@ -7,22 +7,26 @@ is not known here is an error: a model that is almost right trains, and its loss
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
+from jzero.core.config.documents import parse
+from jzero.core.config.settings import TEXT, block, check, optional, shown
 from jzero.weights.model_types import (
     ACTIVATIONS,
     ALTERNATING,
     COMMON,
     FAMILIES,
     FULL,
+    HEAD_DIM,
     ONLY,
+    OWN,
     POST_NORMS,
     QK_NORMS,
+    SIZE,
     SLIDING,
 )
 from jzero.weights.rotary import ROTARY, inverse_frequencies
@@ -139,8 +143,8 @@ def read_config(path: Any) -> ModelConfig:
       The configuration.
 
     Raises:
-      ValueError: There is no such file, it lacks a field, or one that its family reads has a value that jzero does not
-        know: `model_type`, the kind of rotary embedding, `quantization_config`, an activation.
+      ValueError: There is no such file, it lacks a field, or one that its family reads has a value of a wrong type, out
+        of range, or that jzero does not know: `model_type`, the kind of rotary embedding, `quantization_config`.
 
     Example:
       >>> import json
@@ -184,9 +188,12 @@ def config_of(file: object, raw: Mapping[str, Any]) -> tuple[ModelConfig, list[V
     fields.check_known()
     num_layers, d_model = fields.size("num_hidden_layers"), fields.size("hidden_size")
     num_heads = fields.size("num_attention_heads")
-    head_dim = fields.get("head_dim") or d_model // num_heads
-    if head_dim % 2:
-        raise ValueError(f"`head_dim` in {file} must be even, since rotations are of pairs: got {head_dim}.")
+    num_kv_heads = fields.get("num_key_value_heads") or num_heads
+    fields.check_divides("num_key_value_heads", num_kv_heads, "num_attention_heads", num_heads)
+    if (head_dim := fields.get("head_dim")) is None:
+        fields.check_divides("num_attention_heads", num_heads, "hidden_size", d_model)
+        head_dim = d_model // num_heads
+    check("head_dim", head_dim, HEAD_DIM, file=file)
     types = fields.layer_types(num_layers)
     frequencies = {name: fields.frequencies(name, head_dim) for name in dict.fromkeys(types)}
     turned = frequencies[types[0]][1]
@@ -194,7 +201,7 @@ def config_of(file: object, raw: Mapping[str, Any]) -> tuple[ModelConfig, list[V
         fields.refuse("rope_parameters", fields.get("rope_parameters"), "rotations that scale equally in all layers")
     window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     gemma = kind.startswith("gemma")
-    attention_bias = bool(fields.get("attention_bias"))
+    attention_bias = fields.get("attention_bias", False)
     config = ModelConfig(
         model_type=kind,
         vocab_size=fields.size("vocab_size"),
@@ -202,14 +209,14 @@ def config_of(file: object, raw: Mapping[str, Any]) -> tuple[ModelConfig, list[V
         d_hidden=fields.size("moe_intermediate_size" if "moe_intermediate_size" in own else "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.get("num_key_value_heads") or num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         eps=fields.get("rms_norm_eps", 1e-6),
-        tied=bool(fields.get("tie_word_embeddings")),
+        tied=fields.get("tie_word_embeddings", False),
         gelu=fields.gelu(),
         qkv_bias=attention_bias or kind == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=bool(fields.get("mlp_bias")) or kind == "gpt_oss",
+        mlp_bias=fields.get("mlp_bias", False) or kind == "gpt_oss",
         qk_norm=kind in QK_NORMS,
         joint_qk_norm=kind == "olmoe",
         unit_norm=gemma,
@@ -221,7 +228,7 @@ def config_of(file: object, raw: Mapping[str, Any]) -> tuple[ModelConfig, list[V
         final_softcap=fields.get("final_logit_softcapping"),
         inverse_frequencies=tuple(frequencies[name][0] for name in types),
         windows=tuple(window if name == SLIDING else None for name in types),
-        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
+        dtype=fields.get("dtype") or fields.get("torch_dtype") or "float32",
         experts=fields.experts(),
     )
     return config, fields.refused
@@ -232,13 +239,10 @@ def read_fields(path: Any) -> tuple[epath.Path, dict[str, Any]]:
     folder = epath.Path(path).expanduser()
     file = folder if folder.name.endswith(".json") else folder / CONFIG
     try:
-        fields = json.loads(file.read_text())
+        fields = parse(file.read_bytes(), file)
     except OSError as error:
         raise ValueError(f"Pass a model's folder: there is no {file} ({error}). {_way_out(folder)}") from error
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}): fetch it again.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file} must hold the fields of a model: got a {type(fields).__name__}.")
+    check("model_type", fields.get("model_type"), optional(TEXT), file=file)
     return file, fields
 
 
@@ -256,10 +260,10 @@ def _way_out(folder: epath.Path) -> str:
 
 
 class _Fields:
-    """The fields of a file, and how errors name them."""
+    """The fields of a file, each of its type and within its range, and how errors name them."""
 
     def __init__(self, file: object, fields: Mapping[str, Any]) -> None:
-        self.file, self.given = file, fields
+        self.file, self.given = file, check("", fields, block(COMMON | OWN), file=file)
         self.kind: str = fields["model_type"]
         self.refused: list[ValueError] = []
 
@@ -267,13 +271,15 @@ class _Fields:
         return self.given.get(name, default)
 
     def size(self, name: str) -> int:
-        value = self.given.get(name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` in {self.file} must be a positive whole number: got {value!r}.")
-        return value
+        return check(name, self.get(name), SIZE, file=self.file)
+
+    def check_divides(self, name: str, number: int, whole: str, size: int) -> None:
+        """Raises if one field does not divide another."""
+        if size % number:
+            raise ValueError(f"`{name}` in {self.file} must divide `{whole}`, {size}: got {number}.")
 
     def refuse(self, name: str, value: Any, allowed: str) -> None:
-        text = f"`{name}` in {self.file} is {value!r}, but of {self.kind} jzero knows {allowed}. {OWN_MODEL}"
+        text = f"`{name}` in {self.file} is {shown(value)}, but of {self.kind} jzero knows {allowed}. {OWN_MODEL}"
         self.refused.append(ValueError(text))
 
     def check_known(self) -> None:
@@ -297,7 +303,7 @@ class _Fields:
         return Experts(
             count=count,
             per_token=per_token,
-            normalized=bool(self.get("norm_topk_prob", True)),  # of the families that always do, no field
+            normalized=self.get("norm_topk_prob", True),  # of the families that always do, no field
             aux_coef=self.get("router_aux_loss_coef"),
             router_bias=self.kind == "gpt_oss",
             packed=self.kind == "gpt_oss",
@@ -341,6 +347,9 @@ class _Fields:
         elif missing := [key for key in ROTARY[kind] if said.get(key) is None]:
             text = f"`{name}` in {self.file} lacks {', '.join(missing)}, which its kind {kind!r} needs."
             self.refused.append(ValueError(text))
+            kind = "default"
+        elif kind == "llama3" and said["low_freq_factor"] >= said["high_freq_factor"]:
+            self.refuse(f"{name}.low_freq_factor", said["low_freq_factor"], "those below `high_freq_factor`")
             kind = "default"
         return inverse_frequencies(kind, said, head_dim)
 

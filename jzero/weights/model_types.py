@@ -4,15 +4,78 @@ from __future__ import annotations
 
 from typing import Any
 
-COMMON = frozenset(
-    (
-        *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
-        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
-        *("dtype", "torch_dtype", "quantization_config", "is_causal"),
-    )
-)
-"""The fields that every family reads."""
+from jzero.core.config.settings import ANY, FLAG, TEXT, Setting, block, integer, list_of, number, optional
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+SIZE = integer(1, most=2**24)
+MOST_LAYERS = 2**16
+HEAD_DIM = Setting("even, from 2 to 65536, since rotations are of pairs", lambda x: _even(integer(2, most=2**16).of(x)))
+_COUNT = optional(integer(1, most=2**31 - 1))
+_POSITIVE = number("a number from 1e-9 to 1e9", lambda x: 1e-9 <= x <= 1e9)
+_SCALE = optional(_POSITIVE)
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def _dtype(value: object) -> str:
+    name = TEXT.of(value).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError
+    return name
+
+
+def _even(value: int) -> int:
+    if value % 2:
+        raise ValueError
+    return value
+
+
+_DTYPE = optional(Setting(f"one of {_DTYPES}", _dtype))
+_THETA = optional(number("a number above 1, up to 1e15", lambda x: 1 < x <= 1e15))
+_PART = optional(number("a number above 0, up to 1", lambda x: 0 < x <= 1))
+_ROTARY = {
+    **dict.fromkeys(("rope_type", "type"), optional(TEXT)),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), _SCALE),
+    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), _SCALE),
+    "rope_theta": _THETA,
+    "original_max_position_embeddings": _COUNT,
+    "partial_rotary_factor": _PART,
+    "truncate": optional(FLAG),
+}
+_ROPE = optional(block(_ROTARY | dict.fromkeys((FULL, SLIDING), optional(block(_ROTARY)))))
+COMMON: dict[str, Setting[Any]] = {
+    "model_type": TEXT,
+    **dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads"), SIZE),
+    **dict.fromkeys(("intermediate_size", "num_key_value_heads"), optional(SIZE)),
+    "num_hidden_layers": integer(1, most=MOST_LAYERS),
+    "head_dim": optional(integer(1)),
+    "max_position_embeddings": _COUNT,
+    "rms_norm_eps": number("a number above 0, below 1", lambda x: 0 < x < 1),
+    "tie_word_embeddings": FLAG,
+    "rope_theta": _THETA,
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _ROPE),
+    "partial_rotary_factor": _PART,
+    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
+    **dict.fromkeys(("quantization_config", "is_causal"), ANY),  # see `ONLY`
+}
+"""The fields that every family reads, with the values that they may have."""
+OWN: dict[str, Setting[Any]] = {
+    **dict.fromkeys(("hidden_act", "hidden_activation"), optional(TEXT)),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"), FLAG),
+    "sliding_window": _COUNT,
+    "max_window_layers": integer(0),
+    "sliding_window_pattern": integer(1),
+    "layer_types": optional(list_of(TEXT)),
+    **dict.fromkeys(("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"), _SCALE),
+    "rope_local_base_freq": _THETA,
+    **dict.fromkeys(("num_experts", "num_local_experts"), optional(SIZE)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_intermediate_size"), SIZE),
+    "router_aux_loss_coef": number("a number from 0 to 1e9", lambda x: 0 <= x <= 1e9),
+    "swiglu_alpha": _POSITIVE,
+    "swiglu_limit": _SCALE,
+    **dict.fromkeys(("use_bidirectional_attention", "router_jitter_noise", "clip_qkv"), ANY),  # see `ONLY`
+    **dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"), ANY),
+}
+"""The fields that some families read, likewise."""
 _QWEN: dict[str, Any] = {
     "num_key_value_heads": 32,
     "hidden_act": "silu",
@@ -126,4 +189,3 @@ ONLY = {
 }
 """Fields with the one value that `ModelConfig` can say."""
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}
-FULL, SLIDING = "full_attention", "sliding_attention"
