@@ -5,11 +5,12 @@ import json
 import pathlib
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
+
+import jzero.hf
+from jzero.weights.safetensors_files import find_tensors
 
 INDEX = "model.safetensors.index.json"
 ROWS = ("model.embed_tokens.weight", "lm_head.weight")  # [V, D]; a tied head is not in the files
@@ -23,14 +24,13 @@ def with_rows(folder: pathlib.Path, num_rows: int) -> Iterator[pathlib.Path]:
     Each new row is the mean of the published ones. The folder is temporary: it has these two tensors, and links to all
     other files.
     """
-    config = json.loads((folder / "config.json").read_text())
-    sizes = config.get("text_config", config)
-    if num_rows <= sizes["vocab_size"]:
+    if num_rows <= jzero.hf.read_config(folder).vocab_size:
         yield folder
         return
-    sizes["vocab_size"] = num_rows
-    where = _files_of_tensors(folder)
-    rows = {name: _extended(folder / where[name], name, num_rows) for name in ROWS if name in where}
+    config = {**json.loads((folder / "config.json").read_text()), "vocab_size": num_rows}
+    tensors, _ = find_tensors(folder)
+    where = {name: str(tensor.path.relative_to(folder)) for name, tensor in tensors.items()}
+    rows = {name: _extended(tensors[name].view(...), num_rows) for name in ROWS if name in where}
     index = {"metadata": {}, "weight_map": where | dict.fromkeys(rows, NEW_FILE)}
     with tempfile.TemporaryDirectory() as made:
         new = pathlib.Path(made)
@@ -43,18 +43,7 @@ def with_rows(folder: pathlib.Path, num_rows: int) -> Iterator[pathlib.Path]:
         yield new
 
 
-def _files_of_tensors(folder: pathlib.Path) -> dict[str, str]:
-    """Returns the file of each tensor."""
-    if (folder / INDEX).exists():
-        listed: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        return listed
-    with safe_open(folder / "model.safetensors", "np") as file:
-        return dict.fromkeys(file.keys(), "model.safetensors")
-
-
-def _extended(file: pathlib.Path, name: str, num_rows: int) -> np.ndarray:
-    """Returns a tensor [V, D] of a file with more rows."""
-    with safe_open(file, "np") as tensors:
-        old: Any = tensors.get_tensor(name)
+def _extended(old: np.ndarray, num_rows: int) -> np.ndarray:
+    """Returns a tensor [V, D] with more rows."""
     mean = old.astype(np.float32).mean(0, keepdims=True, dtype=np.float64)
     return np.concatenate([old, np.repeat(mean.astype(old.dtype), num_rows - len(old), 0)])

@@ -12,6 +12,8 @@ import dataclasses
 import json
 import logging
 import math
+import os
+import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +29,8 @@ from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.lock import only_writer
 from jzero.core.base.text import Report
 from jzero.core.base.types import DType
+from jzero.core.config.documents import parse
+from jzero.core.config.settings import TEXT, block, block_of, check, shown
 from jzero.core.layout.box import Index
 from jzero.core.plan.table import format_bytes
 
@@ -60,6 +64,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 PART = re.compile(r"-\d+-of-(?!0*1\.)\d+\.safetensors$")
 """What the names of parts end with, if there are several."""
+_INDEX = block({"weight_map": block_of(TEXT)}, required=["weight_map"])
 LFS_POINTER = b"version https://git-lfs"
 METADATA = "__metadata__"
 """The key of the header that no tensor may use."""
@@ -310,13 +315,23 @@ def _files(path: epath.Path) -> dict[epath.Path, list[str] | None]:
         return {path: None}
     held: dict[epath.Path, list[str]] = {}
     try:
-        for name, file in json.loads(path.read_text())["weight_map"].items():
+        for name, file in check("", parse(path.read_bytes(), path), _INDEX, file=path)["weight_map"].items():
             held.setdefault(path.parent / file, []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = [file.name for file in held if not file.exists()]
+        outside = [str(file) for file in held if not _is_below(path.parent, file)]
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files ({error}).") from error
-    if missing := [file.name for file in held if not file.exists()]:
-        raise CheckpointError(f"{path} lists files that are not there: {missing}. Fetch them.")
+    if outside:
+        raise CheckpointError(f"{path} leads out of its folder, which an index never does: {shown(outside)}.")
+    if missing:
+        raise CheckpointError(f"{path} lists files that are not there: {shown(missing)}. Fetch them.")
     return {**held}
+
+
+def _is_below(folder: epath.Path, file: epath.Path) -> bool:
+    """Whether a name leads to a file of a folder. That file may be a link, as all are in the cache of `hf download`."""
+    inner, outer = (pathlib.Path(os.path.realpath(os.fspath(x))) for x in (file.parent, folder))
+    return inner.is_relative_to(outer)
 
 
 def _published(folder: epath.Path) -> epath.Path:
