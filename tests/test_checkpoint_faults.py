@@ -240,6 +240,48 @@ def test_a_later_format_and_notes_that_are_gone(state, tmp_path):
         jzero.restore_checkpoint(tmp_path / "c", shapes(state))
 
 
+def noted(directory, **changes):
+    """Changes the notes of a checkpoint, with a right digest."""
+    path = directory / "jzero" / "metadata"
+    notes = {name: x for name, x in json.loads(path.read_text()).items() if name != "digest"}
+    path.write_text(json.dumps(sign({**notes, **changes})))
+
+
+SCALE = {"scale": 1.0, "good_steps": 0, "hysteresis": 2, "exhausted": False, "overflowed": [False]}
+NOTES = {
+    "format": ("2", None, True, 0, [1], 1.5),
+    "jzero": (None, 3),
+    "config": (None, [], {}, {"stage": 4}, {"stage": "3"}),
+    "mesh": (None, [], {"data": "8"}, {"data": 0}),
+    "num_processes": (None, "1", 0, True),
+    "checksums": (None, [], 3, {"params/w": "x"}, {"params/w": -1}),
+    "digests": (None, [], {"extra": None}),
+    "keys": (3, None, "params", [3], {"a": 1}),
+    "precision": (
+        *(None, [], {"num_updates": "3"}, {"num_updates": -1}, {"num_updates": 10**12}, {"loss_scale": 3}),
+        *({"loss_scale": {}}, *({"loss_scale": {**SCALE, name: None}} for name in SCALE)),
+        {"loss_scale": {**SCALE, "scale": float("inf")}},
+    ),
+}
+
+
+@pytest.mark.parametrize("field", NOTES)
+def test_notes_of_another_shape_are_damage(field, state, tmp_path):
+    jzero.save_checkpoint(tmp_path / "c", state)
+    for value in NOTES[field]:
+        noted(tmp_path / "c", **{field: value})
+        with pytest.raises(jzero.CheckpointError, match=rf"`{field}\b.* in .*c/jzero/metadata must"):
+            jzero.restore_checkpoint(tmp_path / "c", shapes(state))
+        with pytest.raises(jzero.CheckpointError, match=rf"`{field}\b.* in .*c/jzero/metadata must"):
+            jzero.inspect_checkpoint(tmp_path / "c")
+
+
+def test_a_manager_goes_from_notes_of_another_shape_to_the_step_before(state, two_steps):
+    noted(two_steps / "2", precision=None)
+    with jzero.CheckpointManager(two_steps) as manager, pytest.warns(UserWarning, match="`precision` in"):
+        assert_is_step(manager.restore(shapes(state)), state, 1)
+
+
 # Checksums of arrays, against sums written out by hand.
 
 

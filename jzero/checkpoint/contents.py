@@ -10,7 +10,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,14 +19,52 @@ from etils import epath
 
 from jzero.checkpoint.damage import REMEDY, CheckpointError, DamageError, is_there, reading
 from jzero.checkpoint.leaves import Keys
-from jzero.checkpoint.orbax_io import NOTES, STATE, Opened, state_handler
+from jzero.checkpoint.orbax_io import EXTRA, ITERATOR, NOTES, STATE, Opened, state_handler
 from jzero.core.base.text import key_names
 from jzero.core.base.types import DType
+from jzero.core.config.documents import parse
+from jzero.core.config.settings import (
+    ANY,
+    FLAG,
+    TEXT,
+    Setting,
+    block,
+    block_of,
+    check,
+    integer,
+    list_of,
+    number,
+    one_of,
+)
 
 FORMAT = 1
 """Version of jzero's notes. A reader rejects later versions."""
 
+T = TypeVar("T")
 DIGEST = "digest"
+_COUNT, _CHECKSUM = integer(0, most=2**31 - 1), integer(0, most=2**32 - 1)
+_LOSS_SCALE = {
+    "scale": number("a number above 0, up to 2^100", lambda x: 0 < x <= 2.0**100),
+    "good_steps": _COUNT,
+    "hysteresis": _COUNT,
+    "exhausted": FLAG,
+    "overflowed": list_of(FLAG),
+}
+_PRECISION = {"loss_scale": block(_LOSS_SCALE, required=_LOSS_SCALE), "num_updates": _COUNT}
+_NOTES: dict[str, Setting[Any]] = {
+    **dict.fromkeys(("jzero", "jax"), TEXT),
+    "config": block({"stage": one_of(0, 1, 2, 3)}, required=["stage"]),
+    "mesh": block_of(integer(1)),
+    "num_processes": integer(1),
+    "precision": block(_PRECISION),
+}
+_LATER_NOTES: dict[str, Setting[Any]] = {
+    **dict.fromkeys(("checksums", "digests"), block_of(_CHECKSUM)),
+    **dict.fromkeys(("keys", "param_fields"), list_of(TEXT)),
+    "ties": block_of(TEXT),
+}
+_ITEMS = {EXTRA: block({}), ITERATOR: block({"positions": list_of(ANY)}, required=["positions"])}
+"""What jzero's JSON has: its notes, of which some are not in every checkpoint, and other items."""
 
 METADATA_FILE = "_METADATA"
 """The file that marks a directory with a tree of arrays, written by Orbax."""
@@ -137,7 +175,7 @@ class Contents:
         if not is_there(path) and item not in self.notes.get("digests", {}):
             return None
         with reading(path):
-            value = json.loads(path.read_text())
+            value = _checked(item, json.loads(path.read_text()), _ITEMS.get(item, ANY), path)
         if digest(value) != self.notes.get("digests", {}).get(item, digest(value)):
             raise DamageError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
         return value
@@ -171,11 +209,6 @@ def read_contents(path: epath.PathLike) -> Contents:
     notes = _read_notes(directory)
     with reading(state_directory, {path.replace("/", "."): path for path in notes.get("checksums", {})}):
         tree = state_handler(reads=True).metadata(state_directory).tree
-    if notes.get("format", FORMAT) > FORMAT:
-        raise ValueError(
-            f"The checkpoint at {directory} was written by jzero {notes.get('jzero')} in format {notes['format']}, but "
-            f"this version knows formats up to {FORMAT}: install a later jzero."
-        )
     checksums = notes.get("checksums", {})
     leaves = {}
     for key_path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -234,10 +267,22 @@ def _read_notes(directory: epath.Path) -> dict[str, Any]:
     with reading(path):
         if not is_there(path.parent) and NOTES not in _items_of(directory):
             return {}
-        notes = json.loads(path.read_text())
-    if not isinstance(notes, dict) or notes.get(DIGEST) != digest({k: x for k, x in notes.items() if k != DIGEST}):
+        notes = parse(path.read_bytes(), path)
+    if notes.get(DIGEST) != digest({k: x for k, x in notes.items() if k != DIGEST}):
         raise DamageError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
-    return notes
+    if _checked("format", notes.get("format"), integer(1), path) > FORMAT:
+        raise ValueError(
+            f"The checkpoint at {directory} was written by jzero {notes.get('jzero')} in format {notes['format']}, but "
+            f"this version knows formats up to {FORMAT}: install a later jzero."
+        )
+    return _checked("", notes, block(_NOTES | _LATER_NOTES, required=_NOTES), path)
+
+
+def _checked(name: str, value: object, setting: Setting[T], path: epath.Path) -> T:
+    try:
+        return check(name, value, setting, file=path)
+    except ValueError as error:
+        raise DamageError(f"The checkpoint is damaged: {error}\n{REMEDY}") from error
 
 
 def _items_of(directory: epath.Path) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jzero.checkpoint.damage import CheckpointError, DamageError
+from jzero.checkpoint.damage import REMEDY, CheckpointError, DamageError
 from jzero.checkpoint.orbax_io import can_store
 from jzero.core.processes.agree import succeed_together
 
@@ -73,8 +73,17 @@ def _keep(x: Any, path: str, arrays: dict[str, np.ndarray]) -> str:
 
 def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """Inverts `encode`; tuples come back as lists, arrays as NumPy arrays."""
+    try:
+        return _decode(value, arrays)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamageError(
+            f"What lies beside the state is damaged ({type(error).__name__}: {error}).\n{REMEDY}"
+        ) from error
+
+
+def _decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if isinstance(value, list):
-        return [decode(x, arrays) for x in value]
+        return [_decode(x, arrays) for x in value]
     if not isinstance(value, dict):
         return value
     if KEY in value:
@@ -83,7 +92,7 @@ def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         return arrays[value[ARRAY]]
     if BYTES in value:
         return base64.b64decode(value[BYTES])
-    return {key: decode(x, arrays) for key, x in value.items()}
+    return {key: _decode(x, arrays) for key, x in value.items()}
 
 
 def iterator_position(iterator: object) -> Any:
