@@ -12,13 +12,19 @@ from typing import Any
 
 from jzero.core.base.text import as_data
 from jzero.core.config.precision import Precision
-from jzero.core.config.settings import check, integer, number, one_of, optional
+from jzero.core.config.settings import FLAG, check, integer, number, one_of, optional
 from jzero.deepspeed.key import AUTO, Block
 from jzero.deepspeed.schema import SCHEMA
 from jzero.deepspeed.source import paths_of, value_at, with_value
 
 _PARAMS = ("optimizer.params.", "scheduler.params.")
 A_NUMBER = number("a number", math.isfinite)
+OTHERS = {
+    **dict.fromkeys(("bf16", "fp16"), FLAG),
+    "warmup_ratio": number("a number from 0 to 1", lambda x: 0 <= x <= 1),
+    "hidden_size": integer(1, most=2**24),
+}
+"""The values of the trainer's arguments that are not any number."""
 TRAINER = {
     "learning_rate": ("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
     "weight_decay": ("optimizer.params.weight_decay",),
@@ -139,8 +145,8 @@ def _betas(raw: Block) -> dict[str, Any]:
 
 def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, object]:
     """Returns the keys that an argument of Hugging Face's trainer decides, with their values."""
-    if name in TRAINER and not isinstance(value, bool):
-        check(name, value, A_NUMBER)
+    if name in TRAINER:
+        check(name, value, OTHERS.get(name, A_NUMBER))
     if name in ("adam_beta1", "adam_beta2"):
         return {"optimizer.params.betas": [auto.get("adam_beta1", 0.9), auto.get("adam_beta2", 0.999)]}
     if name == "learning_rate":

@@ -80,7 +80,7 @@ def from_deepspeed(
     num_devices = check("num_devices", num_devices, optional(integer(1)))
     if optimizer is not None and not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(f"`optimizer` must be an optax transformation: got {optimizer!r:.200}.")
-    raw, processes = read_source(source)
+    raw, processes, name = read_source(source)
     c = parse(
         decide(raw, auto=auto, batch_size=batch_size, precision=precision),
         SCHEMA,
@@ -90,9 +90,14 @@ def from_deepspeed(
     )
     if found := [*c.problems, *problems(c)]:
         listed = "\n".join(f"  {problem}" for problem in found)
-        raise ValueError(f"The DeepSpeed configuration cannot be read:\n{listed}")
+        raise ValueError(f"{name} cannot be read:\n{listed}")
     train, micro, accumulate = sizes(c)
-    config = _zero_config(c, precision)
+    for message in contradictions(c):
+        raise ValueError(message)
+    try:
+        config = _zero_config(c, precision)
+    except ValueError as error:
+        raise ValueError(_in_keys(str(error), c)) from error
     report = DeepSpeedReport(
         rows=verdicts(c),
         num_devices=c.num_devices,
@@ -126,15 +131,18 @@ def _names(rows: tuple[KeyVerdict, ...]) -> str:
     return ", ".join(f"`{row.key}`" for row in rows)
 
 
+def _in_keys(text: str, c: Parsed) -> str:
+    """Returns a message with the keys of the file in place of the arguments that they become."""
+    for path, key in c.keys.items():
+        if not path.endswith(key.target.partition(".")[2]):
+            text = text.replace(f"`{key.target}`", f"`{path}`")
+    return text
+
+
 def _zero_config(c: Parsed, precision: object) -> ZeroConfig:
-    for message in contradictions(c):
-        raise ValueError(message)
     found = arguments(c)
     if scale := found["DynamicLossScale"]:
-        try:
-            found["Precision"]["loss_scale"] = DynamicLossScale(**scale)
-        except ValueError as error:
-            raise ValueError(f"The block `fp16` makes no loss scale: {error}") from error
+        found["Precision"]["loss_scale"] = DynamicLossScale(**scale)
     if flow := found["ZenFlow"]:
         found["Offload"] |= {"compute": "host", "zenflow": ZenFlow(**flow)}
     in_file = Precision(**found["Precision"])

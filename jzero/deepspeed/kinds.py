@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 STEPS_END = 2**31
 """No step reaches it: jax counts in 32 bits."""
+NO_CAP = 2**63 - 1
+"""What DeepSpeed writes for "no limit" (`sys.maxsize`)."""
 
 
 class ValueKind(NamedTuple):
@@ -29,17 +31,22 @@ class ValueKind(NamedTuple):
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= sys.float_info.max  # a NaN is not
 
 
 def _are_numbers(x: object) -> bool:
     return isinstance(x, Sequence) and bool(x) and all(map(_is_number, x))
 
 
+def _plain(x: float) -> float:
+    return x if abs(x) <= NO_CAP else float(x)  # jax takes no longer integers
+
+
 def whole(least: int) -> ValueKind:
     """Whole numbers from `least`; 1e9 is one."""
     is_whole = ("a whole number", lambda x: _is_number(x) and x == int(x))
-    return ValueKind((is_whole, (f"at least {least}", lambda x: x >= least)), int)
+    in_range = ((f"at least {least}", lambda x: x >= least), ("at most 2^63 - 1", lambda x: x <= NO_CAP))
+    return ValueKind((is_whole, *in_range), int)
 
 
 def step_count(least: int) -> ValueKind:
@@ -58,11 +65,19 @@ BOOL = ValueKind((("true or false", lambda x: isinstance(x, bool)),))
 STRING = ValueKind((("a string", lambda x: isinstance(x, str)),))
 WHOLE, FROM_1 = whole(0), whole(1)
 ANY_NUMBER = ValueKind((("a number", _is_number),), float)
-NUMBER = ValueKind((*ANY_NUMBER.must, ("at least 0", lambda x: x >= 0)))
-PAIR = ValueKind((("two numbers", lambda x: _are_numbers(x) and len(x) == 2),))
+NUMBER = ValueKind((*ANY_NUMBER.must, ("at least 0", lambda x: x >= 0)), _plain)
+PAIR = ValueKind(
+    (
+        ("two numbers", lambda x: _are_numbers(x) and len(x) == 2),
+        ("from 0 to below 1", lambda x: all(0 <= y < 1 for y in x)),
+    )
+)
 RATE = ValueKind(
-    (("a number, or a list of numbers", lambda x: _is_number(x) or _are_numbers(x)),),
-    lambda x: x[0] if isinstance(x, Sequence) else x,
+    (
+        ("a number, or a list of numbers", lambda x: _is_number(x) or _are_numbers(x)),
+        ("at least 0", lambda x: min(x if isinstance(x, Sequence) else [x]) >= 0),
+    ),
+    lambda x: _plain(x[0] if isinstance(x, Sequence) else x),
     lambda x: "one for each parameter group: use `optax.multi_transform`" if _are_numbers(x) and len(x) > 1 else None,
 )
 """One number, or one for each parameter group."""

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jzero.core.config.settings import shown
 from jzero.deepspeed.key import (
     AUTO,
     REQUIRED,
@@ -80,7 +81,7 @@ def _read(
         return _read_key(keys[path], path, written, value)
     if path in schema.blocks:
         if value is not None and value != {}:
-            return f"`{written}` must be a block of keys: got {value!r}."
+            return f"`{written}` must be a block of keys: got {shown(value)}."
         return None if path.endswith(".params") else KeyEntry(KeyVerdict(written, value, "ignored", "empty"))
     block, is_param, name = path.partition(".params.")
     if is_param and block in types:
@@ -108,7 +109,7 @@ def _hint(name: str, names: Sequence[str], without: str = "", *, cutoff: float =
 def _read_key(key: Key, path: str, written: str, value: Any) -> KeyEntry | str:
     """Returns what a file has for a key, or a problem."""
     name, as_written = path.rpartition(".")[2], written.rpartition(".")[2]
-    if value == AUTO:
+    if isinstance(value, str) and value == AUTO:
         default = "not known" if key.default in (None, AUTO, REQUIRED) else f"DeepSpeed's default, {key.default}"
         is_undecided = key.verdict == "honoured"
         changes_numbers = not path.startswith("zero_optimization.") and name not in USUAL
@@ -117,7 +118,7 @@ def _read_key(key: Key, path: str, written: str, value: Any) -> KeyEntry | str:
     if value is None and key.default is None:
         return KeyEntry(KeyVerdict(written, value, "ignored", "null, as by default"))
     if (problem := key.kind.problem(value)) is not None:
-        return f"`{written}` must be {problem}: got {value!r}."
+        return f"`{written}` must be {problem}: got {shown(value)}."
     kept = key.kind.plain(value)
     now = "" if as_written in (name, f"stage3_{name}") else f"now `{name}`: "
     found = Ruling(key.verdict, now + key.note)

@@ -22,6 +22,7 @@ from jzero.deepspeed.facts import (
     stage,
 )
 from jzero.deepspeed.key import Parsed, Ruling, where
+from jzero.deepspeed.kinds import NO_CAP
 
 THREADS = "aio.intra_op_parallelism"
 ADAM_BYTES = 12
@@ -95,7 +96,7 @@ def clips(c: Parsed, path: str) -> Ruling:
 def travel_bytes(c: Parsed, path: str) -> int | None:
     """Returns the bytes of a number of elements of the dtype that travels; `None` for DeepSpeed's default."""
     dtype = c["communication_data_type"] if path.endswith("reduce_bucket_size") else None
-    return c[path] * jnp.dtype(dtype or compute_dtype(c)).itemsize if c.sets(path) else None
+    return min(c[path] * jnp.dtype(dtype or compute_dtype(c)).itemsize, NO_CAP) if c.sets(path) else None
 
 
 def bucket(c: Parsed, path: str) -> int | None:

@@ -11,10 +11,8 @@ from math import inf
 
 from jzero.deepspeed import facts, optimizers, rules, schedules
 from jzero.deepspeed.key import Schema, field, row, section
-from jzero.deepspeed.kinds import ANY, BOOL, FLOAT_DTYPE, FROM_1, NESTED, NUMBER, STRING, WHOLE, whole, word_of
+from jzero.deepspeed.kinds import ANY, BOOL, FLOAT_DTYPE, FROM_1, NESTED, NO_CAP, NUMBER, STRING, WHOLE, whole, word_of
 
-NO_CAP = 2**63 - 1
-"""What DeepSpeed writes for "no limit" (`sys.maxsize`)."""
 PARALLEL = "jzero partitions over data-parallel devices: give the mesh a further axis and shard over it"
 NVME = "for parameters on NVMe, which jzero keeps in the files of optimizer state"
 LOGGING = "a step returns its metrics; `jzero.Monitor` writes them to `JsonLines`, `TensorBoard` or a function of yours"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import collections
+import functools
 import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from jzero.core.base.text import as_data
+from jzero.core.config.documents import check_size, parse, unique
+from jzero.core.config.settings import TEXT, block, check, integer, one_of, optional
 from jzero.deepspeed.key import AUTO, Block
 
 ACCELERATE_BLOCK = "deepspeed_config"
@@ -38,15 +40,21 @@ DEFAULTS = {
     "gradient_accumulation_steps": 1,
     "zero_optimization": {"stage": 2},
 }
-MAX_DEPTH = 50
-"""Levels of blocks; DeepSpeed's own have four."""
+OF_ACCELERATE = {
+    ACCELERATE_BLOCK: block({FILE: optional(TEXT)}),
+    "num_processes": optional(integer(1)),
+    "mixed_precision": one_of(None, False, "no", "fp16", "bf16"),  # YAML reads a bare no as false
+}
+"""What is read of Accelerate's files beside `ACCELERATE_KEYS`."""
+OWN = "The DeepSpeed configuration"
 
 
 class RawConfig(NamedTuple):
-    """A configuration, and the devices that Accelerate's file names; `None` if nothing does."""
+    """A configuration, the devices that Accelerate's file names, `None` if nothing does, and what errors call it."""
 
     values: Block
     num_devices: int | None = None
+    name: str = OWN
 
 
 def read_source(source: str | os.PathLike[str] | Block) -> RawConfig:
@@ -56,32 +64,35 @@ def read_source(source: str | os.PathLike[str] | Block) -> RawConfig:
       ValueError: The file cannot be parsed, holds no dictionary or a key twice, or is nested too deeply.
       TypeError: `source` is neither a path nor a dictionary.
     """
-    raw = source if isinstance(source, Mapping) else _read_file(source)
-    _check_depth(raw, "The DeepSpeed configuration" if isinstance(source, Mapping) else repr(os.fspath(source)))
-    raw = as_data(raw)
+    raw = _read(source)
+    name = OWN if isinstance(source, Mapping) else repr(os.fspath(source))
     if ACCELERATE_BLOCK not in raw:
-        return RawConfig(raw)
-    block = raw[ACCELERATE_BLOCK]
-    if not isinstance(block, Mapping):
-        raise ValueError(f"`{ACCELERATE_BLOCK}` must be a block of keys: got {block!r}.")
-    path = block.get(FILE)
-    return RawConfig(*_from_accelerate(raw, None if path is None else read_source(path).values))
+        return RawConfig(raw, name=name)
+    path = check("", raw, block(OF_ACCELERATE), file=name)[ACCELERATE_BLOCK].get(FILE)
+    file = None if path is None else _read(path)
+    if file is not None and ACCELERATE_BLOCK in file:
+        raise ValueError(f"`{FILE}` in {name} must name a configuration of DeepSpeed: {path!r} is one of Accelerate.")
+    return RawConfig(*_from_accelerate(raw, file), name)
 
 
-def _read_file(source: object) -> Block:
+def _read(source: object) -> Block:
+    """Returns what a file or a dictionary holds."""
+    if isinstance(source, Mapping):
+        check_size(source, OWN)
+        own: Block = as_data(source)
+        return own
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"A DeepSpeed configuration is a path or a dictionary: got {type(source).__name__}.")
     path = os.fspath(source)
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
-    is_yaml = path.endswith((".yaml", ".yml"))
-    try:
-        raw = _parse_yaml(text, path) if is_yaml else _parse(text, path)
-    except RecursionError:
-        raise ValueError(_too_deep(repr(path))) from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path!r} must hold a dictionary: got {type(raw).__name__}.")
-    if is_yaml and ACCELERATE_BLOCK not in raw:
+    with open(path, "rb") as file:
+        data = file.read()
+    if not path.endswith((".yaml", ".yml")):
+        return _parse(data, repr(path))
+    yaml = _optional("yaml")
+    if yaml is None:
+        raise ValueError(f"{path!r} is YAML, which needs PyYAML: `pip install pyyaml`.")
+    raw = parse(data, repr(path), functools.partial(_load_yaml, yaml), "must be YAML")
+    if ACCELERATE_BLOCK not in raw:
         other = raw.get("deepspeed")
         raise ValueError(
             f"{path!r} must be a configuration of Accelerate with a block `{ACCELERATE_BLOCK}`: "
@@ -90,59 +101,45 @@ def _read_file(source: object) -> Block:
     return raw
 
 
-def _check_depth(value: object, name: str) -> None:
-    """Raises if blocks lie inside each other deeper than Python can follow, or inside themselves."""
-    stack = [(value, 0)]
-    while stack:
-        inner, depth = stack.pop()
-        if depth > MAX_DEPTH:
-            raise ValueError(_too_deep(name))
-        if isinstance(inner, Mapping):
-            stack += [(x, depth + 1) for x in inner.values()]
-        elif isinstance(inner, list | tuple):
-            stack += [(x, depth + 1) for x in inner]
-
-
-def _too_deep(name: str) -> str:
-    return f"{name} is nested deeper than {MAX_DEPTH} levels; DeepSpeed configurations are not: check its braces."
-
-
-def _parse_yaml(text: str, path: str) -> object:
-    yaml = _optional("yaml")
-    if yaml is None:
-        raise ValueError(f"{path!r} is YAML, which needs PyYAML: `pip install pyyaml`.")
+def _load_yaml(yaml: Any, text: str, object_pairs_hook: object) -> object:
+    """Returns what YAML says, of which a few lines of aliases and merged blocks may be billions of values."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path!r} must be YAML: {error}.") from error
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        check_size(root, "it", _inside_node)
+        return loader.construct_document(root)
+    except (yaml.YAMLError, LookupError, TypeError, AttributeError, ArithmeticError) as error:  # of wrong tags, too
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _parse(text: str, path: str) -> object:
+def _inside_node(node: Any) -> Sequence[object]:
+    """Returns what lies in a node of YAML; raises a `ValueError` if a block has a key twice."""
+    inner = node.value if isinstance(node.value, list) else []
+    pairs = [x for x in inner if isinstance(x, tuple)]
+    unique([(key.value, None) for key, _ in pairs if isinstance(key.value, str)])
+    return [x for pair in pairs for x in pair] or inner
+
+
+def _parse(data: bytes, name: str) -> Block:
     try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
+        return parse(data, name)
+    except ValueError as error:
+        if not isinstance(error.__cause__, json.JSONDecodeError):
+            raise
         # DeepSpeed reads Hjson, which has comments and trailing commas. Few files make use of that.
         hjson = _optional("hjson")
         if hjson is None:
             raise ValueError(
-                f"{path!r} is not plain JSON: {error}. If it is Hjson (comments, trailing commas), which DeepSpeed "
-                "reads, `pip install hjson`, or hand in a dictionary."
+                f"{name} is not plain JSON: {error.__cause__}. If it is Hjson (comments, trailing commas), which "
+                "DeepSpeed reads, `pip install hjson`, or hand in a dictionary."
             ) from error
-    try:
-        return hjson.loads(text, object_pairs_hook=_unique)
-    except hjson.HjsonDecodeError as error:
-        raise ValueError(f"{path!r} is neither JSON nor Hjson: {error}.") from error
+    return parse(data, name, hjson.loads, "is neither JSON nor Hjson")
 
 
 def _optional(name: str) -> ModuleType | None:
     return None if importlib.util.find_spec(name) is None else importlib.import_module(name)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    counts = collections.Counter(name for name, _ in pairs)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"A DeepSpeed configuration must have each key once: got {twice} more than once in one block.")
-    return dict(pairs)
 
 
 def _from_accelerate(raw: Mapping[str, Any], file: Block | None) -> tuple[Block, int | None]:
@@ -168,8 +165,7 @@ def _from_accelerate(raw: Mapping[str, Any], file: Block | None) -> tuple[Block,
         at = f"{name}.enabled"
         if value_at(config, at) == AUTO or (is_on and value_at(config, at) is None):
             config = with_value(config, at, is_on)
-    processes = raw.get("num_processes")
-    return config, processes if isinstance(processes, int) else None
+    return config, raw.get("num_processes")
 
 
 def paths_of(block: Block, prefix: str = "") -> Iterator[tuple[str, object]]:
