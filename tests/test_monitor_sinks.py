@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -117,6 +118,78 @@ def test_other_tables_and_names_of_the_sinks_own_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"rename the values \\['{name}'\\]"):
             sink(tmp_path / "log")(1, {name: 1.0, "loss": 1.0})
     assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize("kind", ["Csv", "JsonLines"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{\n  "a": 1\n}',
+        b'{"a": 1}',
+        b'{"loss": 1.0}\n{"loss": 2.0',
+        b"name,age\nAda,36",
+        b"step,time",
+        b"\x93NUMPY" + bytes(range(11, 200)) * 9,
+        "step,time\n1,2\n".encode("utf-16"),
+        b"\x00" * 100,
+        b'{"step": 1, "time": 2.0, "loss": 3.0}\n# kept by hand',
+        b"step,time,loss\n1,2.0,3.0\n# kept by hand",
+        b'"' + b"a" * 200_000,
+    ],
+    ids=lambda x: repr(x[:20]),
+)
+def test_no_sink_changes_what_it_has_not_written(kind, content, tmp_path):
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"other is no (log|table) of a `{kind}`: .*Choose another file"):
+            getattr(jzero, kind)(path)(1, {"loss": 1.0})
+    assert path.read_bytes() == content
+
+
+WRITER = """
+import sys, jzero
+sink, number = getattr(jzero, sys.argv[1])(sys.argv[2]), int(sys.argv[3])
+for i in range(60):
+    sink(1000 * number + i, {"loss": 1.0, f"of_{number}_{i // 10}": 2.0})
+"""
+
+
+@pytest.mark.parametrize("kind", ["Csv", "JsonLines"])
+def test_writers_in_several_processes_lose_nothing(kind, tmp_path):
+    """Each brings new values every ten steps, for which a table is written anew."""
+    path = tmp_path / "log"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, kind, path, str(n)]) for n in range(3)]
+    assert [writer.wait(120) for writer in writers] == [0, 0, 0]
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file)) if kind == "Csv" else [json.loads(line) for line in file]
+    assert sorted(int(row["step"]) for row in rows) == [1000 * n + i for n in range(3) for i in range(60)]
+    for row in rows:
+        number, i = divmod(int(row["step"]), 1000)
+        assert float(row[f"of_{number}_{i // 10}"]) == 2.0
+
+
+@pytest.mark.parametrize("kind", ["Csv", "JsonLines"])
+def test_two_sinks_of_one_file_take_turns(kind, tmp_path):
+    path = tmp_path / "log"
+    one, other = (getattr(jzero, kind)(path) for _ in range(2))
+    one(1, {"x": 1.0})
+    other(2, {"x": 1.0, "new": 2.0})
+    one(3, {"x": 1.0})
+    path.rename(tmp_path / "old")
+    one(4, {"x": 4.0})
+    other(5, {"y": 5.0})
+    for sink in (one, other):
+        sink.close()
+    found = [file.read_text() for file in (tmp_path / "old", path)]
+    if kind == "Csv":
+        tables = [[(row["step"], row.get("x"), row.get("y")) for row in csv.DictReader(io.StringIO(x))] for x in found]
+        assert tables == [
+            [("1", "1.0", None), ("2", "1.0", None), ("3", "1.0", None)],
+            [("4", "4.0", ""), ("5", "", "5.0")],
+        ]
+    else:
+        assert [[json.loads(line)["step"] for line in x.splitlines()] for x in found] == [[1, 2, 3], [4, 5]]
 
 
 def test_tensorboard_read_back(tmp_path):

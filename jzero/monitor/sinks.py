@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import fcntl
 import io
 import json
 import math
 import os
 import pathlib
+import re
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jzero.core.base.extras import import_extra
@@ -21,6 +24,10 @@ Sink = Callable[[int, Mapping[str, float]], Any]
 
 NON_FINITE = "non_finite"
 CSV_COLUMNS = ("step", "time")
+CSV_ROW = re.compile(rb"-?\d*(,|$)")
+JSON_START = b'{"step": '
+"""How the lines of both begin."""
+ANOTHER = "Choose another file."
 FLUSH_SECONDS = 10
 
 
@@ -40,20 +47,46 @@ def check_names(values: Mapping[str, float], reserved: tuple[str, ...]) -> None:
 class LineFile:
     """A text file that grows by whole lines. Each goes to the operating system at once.
 
+    Writers may take turns, in one process or several: each holds the file's lock while it writes, and opens the file
+    anew if another one has put a new file in its place.
+
     Args:
       path: The file. The first line makes it, with its folder.
-      is_complete: Whether a last line without its end is complete, so that it need not be removed.
+      is_complete: Whether a last line without its end is complete, so that it need not be removed, given what the file
+        holds and that line; raises a `ValueError` if the sink has not written them.
     """
 
-    def __init__(self, path: str | os.PathLike[str], is_complete: Callable[[bytes], bool]) -> None:
+    def __init__(self, path: str | os.PathLike[str], is_complete: Callable[[bytes, bytes], bool]) -> None:
         self.path = pathlib.Path(path)
         self._is_complete = is_complete
         self._file: Any = None
+        self._is_checked = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the file alone, open and checked."""
+        while self._file is None or not self._lock():
+            self.close()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file, self._is_checked = self.path.open("ab+", buffering=0), False
+        try:
+            if not self._is_checked:
+                self._check()
+                self._is_checked = True
+            yield
+        finally:
+            if not self._is_checked:
+                self.close()
+            elif self._file is not None:
+                _flock(self._file, fcntl.LOCK_UN)
 
     def append(self, text: str) -> None:
         """Writes text that ends a line."""
-        if self._file is None:
-            self._file = _open_lines(self.path, self._is_complete)
+        with self.held():
+            self.write(text)
+
+    def write(self, text: str) -> None:
+        """Writes text that ends a line to the held file."""
         rest = text.encode()
         try:
             while rest:  # the system may take less than all of it
@@ -68,6 +101,31 @@ class LineFile:
             self._file.close()
             self._file = None
 
+    def _lock(self) -> bool:
+        """Waits for the lock; whether the open file is still that of the path."""
+        _flock(self._file, fcntl.LOCK_EX)
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _check(self) -> None:
+        """Removes a last line that was cut off."""
+        self._file.seek(0)
+        content = self._file.read()
+        tail = content.rpartition(b"\n")[2]
+        is_complete = self._is_complete(content, tail)
+        if tail and is_complete:
+            self._file.write(b"\n")  # the line is complete, but its newline is missing
+        elif tail:
+            warnings.warn(f"The last line of {self.path} was cut off and is removed: {tail[:80]!r}.", stacklevel=4)
+            self._file.truncate(len(content) - len(tail))
+
+
+def _flock(file: Any, how: int) -> None:
+    with contextlib.suppress(OSError):  # where there are no locks, one writer at a time has to do
+        fcntl.flock(file, how)
+
 
 class JsonLines:
     """A sink that appends one JSON object per step to a file.
@@ -76,13 +134,14 @@ class JsonLines:
     such a value is `null`, and `non_finite` says by name whether it was "nan", "inf" or "-inf". Each line goes to
     the operating system at once, so a crash does not damage earlier lines. If a crash or a full disk cut off the
     last line, the next write removes it, with a warning. A run that resumes from a checkpoint appends: a repeated
-    step gets a second line, which counts.
+    step gets a second line, which counts. Several writers of a file lose no line.
 
     Args:
       path: The file. The first write makes it, with its folder.
 
     Raises:
-      ValueError: (when called) A value is named `step`, `time` or `non_finite`.
+      ValueError: (when called) A value is named `step`, `time` or `non_finite`, or the file is there, but not written
+        by a `JsonLines`.
       OSError: (when called) The line could not be written whole, as on a full disk.
 
     Example:
@@ -95,7 +154,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._lines = LineFile(path, _is_json)
+        self._lines = LineFile(path, self._is_complete)
         self.path = self._lines.path
 
     def __repr__(self) -> str:
@@ -115,6 +174,17 @@ class JsonLines:
         """Closes the file."""
         self._lines.close()
 
+    def _is_complete(self, content: bytes, tail: bytes) -> bool:
+        """Whether the last line is JSON; raises if it, or the first one, is none of a `JsonLines`."""
+        for line in (content[:80], tail[:80]):
+            if not line.startswith(JSON_START) and not JSON_START.startswith(line):
+                raise ValueError(f"{self.path} is no log of a `JsonLines`: it has a line {line!r}. {ANOTHER}")
+        try:
+            json.loads(tail)
+        except ValueError:
+            return False
+        return True
+
 
 class Csv:
     """A sink that appends one row per step to a table, for spreadsheets and `pandas.read_csv`.
@@ -122,7 +192,8 @@ class Csv:
     Columns are `step`, `time` (seconds since the epoch) and one per value, in the order in which values first came; a
     row is empty where a step has no such value. When a value comes for the first time, the file is written anew, with
     its column. Otherwise each row goes to the operating system at once; a last row that a crash cut off is removed,
-    with a warning. A run that resumes appends: of two rows with the same step, the later one counts.
+    with a warning. A run that resumes appends: of two rows with the same step, the later one counts. Several writers of
+    a file lose no row.
 
     Args:
       path: The file. The first write makes it, with its folder.
@@ -144,9 +215,9 @@ class Csv:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._lines = LineFile(path, lambda tail: False)
+        self._lines = LineFile(path, self._is_complete)
         self.path = self._lines.path
-        self._columns: list[str] | None = None
+        self._columns: list[str] = []
 
     def __repr__(self) -> str:
         return f"Csv({str(self.path)!r})"
@@ -154,73 +225,49 @@ class Csv:
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one row."""
         check_names(values, CSV_COLUMNS)
-        if self._columns is None:
-            self._columns = self._columns_there()
-        new = [name for name in values if name not in self._columns]
-        if new or not self._columns:
-            self._columns = [*(self._columns or CSV_COLUMNS), *new]
-            self._rewrite(self._columns)
         row = {**values, "step": step, "time": round(time.time(), 3)}
-        self._lines.append(_csv_row([row.get(name, "") for name in self._columns]))
+        with self._lines.held():
+            columns = self._columns or [*CSV_COLUMNS]
+            columns = [*columns, *(name for name in values if name not in columns)]
+            if columns == self._columns:
+                self._lines.write(_csv_row([row.get(name, "") for name in columns]))
+            else:
+                self._rewrite(columns, row)
 
     def close(self) -> None:
         """Closes the file."""
         self._lines.close()
 
-    def _columns_there(self) -> list[str]:
-        """Returns the columns of the file; none if it is not there."""
-        if not self.path.exists():
-            return []
-        self._lines.append("")  # removes a last row that was cut off
-        with self.path.open(newline="") as file:
-            columns = next(csv.reader(file), [])
-        if columns and tuple(columns[: len(CSV_COLUMNS)]) != CSV_COLUMNS:
-            self.close()
+    def _is_complete(self, content: bytes, tail: bytes) -> bool:
+        """Notes the columns; raises if the file has no table of a `Csv`."""
+        try:
+            self._columns = next(csv.reader(io.StringIO(content.decode(errors="replace"), newline="")), [])
+        except csv.Error:
+            self._columns = []
+        is_table = tuple(self._columns[: len(CSV_COLUMNS)]) == CSV_COLUMNS and b"\n" in content
+        if content and not (is_table and CSV_ROW.match(tail)):
             raise ValueError(
-                f"{self.path} is no table of a `Csv`: its first line is {columns[:4]}. Choose another file."
+                f"{self.path} is no table of a `Csv`: its first line is {self._columns[:4]}, and its last one "
+                f"{tail[:80]!r}. {ANOTHER}"
             )
-        return columns
+        return False
 
-    def _rewrite(self, columns: Sequence[str]) -> None:
-        """Writes the file anew, with more columns; the old one is there until the new one is complete."""
-        self.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        rows: list[list[str]] = []
-        if self.path.exists():
-            with self.path.open(newline="") as file:
-                rows = list(csv.reader(file))[1:]
+    def _rewrite(self, columns: Sequence[str], row: Mapping[str, object]) -> None:
+        """Writes the file anew, with more columns and a row; the old one is there until the new one is complete."""
+        with self.path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+            rows = list(csv.reader(file))[1:]
         new = self.path.with_name(self.path.name + ".new")
-        with new.open("w", newline="") as file:
-            file.writelines(_csv_row([*row, *[""] * (len(columns) - len(row))]) for row in [[*columns], *rows])
+        with new.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+            file.writelines(_csv_row([*cells, *[""] * (len(columns) - len(cells))]) for cells in [[*columns], *rows])
+            file.write(_csv_row([row.get(name, "") for name in columns]))
         new.replace(self.path)
+        self.close()  # and with it the lock
 
 
 def _csv_row(cells: Sequence[Any]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue()
-
-
-def _open_lines(path: pathlib.Path, is_complete: Callable[[bytes], bool]) -> Any:
-    """Opens a file to append to, and removes a last line that was cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab+", buffering=0)
-    file.seek(0)
-    tail = file.read().rpartition(b"\n")[2]
-    if tail and is_complete(tail):
-        file.write(b"\n")  # the line is complete, but its newline is missing
-    elif tail:
-        warnings.warn(f"The last line of {path} was cut off and is removed: {tail[:80]!r}.", stacklevel=2)
-        file.truncate(file.tell() - len(tail))
-    return file
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 class TensorBoard:
