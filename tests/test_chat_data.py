@@ -24,7 +24,8 @@ A, B, C, D, E, MARK = b"abcde?"
 
 def read(tmp_path, *lines, tokenizer=None, max_tokens=1000, **options):
     file = tmp_path / "data.jsonl"
-    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    lines = [line if isinstance(line, bytes | str) else json.dumps(line) for line in lines]
+    file.write_bytes(b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in lines))
     return chat_data.read_examples([file], tokenizer or ByteTokenizer(), max_tokens=max_tokens, **options)
 
 
@@ -61,11 +62,18 @@ BAD = {
     '{"messages": [{"role": "robot", "content": "a"}]}': "role of message 0 is 'robot', not one of system",
     '{"messages": [{"role": "assistant", "content": null}]}': "content of message 0 is not text: got None",
     '{"messages": [{"role": "user", "content": "a"}]}': "no message of the assistant",
+    b'{"text": "caf\xe9"}': "This is not text in UTF-8",
+    b'{"text": "\\ud83d cut"}': "This is not text in UTF-8",
+    b'{"messages": [{"role": "user", "content": "\\udc00"}]}': "This is not text in UTF-8",
+    '{"text": "a"}'.encode("utf-16"): "This is not",
+    b'{"text": ' + b"[" * 100_000: "This is not JSON",
+    b'{"text": ' + b"1" * 5000 + b"}": "This is not JSON",
+    b"\x00\xff\x93NUMPY": "This is not",
     '{"messages": [{"role": "tool", "content": ""}, {"role": "assistant", "content": ""}]}': "refuses this: no tool",
 }
 
 
-@pytest.mark.parametrize("line", BAD)
+@pytest.mark.parametrize("line", BAD, ids=lambda x: repr(x[:40]))
 def test_a_bad_line_is_named_or_skipped(line, tmp_path):
     with pytest.raises(ValueError, match=rf"jsonl:3: .*{BAD[line]}.*--skip-bad"):
         read(tmp_path, {"text": "ab"}, "", line, {"text": "cd"})

@@ -90,7 +90,7 @@ def read_examples(
 
 def _lines(paths: Iterable[Any]) -> Iterator[tuple[str, str]]:
     for path in paths:
-        with pathlib.Path(path).open(encoding="utf-8") as file:
+        with pathlib.Path(path).open(encoding="utf-8", errors="surrogateescape") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield f"{path}:{number}", line
@@ -99,7 +99,10 @@ def _lines(paths: Iterable[Any]) -> Iterator[tuple[str, str]]:
 def _example(line: str, tokenizer: Any) -> Example:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
+        json.dumps(fields, ensure_ascii=False).encode()  # half a character, of which a tokenizer makes nothing
+    except UnicodeEncodeError as error:
+        raise BadLineError(f"This is not text in UTF-8: {error}.") from error
+    except (ValueError, RecursionError) as error:
         raise BadLineError(f"This is not JSON: {error}.") from error
     if not isinstance(fields, dict):
         raise BadLineError(f"A line must be an object: got {type(fields).__name__}.")
