@@ -253,3 +253,17 @@ def test_deepspeed_reads_accelerates_yaml(run, folder):
     ):
         (folder / "accelerate.yaml").write_text(text)
         assert says in message_of(run("deepspeed accelerate.yaml"))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "1e400"])
+@pytest.mark.parametrize("option", ["hbm-bytes", "host-bytes"])
+def test_bytes_that_are_no_number_are_named(option, value, run):
+    line = f"fit --params 1M --vocab 64 --d-model 64 --heads 2 --topology h100:8 --no-confirm --{option}={value}"
+    assert f"`--{option}` must be " in message_of(run(line))
+
+
+@pytest.mark.parametrize("option", ["batch", "seq", "devices", "lora-rank", "persistence-threshold"])
+def test_counts_that_no_machine_can_have_are_named(option, run):
+    result = run(f"estimate --params 7B --{option} 99999999999999999999")
+    assert result.exit_code == 2
+    assert f"--{option}" in result.output

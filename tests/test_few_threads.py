@@ -60,3 +60,13 @@ def test_who_has_to_wait(version, threads, devices, starves, monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", threads)
     mesh = jzero.make_mesh(devices=jax.devices()[:devices])
     assert compat.starves_steps.__wrapped__(mesh) == starves
+
+
+@pytest.mark.parametrize("said", ["all", "-1", "1.5", "1e3", "9" * 5000])
+def test_a_number_of_threads_that_is_none_is_named(said, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    monkeypatch.setenv("PJRT_NPROC", said)
+    compat.starves_steps.cache_clear()
+    with pytest.raises(ValueError, match="`PJRT_NPROC` must be a number of threads"):
+        compat.starves_steps(jzero.make_mesh())
+    compat.starves_steps.cache_clear()

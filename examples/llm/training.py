@@ -40,7 +40,7 @@ def start(*, cluster: bool = False) -> None:
     if cluster:
         jax.distributed.initialize()
     elif "JAX_PROCESS_ID" in os.environ:  # from ../multi_process/launch_local.py
-        count, index = (int(os.environ[f"JAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
+        count, index = map(number_of, ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
         jax.distributed.initialize(num_processes=count, process_id=index, cluster_detection_method="deactivate")
     else:
         os.environ.setdefault("PJRT_NPROC", "32")  # threads for two steps at once; see ../cpu_devices.py
@@ -48,6 +48,16 @@ def start(*, cluster: bool = False) -> None:
     if jax.process_index() == 0:
         logging.basicConfig()
         logging.getLogger("jzero").setLevel(logging.INFO)  # says what takes long
+
+
+def number_of(variable: str) -> int:
+    """Returns the number in an environment variable."""
+    try:
+        return int(os.environ.get(variable, ""))
+    except ValueError as error:
+        raise SystemExit(
+            f"The environment variable {variable} must be a number: got {os.environ.get(variable)!r}."
+        ) from error
 
 
 def say(text: Any) -> None:

@@ -14,8 +14,9 @@ import typer
 
 import jzero
 from jzero.cli.planning import analyze, estimate, fit, plan
-from jzero.cli.request import DEVICES
+from jzero.cli.request import DEVICES, MOST
 from jzero.cli.terminal import Json, Traceback, choose_devices, messages, name_flags, show, use_cpu
+from jzero.machines.machine import MOST_DEVICES
 
 app = typer.Typer(
     name="jzero",
@@ -63,10 +64,14 @@ def deepspeed(
     num_devices: Annotated[
         int | None,
         typer.Option(
-            "--devices", "--num-devices", min=1, help="Devices that share the batch; they determine the batch sizes."
+            "--devices",
+            "--num-devices",
+            min=1,
+            max=MOST_DEVICES,
+            help="Devices that share the batch; they determine the batch sizes.",
         ),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of a step over all devices.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, max=MOST, help="Rows of a step over all devices.")] = None,
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Precision, if the configuration leaves it open.")
     ] = None,
@@ -109,7 +114,7 @@ def _named_value(text: str) -> tuple[str, Any]:
         raise ValueError(f"`--set` takes KEY=VALUE, such as `learning_rate=2e-5`: got {text!r}.")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, value
 
 
@@ -176,7 +181,9 @@ def doctor(
         str | None, typer.Option(metavar="PATH", help="Also measure the disk of this folder, a candidate for offload.")
     ] = None,
     disk_bytes: Annotated[float, typer.Option(min=1, max=2**50, help="Space to use there for it.")] = 2**31,
-    cpu_devices: Annotated[int | None, typer.Option("--devices", "--cpu-devices", min=1, help=DEVICES)] = None,
+    cpu_devices: Annotated[
+        int | None, typer.Option("--devices", "--cpu-devices", min=1, max=MOST_DEVICES, help=DEVICES)
+    ] = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
@@ -185,7 +192,7 @@ def doctor(
         from jzero.cli.doctor import examine
 
         choose_devices(None, cpu_devices)
-        report = examine(disk, int(disk_bytes))
+        report = examine(disk, disk_bytes)
     show(report, as_json)
     if not report.ok:
         raise typer.Exit(1)

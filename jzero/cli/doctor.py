@@ -21,6 +21,7 @@ import jzero
 from jzero.cli.disk_report import DiskReport, examine_disk
 from jzero.core.base.text import Report, format_rows
 from jzero.core.config.offload import Offload
+from jzero.core.config.settings import check, number
 from jzero.core.config.zero import ZeroConfig
 from jzero.core.layout.mesh import make_mesh
 from jzero.core.plan.table import format_bytes
@@ -106,7 +107,7 @@ class DoctorReport(Report):
         return "\n".join(lines)
 
 
-def examine(disk: str | None = None, disk_bytes: int = 2**31) -> DoctorReport:
+def examine(disk: str | None = None, disk_bytes: float = 2**31) -> DoctorReport:
     """Lists this machine's devices and runs the checks on all of them.
 
     Args:
@@ -122,7 +123,8 @@ def examine(disk: str | None = None, disk_bytes: int = 2**31) -> DoctorReport:
       >>> report.ok, report.devices[0].count  # doctest: +SKIP
       (True, 8)
     """
-    measured = None if disk is None else examine_disk(disk, disk_bytes)
+    check("disk_bytes", disk_bytes, number("a number of bytes, from 1 to 2^50", lambda x: 1 <= x <= 2**50))
+    measured = None if disk is None else examine_disk(disk, int(disk_bytes))
     versions: dict[str, str | None] = {"python": platform.python_version(), "jzero": jzero.__version__}
     versions |= {name: _version(name) for name in PACKAGES}
     compilers = {"gpu": missing_compiler("gpu"), "tpu": missing_compiler("tpu")}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import jzero
-from jzero.cli.request import PlanRequest, takes_request
+from jzero.cli.request import MOST, PlanRequest, takes_request
 from jzero.cli.terminal import Json, Traceback, choose_devices, messages, show, warn
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def plan(request: PlanRequest, *, as_json: Json = False, traceback: Traceback = 
 def analyze(
     request: PlanRequest,
     *,
-    accumulate_steps: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
+    accumulate_steps: Annotated[int, typer.Option(min=1, max=MOST, help="Micro-batches per step.")] = 1,
     remat: Annotated[
         bool | None,
         typer.Option(
@@ -129,7 +129,7 @@ def fit(
             user.loss_fn,
             user.batch,
             topology=request.topology,
-            hbm_bytes=None if hbm_bytes is None else int(hbm_bytes),
+            hbm_bytes=hbm_bytes,
             config=request.config,
             trainable=user.trainable,
             stages=(0, 1, 2, 3) if request.stage is None else (request.stage,),  # type: ignore[arg-type]  # as in `PlanRequest`

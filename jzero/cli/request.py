@@ -13,8 +13,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 import jzero
+from jzero.machines.machine import MOST_DEVICES
 
 DEFAULT_SEQ = 4096
+MOST = 2**31 - 1
+"""What a program of 32-bit indices can count."""
 DEVICES = "So many virtual devices in place of those of this machine."
 
 
@@ -70,15 +73,20 @@ class PlanRequest:
     d_hidden: Annotated[int | None, _size("d_hidden")] = None
     vocab_size: Annotated[int | None, _size("vocab_size")] = None
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per step over all devices. Default: one per device.")
+        int | None, typer.Option(min=1, max=MOST, help="Sequences per step over all devices. Default: one per device.")
     ] = None
-    seq: Annotated[int | None, typer.Option(min=1, help=f"Tokens per sequence. Default: {DEFAULT_SEQ}.")] = None
+    seq: Annotated[int | None, typer.Option(min=1, max=MOST, help=f"Tokens per sequence. Default: {DEFAULT_SEQ}.")] = (
+        None
+    )
     stage: Annotated[
         int | None, typer.Option(min=0, max=3, help="ZeRO stage. Default: 3; `fit` searches all.", show_default=False)
     ] = None
     precision: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Precision policy.")] = "fp32"
     lora_rank: Annotated[
-        int, typer.Option(min=0, help="Train adapters of this rank beside each kernel of a layer, and nothing else.")
+        int,
+        typer.Option(
+            min=0, max=2**16, help="Train adapters of this rank beside each kernel of a layer, and nothing else."
+        ),
     ] = 0
     quantize: Annotated[
         Literal["none", "int8", "nf4"], typer.Option(help="How parameters that are not trained are stored.")
@@ -86,7 +94,10 @@ class PlanRequest:
     threshold: Annotated[
         int,
         typer.Option(
-            "--persistence-threshold", min=0, help="At stage 3, keep parameters of up to this many elements whole."
+            "--persistence-threshold",
+            min=0,
+            max=2**63 - 1,
+            help="At stage 3, keep parameters of up to this many elements whole.",
         ),
     ] = 100_000
     topology: Annotated[
@@ -95,7 +106,7 @@ class PlanRequest:
     ] = None
     devices: Annotated[
         int | None,
-        typer.Option("--devices", "--num-devices", "--cpu-devices", min=1, help=DEVICES),
+        typer.Option("--devices", "--num-devices", "--cpu-devices", min=1, max=MOST_DEVICES, help=DEVICES),
     ] = None
 
     @property

@@ -11,8 +11,10 @@ import re
 from collections.abc import Mapping
 
 from jzero.cli.request import SIZES
+from jzero.core.config.settings import check
 from jzero.weights.config import ModelConfig, config_of
 from jzero.weights.families import param_shapes
+from jzero.weights.model_types import COMMON
 
 Sizes = tuple[int, int, int, int, int, int, bool]
 
@@ -27,6 +29,7 @@ NAMED: Mapping[str, Sizes] = {
     "70B": (8192, 80, 64, 8, 28_672, 128_256, False),
     "405B": (16_384, 126, 128, 8, 53_248, 128_256, False),
 }
+MOST = 10**15
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 HEAD, VOCABULARY, WIDEST = 128, 32_000, 512 * 128
 TOLERANCE = 0.1
@@ -44,8 +47,10 @@ def parse_count(text: str) -> int:
         number = round(float(match[1]) * UNITS[match[2].upper()]) if match else 0
     except (ValueError, OverflowError):  # "1.2.3", "1e999"
         number = 0
-    if number < 1:
-        raise ValueError(f"`--params` must be a number of parameters, such as 7B, 350M or 2851e6: got {text!r}.")
+    if not 1 <= number <= MOST:
+        raise ValueError(
+            f"`--params` must be a number of parameters up to 1000T, such as 7B, 350M or 2851e6: got {text!r:.200}."
+        )
     return number
 
 
@@ -59,6 +64,8 @@ def model_sizes(text: str, sizes: Mapping[str, int]) -> ModelConfig:
     Raises:
       ValueError: `text` is no number, a size is out of range, or the sizes contradict the number.
     """
+    for size, value in sizes.items():
+        check(SIZES[size].option, value, COMMON[SIZES[size].field])
     target = parse_count(text)
     name = next((name for name in NAMED if parse_count(name) == target), None)
     if name is None:

@@ -12,6 +12,8 @@ from typing import Literal
 from jzero.machines.accelerators import GPUS, TPUS
 
 GPUS_PER_HOST = 8
+MOST_DEVICES = 2**20
+"""Of a machine, all hosts together."""
 LARGEST = 33
 """Above the chips along each dimension of a slice that an error suggests."""
 SHARED_LANES = (
@@ -145,7 +147,11 @@ def parse_machine(name: str) -> tuple[str, tuple[int, ...], int]:
             f"'v5e:2x4': got {name!r}{f', which may mean {meant}' if meant else ''}. GPUs: {', '.join(GPUS)}. TPUs: "
             f"{', '.join(TPUS)}."
         )
-    shape, num_slices = tuple(int(size) for size in match.group(1).split("x")), int(match.group(2) or 1)
+    sizes = [*match.group(1).split("x"), match.group(2) or "1"]
+    if max(map(len, sizes)) > 9 or math.prod(map(int, sizes)) > MOST_DEVICES:
+        raise ValueError(f"`topology` must have at most {MOST_DEVICES:,} devices: got {name!r:.200}.")
+    *dims, num_slices = map(int, sizes)
+    shape = tuple(dims)
     if chip in GPUS:
         count = shape[0]
         is_host = 1 <= count <= GPUS_PER_HOST or (count > 0 and count % GPUS_PER_HOST == 0)
@@ -167,7 +173,7 @@ def parse_machine(name: str) -> tuple[str, tuple[int, ...], int]:
 
 def _meant(name: str) -> list[str]:
     """Returns the machines that a name may mean: `v5e-8` and `v5litepod-8`, as Google Cloud writes it, or `a100:8`."""
-    match = re.fullmatch(r"(\w+?)[:-]([1-9][0-9]*)", name)
+    match = re.fullmatch(r"(\w+?)[:-]([1-9][0-9]{0,8})", name)
     if match is None:
         return []
     chip, count = match[1], int(match[2])

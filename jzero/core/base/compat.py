@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -68,9 +69,14 @@ def starves_steps(mesh: jax.sharding.Mesh) -> bool:
     threads.
     """
     local = len(mesh.local_devices)
-    threads = max(int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1), local)
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return jax.__version_info__ < (0, 12) and is_cpu and local > 1 and threads < 2 * local
+    if jax.__version_info__ >= (0, 12) or mesh.devices.flat[0].platform != "cpu" or local == 1:
+        return False
+    said = os.environ.get("PJRT_NPROC") or str(os.cpu_count() or 1)
+    if not re.fullmatch(r"\s*\d{1,9}\s*", said):
+        raise ValueError(
+            f"The environment variable `PJRT_NPROC` must be a number of threads, such as 32: got {said!r}."
+        )
+    return max(int(said), local) < 2 * local
 
 
 NO_MESH = mesh_lib.empty_abstract_mesh
