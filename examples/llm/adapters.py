@@ -98,9 +98,8 @@ def read_lora(folder: pathlib.Path) -> Lora:
     rank, alpha = said.get("r", 8), said.get("lora_alpha", 8)
     names_of_a = {f"base_model.model.{module}.lora_A.weight" for module in expected} & tensors.keys()
     if wrong := sorted(name for name in names_of_a if tensors[name].shape[:1] != (rank,)):
-        raise ValueError(
-            f"`r` in {file} must be the rank of the adapters: got {rank}, but A of {wrong[0]} is {tensors[wrong[0]].shape}."
-        )
+        shape = tensors[wrong[0]].shape
+        raise ValueError(f"`r` in {file} must be the rank of the adapters: got {rank}, but {wrong[0]} is {shape}.")
     if said.get("use_rslora"):
         alpha *= rank**0.5  # PEFT divides by the root of the rank, `Lora` by the rank
     last = {module.rpartition(".")[2] for module in modules}

@@ -227,4 +227,25 @@ MUTANTS = [
         '"disk" not in path',
         "test_monitor.py::test_every_metric_of_a_step_with_records_is_logged_by_its_name",
     ),
+    Mutant(
+        "indices_lead_anywhere",
+        "weights/safetensors_files.py",
+        "return inner.is_relative_to(outer)",
+        "return True",
+        "test_from_outside.py::test_an_index_stays_in_its_folder",
+    ),
+    Mutant(
+        "true_is_a_size",
+        "core/config/settings.py",
+        "if not isinstance(value, int) or isinstance(value, bool) or value < least:",
+        "if not isinstance(value, int) or value < least:",
+        "test_from_outside.py::test_values_of_the_wrong_kind_are_refused",
+    ),
+    Mutant(
+        "sinks_stay_with_a_file_that_was_replaced",
+        "monitor/sinks.py",
+        "return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())",
+        "return True",
+        "test_monitor_sinks.py::test_two_sinks_of_one_file_take_turns",
+    ),
 ]
