@@ -27,11 +27,11 @@ from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import reading, wrong_checksums
 from jzero.checkpoint.disk_places import PlacedBox, in_natural
 from jzero.checkpoint.disk_saving import masters_on_disk, one_device, owned_records
-from jzero.checkpoint.extras import everywhere
 from jzero.core.base.types import DType
 from jzero.core.layout.casts import round_to
 from jzero.core.layout.dtype_range import describe_misfit
 from jzero.core.plan.plan import ZeroPlan
+from jzero.core.processes.agree import succeed_together
 from jzero.core.records.opening import open_records
 from jzero.core.records.records import Records
 
@@ -64,9 +64,9 @@ def restore_records(
       DiskError: There is no space for them, or the disk fails.
       ValueError: Numbers do not fit the state's dtypes.
     """
-    records = everywhere(lambda: open_records(plan))
+    records = succeed_together(lambda: open_records(plan))
     try:
-        run = everywhere(lambda: _run(contents, records, leaves, old))
+        run = succeed_together(lambda: _run(contents, records, leaves, old))
         paths = list(run.sums)
         sums = over_processes(np.array([run.sums[path] for path in paths], np.uint32).reshape(-1))
         wrong = [leaves[path].path for path, value in zip(paths, sums, strict=True) if value != leaves[path].checksum]

@@ -5,16 +5,13 @@ from __future__ import annotations
 import base64
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 
 from jzero.checkpoint.damage import REMEDY, CheckpointError, DamageError
 from jzero.checkpoint.orbax_io import can_store
-from jzero.core.processes.agree import succeed_together
-
-T = TypeVar("T")
 
 ARRAY, KEY, BYTES = "__array__", "__prng_key__", "__bytes__"
 
@@ -133,11 +130,3 @@ def _method(iterator: object, *names: str) -> Any:
         f"`data_iterator` must have a method {' or '.join(map(repr, names))}, as Grain's and PyTorch's stateful "
         f"iterators have: got {type(iterator).__name__}."
     )
-
-
-def everywhere(attempt: Callable[[], T]) -> T:
-    """Returns the result of `attempt`; if it fails in any process, raises in all. Each process must call it.
-
-    All processes raise a `DamageError`, or none does: what they do next must be the same.
-    """
-    return succeed_together(attempt, (DamageError, CheckpointError))

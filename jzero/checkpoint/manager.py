@@ -16,7 +16,6 @@ from etils import epath
 
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError, DamageError
-from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.matching import RestoreReport
 from jzero.checkpoint.preemption import PreemptionNotice
 from jzero.checkpoint.restoring import Choice, read_extra, restore_from, warn_unless_complete
@@ -26,7 +25,7 @@ from jzero.checkpoint.writer import Writer
 from jzero.core.base.types import State
 from jzero.core.config.settings import check, integer, one_of, optional
 from jzero.core.layout.set_mesh import in_own_mesh
-from jzero.core.processes.agree import MEET_S, check_wait, exchange
+from jzero.core.processes.agree import MEET_S, check_wait, exchange, succeed_together
 from jzero.core.state.adapter import StateAdapter, adapt_sharded
 from jzero.core.state.pending import apply_pending, step_after_pending
 
@@ -299,7 +298,7 @@ class CheckpointManager:
     def _read(
         self, step: int, adapted: StateAdapter, choice: Choice, data_iterator: object
     ) -> tuple[State, RestoreReport]:
-        contents = everywhere(functools.partial(read_contents, self.directory / str(step)))
+        contents = succeed_together(functools.partial(read_contents, self.directory / str(step)))
         return restore_from(contents, adapted, choice, data_iterator=data_iterator)
 
     def _find_committed(self) -> dict[int, epath.Path]:

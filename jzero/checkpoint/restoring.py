@@ -26,7 +26,7 @@ from jzero.checkpoint.checksum import RunningChecksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
 from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wrong_checksums
 from jzero.checkpoint.disk_restoring import RestoredRecords, restore_records
-from jzero.checkpoint.extras import decode, everywhere, iterator_mover
+from jzero.checkpoint.extras import decode, iterator_mover
 from jzero.checkpoint.leaves import Number, TargetLeaf, number_leaves, target_leaves
 from jzero.checkpoint.matching import RestoreReport, match_leaves
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
@@ -41,7 +41,7 @@ from jzero.core.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import frozen_fields
 from jzero.core.plan.table import format_bytes
-from jzero.core.processes.agree import agree
+from jzero.core.processes.agree import agree, succeed_together
 from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import StateAdapter, adapt_sharded
 from jzero.core.state.record_states import kept_in_records, records_of
@@ -136,7 +136,7 @@ def restore_checkpoint(
     """
     choice = Choice(paths=paths, params_only=params_only, strict=strict, rename=rename or {}, donate=donate)
     adapted = adapt_sharded(like)
-    contents = everywhere(lambda: read_contents(path))
+    contents = succeed_together(lambda: read_contents(path))
     state, report = restore_from(contents, adapted, choice, data_iterator=data_iterator)
     warn_unless_complete(report, choice)
     return state
@@ -153,11 +153,11 @@ def restore_from(
 ) -> tuple[State, RestoreReport]:
     """Returns the state from a checkpoint, laid out like another one, and a report of what was restored."""
     target = RestoreTarget(adapted)
-    matched, report = everywhere(lambda: target.match(contents, choice))
+    matched, report = succeed_together(lambda: target.match(contents, choice))
     same = {"the training state": describe_plan(target.plan), "the checkpoint": f"checkpoint: {digest(contents.notes)}"}
     agree("restore_checkpoint", target.plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)
-    move = None if data_iterator is None else everywhere(lambda: _mover(contents, data_iterator))
-    everywhere(lambda: target.check_kept(matched))
+    move = None if data_iterator is None else succeed_together(lambda: _mover(contents, data_iterator))
+    succeed_together(lambda: target.check_kept(matched))
     if choice.donate:
         target.free(matched)
     target_leaves = target.leaves
@@ -172,7 +172,7 @@ def restore_from(
     if disk is not None and choice.donate:
         target.close_records()
     if move is not None:
-        everywhere(move)
+        succeed_together(move)
     return state, report
 
 
@@ -374,7 +374,7 @@ def _read_and_verify(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, 
                 checked.append(leaf)
                 sums.add(x, target_leaf.leaf.shape)
 
-        everywhere(lambda: _read(contents, leaves, note))
+        succeed_together(lambda: _read(contents, leaves, note))
         wrong = [leaf.path for leaf, value in zip(checked, sums.result(), strict=True) if value != leaf.checksum]
     if wrong:
         raise wrong_checksums(contents.state_directory, wrong)

@@ -20,7 +20,7 @@ from jzero.checkpoint.contents import FORMAT, absolute, digest, sign
 from jzero.checkpoint.damage import CheckpointError, causes_of, is_passing, is_there
 from jzero.checkpoint.disk_places import is_streamed
 from jzero.checkpoint.disk_saving import DiskArray, Snapshot
-from jzero.checkpoint.extras import encode, everywhere, iterator_position
+from jzero.checkpoint.extras import encode, iterator_position
 from jzero.checkpoint.leaves import TargetLeaf, natural_state
 from jzero.checkpoint.orbax_io import (
     EXTRA,
@@ -41,7 +41,7 @@ from jzero.core.layout.stored import ChangingReader, InRecords, Stored
 from jzero.core.plan.opt_state import ZeroOptState
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import frozen_fields
-from jzero.core.processes.agree import MEET_S, agree, are_several, check_wait, exchange
+from jzero.core.processes.agree import MEET_S, agree, are_several, check_wait, exchange, succeed_together
 from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.pending import apply_pending
@@ -210,7 +210,7 @@ def _make_items(
     adapted = adapt_sharded(state)
     train_state = adapted.state
     plan = train_state.tx.plan
-    items: dict[str, Any] = everywhere(lambda: _extra_items(data_iterator, extra))
+    items: dict[str, Any] = succeed_together(lambda: _extra_items(data_iterator, extra))
     if ITERATOR in items:
         items[ITERATOR] = {"positions": exchange(lambda: items[ITERATOR])}
     plain, leaves, arrays = natural_state(train_state, plan)
@@ -218,7 +218,7 @@ def _make_items(
     arrays = [_on_devices_unless_streamed(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
     sums = _checksums(arrays, leaves)
     if snapshot is not None:
-        shares = everywhere(lambda: snapshot.examine(plan.flat_params(train_state.params)))
+        shares = succeed_together(lambda: snapshot.examine(plan.flat_params(train_state.params)))
         of_records = dict(zip(shares, over_processes(np.array(list(shares.values()), np.uint32)), strict=True))
         sums = [
             of_records[x.path] if isinstance(x, InRecords) else value for x, value in zip(arrays, sums, strict=True)
@@ -257,7 +257,7 @@ def _on_devices_unless_streamed(x: Stored, leaf: TargetLeaf) -> Stored:
         changes, reader = [reader.change, *changes], reader.reader
     assert reader is not None
     # What follows are collectives, which must find all processes.
-    on_devices = everywhere(functools.partial(reader, x.path))
+    on_devices = succeed_together(functools.partial(reader, x.path))
     return functools.reduce(lambda y, change: change(y), changes, on_devices)
 
 

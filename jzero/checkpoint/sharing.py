@@ -10,8 +10,7 @@ import jax
 from etils import epath
 
 from jzero.checkpoint.damage import CheckpointError, is_there
-from jzero.checkpoint.extras import everywhere
-from jzero.core.processes.agree import exchange
+from jzero.core.processes.agree import exchange, succeed_together
 
 LAG_S = 10.0
 """How long a file that one process wrote may take to appear to another."""
@@ -30,9 +29,9 @@ def check_shared(directory: epath.Path) -> None:
             directory.mkdir(parents=True, exist_ok=True)
             file.write_text("")
 
-    everywhere(write)
+    succeed_together(write)
     try:
-        everywhere(lambda: _wait_for(file))
+        succeed_together(lambda: _wait_for(file))
     finally:
         if is_first:
             with contextlib.suppress(OSError):

@@ -15,13 +15,13 @@ from etils import epath
 
 from jzero.checkpoint.contents import find_steps
 from jzero.checkpoint.damage import CheckpointError
-from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.lock import DirectoryLock
 from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import Items, save_error
 from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
+from jzero.core.processes.agree import succeed_together
 
 SUPERSEDED = "superseded"
 """The folder for later steps, if training resumes from an earlier one."""
@@ -181,7 +181,7 @@ class Writer:
                 (self._directory / str(other)).rename(next(away / name for name in names if not (away / name).exists()))
             return sorted(later)
 
-        return everywhere(move)
+        return succeed_together(move)
 
     def _give_up(self, step: int | None) -> None:
         """Forgets a failed save and removes its files, so that the next save starts cleanly."""
@@ -212,9 +212,9 @@ class Writer:
 
         self._lock.take_over()
         try:
-            everywhere(claim)
+            succeed_together(claim)
             check_shared(self._directory)
-        except CheckpointError:
+        except BaseException:
             self._lock.release()
             raise
 

@@ -113,7 +113,7 @@ class FileSource:
         """Returns the number of examples of each file; the processes share the counting of unknown ones."""
         unknown = [path for path in self.paths if path not in counts]
         mine = unknown[jax.process_index() :: jax.process_count()]
-        answers = exchange(lambda: [(path, self._count_one(path)) for path in mine], (ValueError,))
+        answers = exchange(lambda: [(path, self._count_one(path)) for path in mine])
         counted = {path: count for answer in answers for path, count in answer}
         return tuple(int(counts[path]) if path in counts else counted[path] for path in self.paths)
 

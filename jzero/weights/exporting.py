@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jzero.checkpoint.contents import absolute, read_contents
-from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import TargetLeaf, natural_state
 from jzero.checkpoint.parts import checked_boxes
 from jzero.checkpoint.restoring import PARAMS
@@ -22,6 +21,7 @@ from jzero.core.layout.box import Box
 from jzero.core.layout.placement import on_device
 from jzero.core.layout.stored import Stored
 from jzero.core.plan.state_fields import frozen_fields
+from jzero.core.processes.agree import succeed_together
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.train_state import check_alive
 from jzero.weights.draft import Boxes, Decode, Form, draft_export
@@ -97,7 +97,7 @@ def export_form(state: State, path: epath.PathLike, form: Form, max_file_bytes: 
     params = [i for i, leaf in enumerate(leaves) if leaf.keys[0] in fields]
     described = {leaves[i].keys: (leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in params}
     ties = {other: name for name, others in adapted.ties().items() for other in others}
-    draft = everywhere(lambda: draft_export(described, form, ties))
+    draft = succeed_together(lambda: draft_export(described, form, ties))
     tensors = draft.tensors(_from_state({path_of(leaves[i].keys): (arrays[i], leaves[i]) for i in params}, draft.boxes))
     first = jax.process_index() == 0
 
@@ -109,7 +109,7 @@ def export_form(state: State, path: epath.PathLike, form: Form, max_file_bytes: 
                 for _ in tensors:  # each process must take part in all gathers, even after an error
                     pass
 
-    report: ExportReport = everywhere(write)
+    report: ExportReport = succeed_together(write)
     return report
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from etils import epath
 
 from jzero.checkpoint.contents import Contents, StoredLeaf
-from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import Keys, TargetLeaf
 from jzero.checkpoint.matching import renamed_paths
 from jzero.checkpoint.restoring import PARAMS, Choice, RestoreTarget, check_fit, warn_unless_complete
@@ -26,6 +25,7 @@ from jzero.core.layout.box import Box
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.dtype_range import describe_misfit
 from jzero.core.plan.table import format_bytes
+from jzero.core.processes.agree import succeed_together
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.pending import apply_pending
 from jzero.core.state.train_state import check_alive
@@ -88,9 +88,11 @@ def load_params(
     leaves = [leaf for leaf in target.leaves if choice.selector(adapted.state)(leaf)]
     if paths is not None:
         choice = dataclasses.replace(choice, paths=_over_whole_paths(paths, leaves))
-    found = everywhere(lambda: _find(path, leaves, adapted.ties(), rename, mapping))
-    everywhere(lambda: found.check(path, paths, strict))
-    matched, report = everywhere(lambda: target.match(found.contents(path), dataclasses.replace(choice, strict=False)))
+    found = succeed_together(lambda: _find(path, leaves, adapted.ties(), rename, mapping))
+    succeed_together(lambda: found.check(path, paths, strict))
+    matched, report = succeed_together(
+        lambda: target.match(found.contents(path), dataclasses.replace(choice, strict=False))
+    )
     target.check_kept(matched)
     target = RestoreTarget(
         adapt_sharded(apply_pending(state, donate=donate))
@@ -102,7 +104,7 @@ def load_params(
         target.free(matched)
 
     def read(i: int) -> jax.Array:
-        x = everywhere(lambda: _place(found.sources[matched[i].keys], target.leaves[i]))
+        x = succeed_together(lambda: _place(found.sources[matched[i].keys], target.leaves[i]))
         check_fit({i: x}, target.leaves)
         return x
 

@@ -12,9 +12,9 @@ from etils import epath
 
 from jzero.checkpoint.contents import absolute
 from jzero.checkpoint.damage import CheckpointError
-from jzero.checkpoint.extras import everywhere
 from jzero.core.base.types import State
 from jzero.core.config.settings import check, integer, number
+from jzero.core.processes.agree import succeed_together
 from jzero.core.state.adapter import plan_of
 from jzero.weights.config import ADAPTER_CONFIG
 from jzero.weights.draft import Form, shapes_there
@@ -78,7 +78,7 @@ def export_peft(
     kernels = resolve_mapping(mapping, like)
     assert kernels is not None
     ours = peft_mapping(like, kernels, rank=rank)
-    modules, of_experts = everywhere(lambda: _modules(kernels, leaves, like))
+    modules, of_experts = succeed_together(lambda: _modules(kernels, leaves, like))
     shapes = {
         source.at((i,)): (shape[1] * rank, shape[2]) if path.endswith("a") else (shape[3], shape[1] * rank)
         for path, shape in leaves.items()
@@ -103,7 +103,7 @@ def export_peft(
         "target_modules": modules,
         **({"target_parameters": of_experts} if of_experts else {}),
     }
-    everywhere(lambda: _write_config(folder, config) if jax.process_index() == 0 else None)
+    succeed_together(lambda: _write_config(folder, config) if jax.process_index() == 0 else None)
     return report
 
 

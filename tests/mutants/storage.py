@@ -14,8 +14,15 @@ MUTANTS = [
     Mutant(
         "failures_of_others_are_not_heard",
         "core/processes/agree.py",
-        "    if joint < 0:",
-        "    if own < 0:",
+        "    if not kinds:",
+        "    if error is None:",
+        "test_multiprocess.py::test_checkpoints_of_two_processes_and_of_one",
+    ),
+    Mutant(
+        "damage_that_others_found_is_no_damage",
+        "core/processes/agree.py",
+        "joint = RuntimeError if joint is Exception else joint",
+        "joint = RuntimeError",
         "test_multiprocess.py::test_checkpoints_of_two_processes_and_of_one",
     ),
     Mutant(

@@ -27,6 +27,7 @@ import json
 import logging
 import operator
 import re
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -136,38 +137,50 @@ def _compare(
     return result, comparison.number
 
 
-def exchange(attempt: Callable[[], Any], kinds: Sequence[type[Exception]] = (RuntimeError,)) -> list[Any]:
+def exchange(attempt: Callable[[], Any]) -> list[Any]:
     """Returns the results of `attempt` of all processes; if it fails in any, raises in all. Each process must call it.
+
+    What all do next depends on the class of the error, so all raise the same: the nearest that covers all failures.
 
     Args:
       attempt: Returns data for JSON. Is called once.
-      kinds: What the processes that did not fail raise: the first of these types that covers all failures, else
-        the last. A process whose failure would be of an earlier type raises it, too: what all do next depends on it.
     """
     if jax.process_count() == 1:
         return [attempt()]
     error: BaseException | None = None
-    own = -1  # the kind of the failure, by its place in `kinds`
+    name = ""
     try:
         result = attempt()
-        text = "" if result is None else json.dumps([own, result])
+        text = "" if result is None else json.dumps([name, result])
     except BaseException as e:
-        error, own = e, next((i for i, kind in enumerate(kinds[:-1]) if isinstance(e, kind)), len(kinds) - 1)
-        text = json.dumps([own, f"{type(e).__name__}: {e}"])
-    answers: list[tuple[int, Any]] = [json.loads(answer) if answer else (-1, None) for answer in _gather(text)]
-    joint = max(kind for kind, _ in answers)
-    if joint < 0:
+        error, name = e, f"{type(e).__module__}:{type(e).__qualname__}"
+        text = json.dumps([name, f"{type(e).__name__}: {e}"])
+    answers: list[tuple[str, Any]] = [json.loads(answer) if answer else ("", None) for answer in _gather(text)]
+    kinds = [_error_class(kind) for kind, _ in answers if kind]
+    if not kinds:
         return [result for _, result in answers]
-    if error is not None and own == joint:
+    joint = next(kind for kind in kinds[0].__mro__ if all(issubclass(other, kind) for other in kinds))
+    joint = RuntimeError if joint is Exception else joint
+    if error is not None and _error_class(name) is joint:
         raise error
-    failures = [f"process {i}: {why}" for i, (kind, why) in enumerate(answers) if kind >= 0]
-    raise kinds[joint](_others_failed(failures)) from error
+    failures = [f"process {i}: {why}" for i, (kind, why) in enumerate(answers) if kind]
+    raise joint(_others_failed(failures)) from error
 
 
-def succeed_together(attempt: Callable[[], T], kinds: Sequence[type[Exception]] = (RuntimeError,)) -> T:
+def _error_class(name: str) -> type[Exception]:
+    """Returns the class of an error for all processes; `RuntimeError` if it is no such class, or takes no text."""
+    module, _, qualname = name.partition(":")
+    kind = getattr(sys.modules.get(module), qualname, None)
+    try:
+        return kind if kind is not None and isinstance(kind("a text"), Exception) else RuntimeError
+    except Exception:  # it takes other arguments
+        return RuntimeError
+
+
+def succeed_together(attempt: Callable[[], T]) -> T:
     """Returns this process's result of `attempt`, of any type; else as `exchange`."""
     results: list[T] = []
-    exchange(lambda: results.append(attempt()), kinds)
+    exchange(lambda: results.append(attempt()))
     return results[0]
 
 
