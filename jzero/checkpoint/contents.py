@@ -79,12 +79,14 @@ class StoredLeaf:
       shape: Its shape; for PRNG keys, that of their words.
       dtype: Its dtype.
       checksum: Its checksum; `None` if jzero did not write it.
+      is_key: Whether it holds PRNG keys; `None` if unknown.
     """
 
     keys: Keys
     shape: tuple[int, ...]
     dtype: DType
     checksum: int | None = None
+    is_key: bool | None = None
 
     @property
     def path(self) -> str:
@@ -214,7 +216,9 @@ def read_contents(path: epath.PathLike) -> Contents:
     for key_path, x in jax.tree_util.tree_leaves_with_path(tree):
         if getattr(x, "shape", None) is not None and getattr(x, "dtype", None) is not None:
             keys = key_names(key_path)
-            leaves[keys] = StoredLeaf(keys, tuple(x.shape), np.dtype(x.dtype), checksums.get("/".join(keys)))
+            path = "/".join(keys)
+            is_key = path in notes["keys"] if "keys" in notes else None
+            leaves[keys] = StoredLeaf(keys, tuple(x.shape), np.dtype(x.dtype), checksums.get(path), is_key)
     if notes and checksums.keys() != {leaf.path for leaf in leaves.values()}:
         differ = sorted(checksums.keys() ^ {leaf.path for leaf in leaves.values()})
         raise DamageError(f"{state_directory / METADATA_FILE} is damaged: it differs about {differ[:5]}.\n{REMEDY}")

@@ -245,7 +245,7 @@ class CheckpointManager:
                     f"Step {candidate} was restored, since what is newer is damaged:\n" + "\n".join(damaged),
                     stacklevel=2,
                 )
-            warn_unless_complete(report, choice)
+            warn_unless_complete(report, choice.is_partial)
             self.last_restore, self._restored_step = report, candidate
             self._branch = candidate if candidate < max(steps) else None
             return state

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
+from etils import epath
 
-from jzero.checkpoint.contents import Contents, StoredLeaf
+from jzero.checkpoint.contents import StoredLeaf
 from jzero.checkpoint.leaves import TargetLeaf
 from jzero.checkpoint.orbax_io import dtype_on_disk
 from jzero.core.base.text import Report
@@ -67,7 +68,8 @@ def _format_list(title: str, entries: Sequence[str], max_lines: int = 20) -> lis
 
 def match_leaves(
     target_leaves: Sequence[TargetLeaf],
-    contents: Contents,
+    stored_leaves: Iterable[StoredLeaf],
+    where: epath.PathLike,
     *,
     chosen: Callable[[TargetLeaf], bool],
     rename: Rename,
@@ -77,7 +79,8 @@ def match_leaves(
 
     Args:
       target_leaves: The leaves of the state.
-      contents: The contents of the checkpoint.
+      stored_leaves: The leaves of the checkpoint.
+      where: The checkpoint, for messages.
       chosen: Whether the user asked for a leaf of the state.
       rename: Patterns of paths in the checkpoint, and their replacements.
       strict: Whether missing and unexpected leaves are errors.
@@ -85,7 +88,7 @@ def match_leaves(
     Raises:
       ValueError: Leaves do not fit; the message lists all of them.
     """
-    by_path = {leaf.path: leaf for leaf in contents.leaves.values()}
+    by_path = {leaf.path: leaf for leaf in stored_leaves}
     stored = {new: by_path[old] for new, old in renamed_paths(by_path, rename).items()}
     asked = [i for i, leaf in enumerate(target_leaves) if chosen(leaf)]
     if not asked:
@@ -97,11 +100,10 @@ def match_leaves(
     paths = {leaf.path for leaf in target_leaves}
     missing = tuple(target_leaves[i].path for i in asked if i not in matched)
     unexpected = tuple(path for path in stored if path not in paths)
-    keys = contents.notes.get("keys")
-    bad = [line for i, leaf in matched.items() if (line := _misfit(target_leaves[i], leaf, keys))]
+    bad = [line for i, leaf in matched.items() if (line := _misfit(target_leaves[i], leaf))]
     if bad:
         raise ValueError(
-            f"The checkpoint at {contents.directory} is of another model or optimizer: these leaves do not fit.\n"
+            f"The checkpoint at {where} is of another model or optimizer: these leaves do not fit.\n"
             + "\n".join(bad[:40] + ([f"  ... {len(bad) - 40} more"] if len(bad) > 40 else []))
             + "\nRestore into a state of the model that wrote it, or leave these out with `paths`."
         )
@@ -110,13 +112,13 @@ def match_leaves(
         lines = _format_list("missing in the checkpoint", missing)
         lines += _format_list("only in the checkpoint", unexpected)  # a missing leaf may have another name there
         raise ValueError(
-            f"The checkpoint at {contents.directory} and the state do not have the same leaves:\n"
+            f"The checkpoint at {where} and the state do not have the same leaves:\n"
             + "\n".join(lines)
             + "\nIf that is meant, pass `strict=False`; if leaves have other names there, `rename`; for some leaves "
             "alone, `paths` or `params_only`."
         )
     report = RestoreReport(
-        directory=str(contents.directory),
+        directory=str(where),
         restored=tuple(target_leaves[i].path for i in matched),
         missing=missing,
         unexpected=unexpected,
@@ -166,20 +168,19 @@ def renamed_paths(paths: Iterable[str], rename: Rename) -> dict[str, str]:
     return old_of
 
 
-def _misfit(target_leaf: TargetLeaf, stored: StoredLeaf, keys: Sequence[str] | None) -> str:
+def _misfit(target_leaf: TargetLeaf, stored: StoredLeaf) -> str:
     """Returns why a stored leaf does not fit; an empty string if it does.
 
     Args:
       target_leaf: The leaf of the state.
       stored: The leaf in the checkpoint.
-      keys: Paths of the stored leaves that are PRNG keys; `None` if unknown.
     """
     leaf = target_leaf.leaf
     shape, kind = leaf.shape, _kind(leaf.dtype)
     if _is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype))
         shape, kind = data.shape, _kind(data.dtype)
-    is_key = _is_key(leaf) if keys is None else stored.path in keys
+    is_key = _is_key(leaf) if stored.is_key is None else stored.is_key
     if stored.shape == shape and _kind(stored.dtype) == kind and is_key == _is_key(leaf):
         return ""
     was = "" if target_leaf.path == stored.path else f" (there {stored.path})"

@@ -14,7 +14,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -138,13 +138,13 @@ def restore_checkpoint(
     adapted = adapt_sharded(like)
     contents = succeed_together(lambda: read_contents(path))
     state, report = restore_from(contents, adapted, choice, data_iterator=data_iterator)
-    warn_unless_complete(report, choice)
+    warn_unless_complete(report, choice.is_partial)
     return state
 
 
-def warn_unless_complete(report: RestoreReport, choice: Choice) -> None:
-    """Warns about missing leaves, and about leaves that the state does not have."""
-    if report.missing or (report.unexpected and not choice.is_partial):
+def warn_unless_complete(report: RestoreReport, is_partial: bool) -> None:
+    """Warns about missing leaves, and about leaves that the state does not have unless only some were asked for."""
+    if report.missing or (report.unexpected and not is_partial):
         warnings.warn(str(report), stacklevel=4)  # in the program, outside of `set_mesh`
 
 
@@ -153,7 +153,7 @@ def restore_from(
 ) -> tuple[State, RestoreReport]:
     """Returns the state from a checkpoint, laid out like another one, and a report of what was restored."""
     target = RestoreTarget(adapted)
-    matched, report = succeed_together(lambda: target.match(contents, choice))
+    matched, report = succeed_together(lambda: target.match(contents.leaves.values(), choice, contents.directory))
     same = {"the training state": describe_plan(target.plan), "the checkpoint": f"checkpoint: {digest(contents.notes)}"}
     agree("restore_checkpoint", target.plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)
     move = None if data_iterator is None else succeed_together(lambda: _mover(contents, data_iterator))
@@ -168,7 +168,7 @@ def restore_from(
     disk = target.restore_records(contents, matched) if target.on_disk else None
     own = _own_state(contents, target) if target.takes_opt_state(choice) else None
     check_fit(read, target_leaves)
-    state = target.fill(read, own, choice, disk)
+    state = target.fill(matched, read.pop, own, disk, shares=choice.donate)
     if disk is not None and choice.donate:
         target.close_records()
     if move is not None:
@@ -201,10 +201,12 @@ class RestoreTarget:
         self.on_disk = {i: x.path for i, x in enumerate(plain) if isinstance(x, InRecords)}
         self._values = flat_state(adapted.state, self.plan)
 
-    def match(self, contents: Contents, choice: Choice) -> tuple[dict[int, StoredLeaf], RestoreReport]:
-        """Returns the stored leaf for each leaf, by its index in `leaves`, and a report."""
+    def match(
+        self, stored: Iterable[StoredLeaf], choice: Choice, where: epath.PathLike
+    ) -> tuple[dict[int, StoredLeaf], RestoreReport]:
+        """Returns the stored leaf for each leaf, by its index in `leaves`, and a report, see `match_leaves`."""
         chosen = choice.selector(self.adapted.state)
-        return match_leaves(self.leaves, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
+        return match_leaves(self.leaves, stored, where, chosen=chosen, rename=choice.rename, strict=choice.strict)
 
     def _sources(self, own: ZeroOptState | None) -> tuple[TrainStateLike, list[tuple[Any, StateLeaf]]]:
         """Returns the stored state with sources as leaves, and each source with its layout, in `flat_state`'s order."""
@@ -257,32 +259,42 @@ class RestoreTarget:
                 x.delete()
 
     def fill(
-        self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice, disk: RestoredRecords | None = None
+        self,
+        matched: Container[int],
+        read: Callable[[int], jax.Array],
+        own: ZeroOptState | None = None,
+        disk: RestoredRecords | None = None,
+        *,
+        shares: bool,
     ) -> State:
-        """Returns the state with the leaves that were read; removes them from `read`, one by one.
+        """Returns the state with other leaves.
 
         Args:
-          read: Leaves by number, as `leaves` describes them, of numbers that fit (`check_fit`).
+          matched: The numbers of the leaves to replace.
+          read: Returns one of them, as `leaves` describes it, of numbers that fit (`check_fit`). Called once for each,
+            when its turn has come, so that a reader may hold one at a time.
           own: The loss scale and counter to continue with; `None` to keep those of the state, or to start over. Pending
             gradients belong to other parameters, and are dropped.
-          choice: The user's choice.
           disk: What was restored on disk. Without it, leaves on disk stay there, and those that were read are written
             to the state's own records.
+          shares: Whether the result has the other arrays themselves, not copies.
         """
         tree, sources = self._sources(own)
         last_use = {source.index: i for i, (source, _) in enumerate(sources) if isinstance(source, Number)}
         fresh = {"disk/waiting", *(["disk/generation"] if disk is not None else [])}
-        values = []
+        values, held = [], dict[int, jax.Array]()
         for i, (x, (source, leaf)) in enumerate(zip(self._values, sources, strict=True)):
             if disk is not None and isinstance(source, Number) and source.index in self.on_disk:
-                values.append(self._from_disk(x, source.index, leaf, disk, choice))
-            elif isinstance(source, Number) and source.index in read:
-                values.append(_finish(read[source.index], self.leaves[source.index], leaf))
-                if last_use[source.index] == i:  # so that at most one leaf exists twice
+                values.append(self._from_disk(x, source.index, leaf, disk, shares))
+            elif isinstance(source, Number) and (number := source.index) in matched:
+                if number not in held:
+                    held[number] = read(number)
+                values.append(_finish(held[number], self.leaves[number], leaf))
+                if last_use[number] == i:  # so that at most one leaf exists twice
                     jax.block_until_ready(values[-1])
-                    del read[source.index]
+                    del held[number]
             elif isinstance(source, Number) or (own is None and leaf.path not in fresh and _is_alive(x)):
-                values.append(x if choice.donate or isinstance(x, InRecords) else copy_array(x))
+                values.append(x if shares or isinstance(x, InRecords) else copy_array(x))
             else:
                 values.append(leaf.place(source))
         state = with_leaves(tree, self.plan, values, tx=self.adapted.state.tx)
@@ -290,12 +302,12 @@ class RestoreTarget:
             state = kept_in_records(state, like=self.adapted.state)
         return self.adapted.rebuild(state)
 
-    def _from_disk(self, x: Any, index: int, leaf: StateLeaf, disk: RestoredRecords, choice: Choice) -> Any:
+    def _from_disk(self, x: Any, index: int, leaf: StateLeaf, disk: RestoredRecords, shares: bool) -> Any:
         """Returns a leaf that is on disk now, or the 16-bit parameter of a master that is."""
         if leaf.in_records:
             return disk.records.node(leaf)
         if index not in disk.rounded:
-            return x if choice.donate else copy_array(x)
+            return x if shares else copy_array(x)
         rounded = self.plan.leaves[index].grad.convert(disk.rounded.pop(index), leaf)
         return jax.block_until_ready(rounded)  # so that at most one leaf exists twice
 

@@ -7,15 +7,14 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from jzero.checkpoint.contents import Contents, StoredLeaf
+from jzero.checkpoint.contents import StoredLeaf
 from jzero.checkpoint.leaves import Keys, TargetLeaf
 from jzero.checkpoint.matching import renamed_paths
 from jzero.checkpoint.restoring import PARAMS, Choice, RestoreTarget, check_fit, warn_unless_complete
@@ -90,9 +89,7 @@ def load_params(
         choice = dataclasses.replace(choice, paths=_over_whole_paths(paths, leaves))
     found = succeed_together(lambda: _find(path, leaves, adapted.ties(), rename, mapping))
     succeed_together(lambda: found.check(path, paths, strict))
-    matched, report = succeed_together(
-        lambda: target.match(found.contents(path), dataclasses.replace(choice, strict=False))
-    )
+    matched, report = succeed_together(lambda: target.match(found.leaves(), choice, path))
     target.check_kept(matched)
     target = RestoreTarget(
         adapt_sharded(apply_pending(state, donate=donate))
@@ -110,23 +107,9 @@ def load_params(
 
     num_bytes = sum(leaf.num_bytes for leaf in matched.values())
     logging.getLogger("jzero").info("Reading %s of weights from %s.", format_bytes(num_bytes), path)
-    keep = dataclasses.replace(choice, donate=True)  # shares the other arrays
-    loaded = target.fill(_WhenAsked(read, matched), None, keep)
-    warn_unless_complete(report, dataclasses.replace(choice, params_only=False))
+    loaded = target.fill(matched, read, shares=True)
+    warn_unless_complete(report, is_partial=paths is not None)
     return loaded
-
-
-class _WhenAsked(dict[int, Any]):
-    """Leaves by number, read on access, so that few are in memory in the file's dtype."""
-
-    def __init__(self, read: Callable[[int], jax.Array], numbers: Iterable[int]) -> None:
-        super().__init__(dict.fromkeys(numbers))
-        self._read = read
-
-    def __getitem__(self, i: int) -> jax.Array:
-        if super().__getitem__(i) is None:
-            self[i] = self._read(i)
-        return super().__getitem__(i)
 
 
 def name_of(keys: Keys) -> str:
@@ -222,12 +205,11 @@ class _Found:
                 "with `strict=False`." + ("" if self.is_mapped else " Transposed or stacked ones take a `mapping`.")
             )
 
-    def contents(self, path: epath.PathLike) -> Contents:
-        """Returns the tensors as the contents of a checkpoint."""
-        leaves = {keys: StoredLeaf(keys, sources[0].shape, sources[0].dtype) for keys, sources in self.sources.items()}
+    def leaves(self) -> list[StoredLeaf]:
+        """Returns the tensors as the leaves of a checkpoint."""
+        leaves = [StoredLeaf(keys, sources[0].shape, sources[0].dtype) for keys, sources in self.sources.items()]
         others = [(PARAMS, *name.split(".")) for name in self.problems.unexpected]
-        leaves |= {keys: StoredLeaf(keys, (), np.dtype(np.int8)) for keys in others}
-        return Contents(epath.Path(path), epath.Path(path), leaves, None, {})
+        return leaves + [StoredLeaf(keys, (), np.dtype(np.int8)) for keys in others]
 
 
 def _find(
