@@ -175,7 +175,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## A damaged checkpoint
 #
-# Disks fail, and copies are cut short. Every leaf has a checksum, so jzero finds and names the damaged leaf. Here we
+# Disks fail, and copies are cut short. Every chunk has a checksum, so jzero finds and names the damaged leaf. Here we
 # flip one byte of the newest checkpoint.
 
 # %%

@@ -1,5 +1,6 @@
 """Checkpoints: what is on disk, who can read it, how training goes on from it."""
 
+import collections
 import functools
 import gc
 import pathlib
@@ -13,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jzero
+from jzero.checkpoint.saving import checkpoint_items
 from tests import disk_states, models
 from tests.checkpoint_states import (
     ONE_DEVICE,
@@ -29,7 +31,7 @@ from tests.checkpoint_states import (
 )
 from tests.tiers import slow
 
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "checkpoint_v1"
+GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +88,26 @@ def test_we_read_plain_orbax(how, plain, tmp_path):
     assert_holds(restored, arrays(plain))
 
 
-def test_golden_checkpoint_of_this_format_is_read():
+def test_devices_with_the_same_arrays_share_the_writing():
+    params = {f"w{i}": jnp.ones((16, 5 + i)) for i in range(16)}
+    state = sharded(jzero.TrainState.create(params=params, tx=optax.identity()), 0)
+    written = collections.Counter()
+    for x in jax.tree.leaves(checkpoint_items(state, data_iterator=None, extra=None).args["default"].item):
+        (shard,) = x.shards()
+        written[shard.device] += shard.data.nbytes
+    assert set(written) == {*jax.devices()}
+    assert max(written.values()) < 2 * min(written.values())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_golden_checkpoints_of_all_formats_are_read(version):
     """Written once by the first version that knew the format, `python -m tests.golden`; later ones have to read it."""
     from tests import golden  # noqa: PLC0415
 
-    assert_holds(jzero.restore_checkpoint(GOLDEN, golden.like(3, mesh(8))), golden.expected())
-    info = jzero.inspect_checkpoint(GOLDEN, verify=True)
+    path = GOLDEN / f"checkpoint_v{version}"
+    assert_holds(jzero.restore_checkpoint(path, golden.like(3, mesh(8))), golden.expected())
+    info = jzero.inspect_checkpoint(path, verify=True)
+    assert info.notes["format"] == version
     assert info.damaged == {}
     assert info.extra["note"] == "golden"
     np.testing.assert_array_equal(info.extra["array"], np.arange(6, dtype=np.int16).reshape(2, 3))

@@ -1,5 +1,6 @@
 """What may go wrong with checkpoints: kills, damage, full disks, missing permission, two writers."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -12,12 +13,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 
 import jzero
-from jzero.checkpoint import checksum, writer
+from jzero.checkpoint import format_1, writer
 from jzero.checkpoint.contents import sign
-from tests import fault_run
-from tests.checkpoint_states import numbered, sharded
+from tests import fault_run, golden
+from tests.checkpoint_states import like, numbered, sharded
 from tests.monitor_runs import disk_of
 from tests.tiers import default_for
 
@@ -88,7 +90,7 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
 
 @pytest.mark.parametrize("damage", default_for(["flipped"], DAMAGE))
 def test_any_damaged_file_is_noticed_or_does_not_matter(damage, state, two_steps):
-    like = shapes(state)
+    start = shapes(state)
     noticed = []
     for path in files(two_steps / "2"):
         kept = path.read_bytes()
@@ -96,7 +98,7 @@ def test_any_damaged_file_is_noticed_or_does_not_matter(damage, state, two_steps
         manager = jzero.CheckpointManager(two_steps)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            restored = manager.restore(like)
+            restored = manager.restore(start)
         went_back = int(restored.step) == 1
         assert_is_step(restored, state, 1 if went_back else 2)
         said = [str(w.message) for w in caught if "is damaged" in str(w.message)]
@@ -111,7 +113,7 @@ def test_any_damaged_file_is_noticed_or_does_not_matter(damage, state, two_steps
     largest = max(files(two_steps / "2" / "default"), key=lambda path: path.stat().st_size)
     for path in (largest, two_steps / "2" / "jzero" / "metadata", two_steps / "2" / "extra" / "metadata"):
         assert path in noticed
-    assert_is_step(jzero.CheckpointManager(two_steps).restore(like), state, 2)
+    assert_is_step(jzero.CheckpointManager(two_steps).restore(start), state, 2)
 
 
 def test_the_error_names_leaf_and_file(state, two_steps):
@@ -232,8 +234,8 @@ def test_a_later_format_and_notes_that_are_gone(state, tmp_path):
     jzero.save_checkpoint(tmp_path / "c", state)
     path = tmp_path / "c" / "jzero" / "metadata"
     notes = {name: x for name, x in json.loads(path.read_text()).items() if name != "digest"}
-    path.write_text(json.dumps(sign({**notes, "format": 2, "jzero": "9.9"})))
-    with pytest.raises(ValueError, match=r"jzero 9\.9 in format 2"):
+    path.write_text(json.dumps(sign({**notes, "format": 3, "jzero": "9.9"})))
+    with pytest.raises(ValueError, match=r"jzero 9\.9 in format 3"):
         jzero.restore_checkpoint(tmp_path / "c", shapes(state))
     shutil.rmtree(tmp_path / "c" / "jzero")
     with pytest.raises(jzero.CheckpointError, match="c/jzero/metadata cannot be read"):
@@ -257,6 +259,7 @@ NOTES = {
     "checksums": (None, [], 3, {"params/w": "x"}, {"params/w": -1}),
     "digests": (None, [], {"extra": None}),
     "keys": (3, None, "params", [3], {"a": 1}),
+    "paths": (3, None, "params", [3]),
     "precision": (
         *(None, [], {"num_updates": "3"}, {"num_updates": -1}, {"num_updates": 10**12}, {"loss_scale": 3}),
         *({"loss_scale": {}}, *({"loss_scale": {**SCALE, name: None}} for name in SCALE)),
@@ -282,7 +285,51 @@ def test_a_manager_goes_from_notes_of_another_shape_to_the_step_before(state, tw
         assert_is_step(manager.restore(shapes(state)), state, 1)
 
 
-# Checksums of arrays, against sums written out by hand.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves tasks behind
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_one_flipped_bit_of_any_number_is_refused_by_plain_orbax_and_zarr_too(stage, dtype, tmp_path):
+    rng = np.random.default_rng(0)
+    params = {x: jnp.asarray(rng.integers(-99, 99, n)).astype(dtype) for x, n in (("odd", 16381), ("even", 64))}
+    plain = jzero.TrainState.create(params=params, tx=optax.identity())
+    path = tmp_path / "c"
+    jzero.save_checkpoint(path, sharded(plain, stage))
+    part = np.asarray(params["odd"])[3000:3012].tobytes()
+    for file in (path / "default").rglob("d/*"):
+        data = bytearray(file.read_bytes())
+        if part in data:
+            data[data.index(part) + len(part) - 1] ^= 4
+            file.write_bytes(bytes(data))
+    assert list(jzero.inspect_checkpoint(path, verify=True).damaged) == ["params/odd"]
+    with pytest.raises(jzero.CheckpointError, match=r"leaf 'params/odd', file .*is damaged"):
+        jzero.restore_checkpoint(path, like(plain, 3, 5))
+    with pytest.raises(Exception, match=r"params\.odd.*Digest mismatch"):
+        ocp.PyTreeCheckpointer().restore(path / "default")
+    zarr = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": f"file://{path}/default/", "path": "params.odd/"}}
+    with pytest.raises(ValueError, match="Digest mismatch"):
+        ts.open(zarr).result().read().result()
+
+
+# Format 1, whose checksums jzero computed itself: against sums written out by hand.
+
+GOLDEN_1 = pathlib.Path(__file__).parent / "golden" / "checkpoint_v1"
+
+
+@pytest.mark.parametrize("leaf", ["params/odd", "params/half", "opt_state/0/count"])
+def test_a_leaf_of_format_1_that_differs_from_its_checksum_is_damaged(leaf, tmp_path):
+    path = tmp_path / "c"
+    shutil.copytree(GOLDEN_1, path)
+    file = path / "jzero" / "metadata"
+    notes = json.loads(file.read_text())
+    del notes["digest"]
+    notes["checksums"][leaf] ^= 1
+    file.write_text(json.dumps(sign(notes)))
+    assert list(jzero.inspect_checkpoint(path, verify=True).damaged) == [leaf]
+    start = golden.like(3, jzero.make_mesh())
+    with pytest.raises(jzero.CheckpointError, match=f"leaf '{leaf}' is not what was written, by its checksum"):
+        jzero.restore_checkpoint(path, start)
+    with pytest.raises(jzero.CheckpointError, match=leaf) if "params" in leaf else contextlib.nullcontext():
+        jzero.export_checkpoint(path, tmp_path / "out")
 
 
 def murmur_mix(h):
@@ -292,65 +339,14 @@ def murmur_mix(h):
     return h ^ h >> 16
 
 
-CASES = [("float32", 8, 3), ("bfloat16", 3, 3), ("uint16", 8, 0), ("int8", 5, 1), ("complex64", 5, 1), ("int4", 8, 3)]
-
-
-@pytest.mark.parametrize(("dtype", "num", "stage"), CASES)
-def test_checksums_do_not_depend_on_the_layout(dtype, num, stage, monkeypatch):
-    """On the host and on the devices, against a sum written out by hand, with numpy, over the natural array."""
-    numbers = np.random.default_rng(0).integers(-8 if "u" not in dtype[:1] else 0, 8, size=(17, 5, 9))
-    params = {"x": jnp.asarray(numbers).astype(dtype), "y": jnp.asarray(numbers[:16]).astype(dtype)}
-    state = sharded(jzero.TrainState.create(params=params, tx=optax.identity()), stage, num)
-    leaves = jax.tree.leaves(state.params)
-    stored = [(leaf.param.shape, leaf.param.cut) for leaf in jzero.plan_of(state).leaves]
-    shapes = [shape if cut is None else cut.unpadded_shape for shape, cut in stored]
-    on_host = checksum.checksums(leaves, shapes)
-    monkeypatch.setattr(checksum, "is_on_cpu", lambda x: False)
-    on_devices = checksum.checksums(leaves, shapes)
-    for value, other, x in zip(on_host, on_devices, params.values(), strict=True):
-        raw = np.asarray(x)
-        if dtype == "int4":
-            words = [int(v) % 16 for v in raw.reshape(-1).astype(int)]
-        else:
-            words = np.frombuffer(raw.tobytes(), f"uint{min(32, 8 * raw.dtype.itemsize)}").tolist()
-        assert value == other == sum(murmur_mix(w ^ (i * 0x9E3779B1 % 2**32)) for i, w in enumerate(words)) % 2**32
-        assert checksum.host_sum_of_part(raw, (0, 0, 0), raw.shape) == value
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "dim", "num"),
-    [
-        ("float32", (13001,), 0, 3),
-        ("complex64", (70, 300), 0, 4),
-        ("int8", (3, 9001), 1, 2),
-        ("bfloat16", (20000, 7), 1, 2),
-        ("bool", (2, 3, 20000), 2, 3),
-    ],
-)
-def test_long_parts_are_summed_as_lines_of_consecutive_elements(dtype, shape, dim, num):
-    """The shares of padded parts on devices and on the host, and of halves, against the sum over all words."""
-    x = np.asarray(jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape)).astype(dtype))
-    words = np.frombuffer(x.tobytes(), f"uint{min(32, 8 * x.dtype.itemsize)}").astype(np.uint64)
-    places = np.arange(len(words), dtype=np.uint64) * 0x9E3779B1 % 2**32
-    expected = int(murmur_mix(words ^ places).sum()) % 2**32
-    size = -(-shape[dim] // num)
-    total = on_host = 0
-    for start in range(0, shape[dim], size):
-        part = np.take(x, range(start, min(start + size, shape[dim])), dim)
-        part = np.pad(part, [(0, size - n if d == dim else 0) for d, n in enumerate(part.shape)], constant_values=1)
-        place = [start if d == dim else 0 for d in range(len(shape))]
-        total += int(jax.jit(checksum.sum_of_part, static_argnums=2)(part, place, shape))
-        on_host += checksum.host_sum_of_part(part, place, shape)
-    assert total % 2**32 == on_host % 2**32 == expected
-    flat, first = x.reshape(-1), x.size // 3
-    halves = [checksum.host_sum_of_part(y, (at,), flat.shape) for at, y in ((0, flat[:first]), (first, flat[first:]))]
-    assert sum(halves) % 2**32 == expected
-
-
-def test_parts_of_two_cut_dimensions_are_summed():
-    x = np.random.default_rng(0).standard_normal((5, 7, 3)).astype(np.float32)
-    places = [(0, 0), (0, 4), (3, 0), (3, 4)]
-    parts = [np.pad(x[a : a + 3, b : b + 4], [(0, a // 3), (0, b // 4), (0, 0)], constant_values=1) for a, b in places]
-    sums = [checksum.host_sum_of_part(part, (*place, 0), x.shape) for part, place in zip(parts, places, strict=True)]
-    assert sum(sums) % 2**32 == checksum.host_sum_of_part(x, (0, 0, 0), x.shape)
-    assert checksum.host_sum_of_part(parts[0], (6, 0, 0), x.shape) == 0  # all of it padding
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16", "int8", "complex64", "int4", "bool", "float64"])
+def test_sums_of_format_1(dtype):
+    x = np.random.default_rng(0).integers(-8, 8, size=(17, 5, 901)).astype(jnp.dtype(dtype))
+    if dtype == "int4":
+        words = (x.reshape(-1).astype(int) % 16).astype(np.uint64)
+    else:
+        words = np.frombuffer(x.tobytes(), f"uint{min(32, 8 * x.dtype.itemsize)}").astype(np.uint64)
+    expected = int(murmur_mix(words ^ (np.arange(len(words), dtype=np.uint64) * 0x9E3779B1 % 2**32)).sum()) % 2**32
+    found = format_1.words_of(x)
+    half = len(found) // 3
+    assert (format_1.sum_of(found[:half], 0) + format_1.sum_of(found[half:], half)) % 2**32 == expected

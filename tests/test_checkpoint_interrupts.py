@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jzero
-from jzero.checkpoint import orbax_io
+from jzero.checkpoint import contents
 
 
 def make_state(seed=0):
@@ -89,7 +89,7 @@ def test_an_error_that_passes_is_no_damage(error, call, times, run, monkeypatch)
         assert not manager.save(make_state(), step=2), "which is there"
 
 
-READ = orbax_io._PatientHandler.deserialize
+READ = contents.open_tree
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_what_libraries_make_of_interrupts_is_no_damage(error, cause, raised, ru
     """Orbax raises a plain exception instead of a KeyboardInterrupt; an interrupted loop leaves other errors."""
     told = []
 
-    async def deserialize(self, infos, args=None):
+    def open_tree(directory):
         if raised is None and told:
-            return await READ(self, infos, args)
+            return READ(directory)
         told.append(1)
         raise error from cause
 
-    monkeypatch.setattr(orbax_io._PatientHandler, "deserialize", deserialize)
+    monkeypatch.setattr(contents, "open_tree", open_tree)
     manager = jzero.CheckpointManager(run)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

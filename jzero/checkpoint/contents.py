@@ -12,15 +12,14 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero.checkpoint.damage import REMEDY, CheckpointError, DamageError, is_there, reading
 from jzero.checkpoint.leaves import Keys
-from jzero.checkpoint.orbax_io import EXTRA, ITERATOR, NOTES, STATE, Opened, state_handler
-from jzero.core.base.text import key_names
+from jzero.checkpoint.opening import METADATA_FILE, keeping_chunks, open_tree
+from jzero.checkpoint.orbax_io import EXTRA, ITERATOR, NOTES, STATE
 from jzero.core.base.types import DType
 from jzero.core.config.documents import parse
 from jzero.core.config.settings import (
@@ -37,7 +36,7 @@ from jzero.core.config.settings import (
     one_of,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Version of jzero's notes. A reader rejects later versions."""
 
 T = TypeVar("T")
@@ -60,14 +59,11 @@ _NOTES: dict[str, Setting[Any]] = {
 }
 _LATER_NOTES: dict[str, Setting[Any]] = {
     **dict.fromkeys(("checksums", "digests"), block_of(_CHECKSUM)),
-    **dict.fromkeys(("keys", "param_fields"), list_of(TEXT)),
+    **dict.fromkeys(("keys", "param_fields", "paths"), list_of(TEXT)),
     "ties": block_of(TEXT),
 }
 _ITEMS = {EXTRA: block({}), ITERATOR: block({"positions": list_of(ANY)}, required=["positions"])}
 """What jzero's JSON has: its notes, of which some are not in every checkpoint, and other items."""
-
-METADATA_FILE = "_METADATA"
-"""The file that marks a directory with a tree of arrays, written by Orbax."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +74,12 @@ class StoredLeaf:
       keys: The keys of its path.
       shape: Its shape; for PRNG keys, that of their words.
       dtype: Its dtype.
-      checksum: Its checksum; `None` if jzero did not write it.
       is_key: Whether it holds PRNG keys; `None` if unknown.
     """
 
     keys: Keys
     shape: tuple[int, ...]
     dtype: DType
-    checksum: int | None = None
     is_key: bool | None = None
 
     @property
@@ -107,56 +101,31 @@ class Contents:
       directory: The checkpoint.
       state_directory: The directory with the tree of arrays.
       leaves: The arrays by keys, in order.
-      tree: Orbax's metadata of each leaf, as a tree of dicts and lists.
+      arrays: The same, open.
       notes: jzero's notes; empty if another program wrote the checkpoint.
     """
 
     directory: epath.Path
     state_directory: epath.Path
     leaves: Mapping[Keys, StoredLeaf]
-    tree: Any
+    arrays: Mapping[Keys, Any]
     notes: Mapping[str, Any]
-
-    def read(self, how: Mapping[Keys, Any]) -> dict[Keys, Any]:
-        """Returns arrays as Orbax reads them. Each process reads its own parts, without waiting for the others.
-
-        Args:
-          how: Orbax's `RestoreArgs` of each array to read.
-
-        Raises:
-          CheckpointError: It cannot be read; the message names leaf and file.
-        """
-        paths, treedef = jax.tree.flatten_with_path(self.tree)
-        order = [key_names(path) for path, _ in paths]
-        restore = ocp.args.PyTreeRestore(
-            item=jax.tree.unflatten(treedef, [0 if keys in how else ocp.PLACEHOLDER for keys in order]),
-            restore_args=jax.tree.unflatten(treedef, [how.get(keys, ocp.RestoreArgs()) for keys in order]),
-        )
-        with self.errors():
-            tree = state_handler(reads=True).restore(self.state_directory, args=restore)
-        values = jax.tree.structure(self.tree).flatten_up_to(tree)
-        return {keys: x for keys, x in zip(order, values, strict=True) if keys in how}
 
     def open(self, pieces: Mapping[Keys, tuple[int, ...]]) -> dict[Keys, Any]:
         """Returns arrays as open TensorStores.
 
         Args:
-          pieces: The keys of each, with the shape of what will be read at a time if reads share chunks, see `Opened`.
+          pieces: The keys of each, with the shape of what will be read at a time if reads share chunks, see
+            `keeping_chunks`.
 
         Raises:
-          CheckpointError: One cannot be opened, or is not what the metadata says.
+          CheckpointError: One cannot be opened.
         """
-        if not pieces:
-            return {}
-        opened = self.read({keys: Opened(piece=piece) for keys, piece in pieces.items()})
-        for keys, array in opened.items():
-            leaf = self.leaves[keys]
-            if (tuple(array.shape), array.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
-                raise DamageError(
-                    f"The checkpoint at {self.state_directory} is damaged: leaf {leaf.path!r} is "
-                    f"{array.dtype.name}{list(array.shape)}, but was {leaf.dtype}{list(leaf.shape)}.\n{REMEDY}"
-                )
-        return opened
+        with self.errors():
+            return {
+                keys: keeping_chunks(self.arrays[keys], piece) if piece else self.arrays[keys]
+                for keys, piece in pieces.items()
+            }
 
     def errors(self) -> contextlib.AbstractContextManager[None]:
         """Turns the libraries' errors about arrays into a `CheckpointError`, see `reading`."""
@@ -209,20 +178,18 @@ def read_contents(path: epath.PathLike) -> Contents:
             raise CheckpointError(f"There is no checkpoint at {path}.\n{hint}")
         raise DamageError(f"There is no checkpoint at {path}: it holds no tree of arrays.\n{hint}")
     notes = _read_notes(directory)
-    with reading(state_directory, {path.replace("/", "."): path for path in notes.get("checksums", {})}):
-        tree = state_handler(reads=True).metadata(state_directory).tree
-    checksums = notes.get("checksums", {})
-    leaves = {}
-    for key_path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if getattr(x, "shape", None) is not None and getattr(x, "dtype", None) is not None:
-            keys = key_names(key_path)
-            path = "/".join(keys)
-            is_key = path in notes["keys"] if "keys" in notes else None
-            leaves[keys] = StoredLeaf(keys, tuple(x.shape), np.dtype(x.dtype), checksums.get(path), is_key)
-    if notes and checksums.keys() != {leaf.path for leaf in leaves.values()}:
-        differ = sorted(checksums.keys() ^ {leaf.path for leaf in leaves.values()})
+    paths = notes.get("paths", notes.get("checksums", ()))  # format 1 had sums of its own
+    with reading(state_directory, {path.replace("/", "."): path for path in paths}):
+        arrays = open_tree(state_directory)
+    leaves = {
+        keys: StoredLeaf(
+            keys, tuple(x.shape), x.dtype.numpy_dtype, "/".join(keys) in notes["keys"] if "keys" in notes else None
+        )
+        for keys, x in arrays.items()
+    }
+    if notes and (differ := sorted({*paths} ^ {leaf.path for leaf in leaves.values()})):
         raise DamageError(f"{state_directory / METADATA_FILE} is damaged: it differs about {differ[:5]}.\n{REMEDY}")
-    return Contents(directory, state_directory, leaves, tree, notes)
+    return Contents(directory, state_directory, leaves, arrays, notes)
 
 
 def find_steps(directory: epath.Path) -> dict[int, epath.Path]:

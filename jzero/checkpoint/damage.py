@@ -116,7 +116,7 @@ def _as_checkpoint_error(
     files = [name for name in re.findall(r'local file "([^"]+)"', text) if not name.endswith("/")][-1:]
     where = f"The checkpoint at {directory} cannot be read"
     if keys:
-        name = keys[0].rpartition("/")[0]
+        name = re.sub(r"/(c(/\d+)*|[\d.]+|zarr\.json|\.zarray)$", "", keys[0])
         where += f": leaf {leaves.get(name, name)!r}"
         files = files or files_of(directory, keys[0])
     if files:
@@ -127,20 +127,6 @@ def _as_checkpoint_error(
     if passing:
         return CheckpointError(f"{where}, since the file system fails ({reason}).\n{TRY_AGAIN}")
     return DamageError(f"{where}: it is damaged ({reason}).\n{REMEDY}")
-
-
-def wrong_checksums(directory: epath.Path, paths: Sequence[str]) -> DamageError:
-    """Returns the error about leaves whose checksums differ from those written."""
-    lines = []
-    for path in paths[:10]:
-        files = files_of(directory, path.replace("/", ".") + "/")
-        lines.append(f"  {path}" + (f" (in {', '.join(files[:4])})" if files else ""))
-    more = [f"  ... {len(paths) - 10} more"] if len(paths) > 10 else []
-    return DamageError(
-        f"The checkpoint at {directory} is damaged: these leaves are not what was written, by their checksums:\n"
-        + "\n".join(lines + more)
-        + f"\n{REMEDY}"
-    )
 
 
 def files_of(directory: epath.Path, prefix: str) -> list[str]:

@@ -3,7 +3,7 @@
     restore_records(contents, plan, leaves, old) -> RestoredRecords
 
 [Note: Restoring records]
-The new state gets records of its own, which are committed once every checksum agrees; until then the state to restore
+The new state gets records of its own, which are committed once all is read; until then the state to restore
 into is as it was. Records are written in the order of the natural arrays, all fields of a parameter at once: what is
 restored comes from the checkpoint, cast as arrays in memory are, the rest from the other state's records. A 16-bit
 parameter whose master is on disk is rounded from the same numbers on the way. Memory: a few records, and of each field
@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jzero.checkpoint.checksum import over_processes, sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
-from jzero.checkpoint.damage import reading, wrong_checksums
+from jzero.checkpoint.damage import reading
 from jzero.checkpoint.disk_places import PlacedBox, in_natural
-from jzero.checkpoint.disk_saving import masters_on_disk, one_device, owned_records
+from jzero.checkpoint.disk_saving import masters_on_disk, one_device
 from jzero.core.base.types import DType
 from jzero.core.layout.casts import round_to
 from jzero.core.layout.dtype_range import describe_misfit
@@ -67,11 +66,6 @@ def restore_records(
     records = succeed_together(lambda: open_records(plan))
     try:
         run = succeed_together(lambda: _run(contents, records, leaves, old))
-        paths = list(run.sums)
-        sums = over_processes(np.array([run.sums[path] for path in paths], np.uint32).reshape(-1))
-        wrong = [leaves[path].path for path, value in zip(paths, sums, strict=True) if value != leaves[path].checksum]
-        if wrong:
-            raise wrong_checksums(contents.state_directory, wrong)
         records.pipeline.store.commit()
     except BaseException:
         records.close()
@@ -90,7 +84,6 @@ class _Run:
     """A pass over all records of new records.
 
     Attributes:
-      sums: This process's share of the checksum of each leaf that has one, by path.
       rounded: As for `RestoredRecords`.
     """
 
@@ -99,9 +92,7 @@ class _Run:
     ) -> None:
         self.records, self.plan, self.matched, self.old = records, records.plan, matched, old
         self.contents = contents
-        self.owned = {n for numbers in owned_records(records).values() for n in numbers}
         self.masters = masters_on_disk(records.plan)
-        self.sums = {path: np.zeros(1, np.uint32) for path, leaf in matched.items() if _is_comparable(leaf)}
         self.rounded: dict[int, jax.Array] = {}
         pieces = {
             matched[x.path].keys: self._piece(i)
@@ -131,7 +122,7 @@ class _Run:
             views = self.records.views(number, buffer)
             for k, x in read.items():
                 rounded = leaf.param.dtype if rounds and k == self.masters[i] else None
-                cast = self._take(number, k, x, rounded)
+                cast = self._cast(number, k, x, rounded)
                 views[k][...] = cast[0]
                 if rounded is not None:
                     target = views[0] if to_record else parts[record.device][record.place.slices]
@@ -161,10 +152,9 @@ class _Run:
                     read[k][inside] = future.result().reshape(read[k][inside].shape)
         return read
 
-    def _take(self, number: int, k: int, x: np.ndarray, rounded: Any) -> list[np.ndarray]:
-        """Returns a field of a record in its dtype, and in `rounded` if given; counts its checksum."""
-        record = self.records.index[number]
-        leaf, grad = self.plan.record_fields[record.param][k], self.plan.leaves[record.param].grad
+    def _cast(self, number: int, k: int, x: np.ndarray, rounded: Any) -> list[np.ndarray]:
+        """Returns a field of a record in its dtype, and in `rounded` if given."""
+        leaf = self.plan.record_fields[self.records.index[number].param][k]
         dtypes = (leaf.dtype, *([] if rounded is None else [rounded]))
         if why := describe_misfit(x, leaf.dtype):
             raise ValueError(
@@ -172,12 +162,7 @@ class _Run:
                 f"  {self.matched[leaf.path].path}: {why}\nRead them into a state of a wider dtype."
             )
         on_device = jax.device_put(x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False), one_device(self.plan))
-        start = np.array(record.stored.start, np.int32)
-        natural = grad.unpadded_shape
-        total, cast = _cast_and_sum(on_device, start, natural=natural, dtypes=dtypes)
-        if leaf.path in self.sums and number in self.owned:
-            self.sums[leaf.path] = self.sums[leaf.path] + np.asarray(total)
-        return [np.asarray(y) for y in cast]
+        return [np.asarray(y) for y in _rounded(on_device, dtypes)]
 
     def _copy(self, number: int, buffer: np.ndarray) -> None:
         """Takes a whole record from the old records."""
@@ -185,13 +170,6 @@ class _Run:
         self.old.read(number, buffer)
 
 
-def _is_comparable(leaf: StoredLeaf) -> bool:
-    """Whether a leaf has a checksum, and a dtype that jax has in its current configuration."""
-    return leaf.checksum is not None and bool(jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype)
-
-
-@functools.partial(jax.jit, static_argnames=("natural", "dtypes"))
-def _cast_and_sum(
-    x: jax.Array, start: jax.Array, *, natural: tuple[int, ...], dtypes: tuple[DType, ...]
-) -> tuple[jax.Array, list[jax.Array]]:
-    return sum_of_part(x, start, natural), [round_to(x, dtype) for dtype in dtypes]
+@functools.partial(jax.jit, static_argnums=1)
+def _rounded(x: jax.Array, dtypes: tuple[DType, ...]) -> list[jax.Array]:
+    return [round_to(x, dtype) for dtype in dtypes]

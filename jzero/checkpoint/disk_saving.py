@@ -1,25 +1,23 @@
-"""Writes what a state has on disk to a checkpoint: one generation of records, its checksums and its chunks.
+"""Writes what a state has on disk to a checkpoint: one generation of records, and its chunks.
 
 [Note: Saving records]
-A save pins a generation: one later step may run, the next waits until the save is done. Two passes read it. The
-first, before anything is written, sums the checksums and sees whether a 16-bit parameter was edited, which its master
-takes up as the optimizer would. The second, in the background, puts chunks together and writes them, all fields of a
-parameter at once, so each record is read once. Both take the memory of a few records. Only edited parameters stay in
-host memory until the second has passed, since a step may overwrite them.
+A save pins a generation: one later step may run, the next waits until the save is done. A pass in the background puts
+chunks together and writes them, all fields of a parameter at once, so each record is read once. If 16-bit parameters
+are in memory and their masters on disk, a pass before that, while nothing is written, sees which were edited: their
+masters take that up as the optimizer would. Both take the memory of a few records. Only edited parameters stay in host
+memory until the writing has ended, since a step may overwrite them.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.checkpoint.checksum import sum_of_part
 from jzero.checkpoint.disk_places import chunk_shape, in_stored, is_streamed
 from jzero.core.base.types import DType
 from jzero.core.disk.files import page_aligned
@@ -77,42 +75,34 @@ class Snapshot:
         self._pin.release()
         self.edited.clear()
 
-    def examine(self, params: Sequence[jax.Array]) -> dict[str, np.ndarray]:
-        """Returns this process's shares of the checksums of streamed leaves, uint32 by path; notes edits of parameters.
+    def examine(self, params: Sequence[jax.Array]) -> None:
+        """Notes edits of parameters.
 
         Args:
           params: The parameters as stored; those in memory with a master on disk count.
         """
         plan = self.records.plan
-        shares: dict[str, np.ndarray] = {}
-        for i, fields in plan.record_fields.items():
-            if is_streamed(plan.leaves[i].grad):
-                shares.update(zip([leaf.path for leaf in fields], self._sums(i, params[i]), strict=True))
-        return shares
+        for i in plan.record_fields:
+            if i in self.masters and is_streamed(plan.leaves[i].grad) and not plan.leaves[i].param.in_records:
+                self._examine(i, params[i])
 
-    def _sums(self, i: int, param: jax.Array) -> np.ndarray:
-        """Returns the shares of a parameter's fields."""
-        leaf, master = self.records.plan.leaves[i], self.masters.get(i)
-        param_parts = {} if master is None or leaf.param.in_records else _host_parts(leaf.param_as_gradient(param))
-        natural = leaf.grad.unpadded_shape
+    def _examine(self, i: int, param: jax.Array) -> None:
+        leaf, master = self.records.plan.leaves[i], self.masters[i]
+        param_parts = _host_parts(leaf.param_as_gradient(param))
         device = one_device(self.records.plan)
-        sums: list[tuple[jax.Array, jax.Array]] = []
+        edited: list[jax.Array] = []
 
         def visit(number: int, buffer: np.ndarray) -> Callable[[np.ndarray], None]:
             record = self.records.index[number]
-            fields = jax.device_put(self.records.views(number, buffer), device)
-            piece = param_parts[record.device][record.place.slices] if param_parts else None
-            start = np.array(record.stored.start, np.int32)
-            results = _examine(fields, piece, start, natural=natural, master=master)
-            sums.append(results)
+            field = jax.device_put(self.records.views(number, buffer)[master], device)
+            found = _is_edited(field, param_parts[record.device][record.place.slices])
+            edited.append(found)
             # The record's bytes may be the operands themselves.
-            return lambda buffer: jax.block_until_ready(results) and None
+            return lambda buffer: jax.block_until_ready(found) and None
 
         self.records.pipeline.run(visit, self.owned[i], writes=False)
-        if any(bool(edited) for _, edited in sums):
+        if any(map(bool, edited)):
             self.edited[i] = {device: x.copy() for device, x in param_parts.items()}
-        zeros = np.zeros(len(self.records.plan.record_fields[i]), np.uint32)
-        return sum((np.asarray(x) for x, _ in sums), zeros)
 
     def read(self, number: int, buffer: np.ndarray) -> None:
         """Reads a record, with the edits of its parameter."""
@@ -207,27 +197,6 @@ def _host_parts(x: jax.Array) -> Mapping[jax.Device, np.ndarray]:
     return {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
 
 
-@functools.partial(jax.jit, static_argnames=("natural", "master"))
-def _examine(
-    fields: Sequence[jax.Array],
-    param: jax.Array | None,
-    start: jax.Array,
-    *,
-    natural: tuple[int, ...],
-    master: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns a record's share of the checksum of each field, uint32 [K], and whether its parameter was edited.
-
-    Args:
-      fields: The fields.
-      param: The same box of the 16-bit parameter; `None` if its master is not on disk.
-      start: Its place in the stored array, int32 [ndim].
-      natural: The sizes of the stored array without padding.
-      master: The number of the field that is the master, or `None`.
-    """
-    fields, edited = list(fields), jnp.zeros((), jnp.bool_)
-    if param is not None:
-        assert master is not None
-        new = apply_edits(fields[master], param)
-        fields[master], edited = new, jnp.any(new != fields[master])
-    return jnp.stack([sum_of_part(x, start, natural) for x in fields]), edited
+@jax.jit
+def _is_edited(master: jax.Array, param: jax.Array) -> jax.Array:
+    return jnp.any(apply_edits(master, param) != master)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.checkpoint.damage import REMEDY, CheckpointError, DamageError
+from jzero.checkpoint.damage import REMEDY, DamageError
 from jzero.checkpoint.orbax_io import can_store
 
 ARRAY, KEY, BYTES = "__array__", "__prng_key__", "__bytes__"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -12,12 +11,11 @@ from etils import epath
 
 from jzero.checkpoint.contents import StoredLeaf, find_steps, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError
+from jzero.checkpoint.format_1 import check_leaf
 from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
-from jzero.checkpoint.parts import checked_boxes
 from jzero.checkpoint.restoring import read_extra
 from jzero.core.base.text import Report, format_rows, picked
 from jzero.core.config.settings import FLAG, check
-from jzero.core.layout.box import Box
 from jzero.core.plan.table import format_bytes
 
 
@@ -28,7 +26,7 @@ class CheckpointInfo(Report):
     Attributes:
       directory: Its directory.
       steps: All steps of its manager, if it is one of a manager's.
-      leaves: Its arrays: path, natural shape, dtype, checksum.
+      leaves: Its arrays: path, natural shape, dtype.
       notes: jzero's notes: versions, and the writer's configuration and mesh; empty if plain Orbax wrote it.
       extra: The values saved as `extra`.
       has_data_iterator: Whether it holds the position of a data iterator.
@@ -83,17 +81,14 @@ class CheckpointInfo(Report):
         lines += ["", *format_rows(rows, left=3, max_rows=max_rows)]
         lines.append(f"{len(self.leaves)} leaves, {format_bytes(self.num_bytes)}")
         if self.damaged is not None:
-            compared = sum(leaf.checksum is not None for leaf in self.leaves)
-            lines.append(
-                f"{len(self.leaves)} leaves read, {compared} compared with checksums, {len(self.damaged)} damaged"
-            )
+            lines.append(f"{len(self.leaves)} leaves read, {len(self.damaged)} damaged")
             lines += [f"  {path}: {what}" for path, what in self.damaged.items()]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the checkpoint as plain data."""
         return picked(self, "directory", "steps", "has_data_iterator", "num_bytes", "damaged") | {
-            "written_by": {name: x for name, x in self.notes.items() if name != "checksums"},
+            "written_by": {name: x for name, x in self.notes.items() if name not in ("checksums", "paths")},
             "extra": sorted(self.extra),
             "leaves": [{**picked(x, "path", "dtype", "shape"), "bytes": x.num_bytes} for x in self.leaves],
         }
@@ -104,7 +99,7 @@ def inspect_checkpoint(path: epath.PathLike, *, verify: bool = False) -> Checkpo
 
     Args:
       path: As for `restore_checkpoint`.
-      verify: Read every leaf, one at a time, and compare it with its checksum.
+      verify: Read every leaf, one at a time, and compare its chunks with their checksums.
 
     Returns:
       The description; `print` it for a table.
@@ -126,8 +121,7 @@ def inspect_checkpoint(path: epath.PathLike, *, verify: bool = False) -> Checkpo
         for i, leaf in enumerate(contents.leaves.values(), 1):
             logging.getLogger("jzero").info("Reading leaf %s of %s.", i, len(contents.leaves))
             try:
-                for parts in checked_boxes(contents, [(leaf, Box.whole(leaf.shape))]):
-                    collections.deque(parts, maxlen=0)
+                check_leaf(contents, leaf)
             except CheckpointError as error:
                 damaged[leaf.path] = " ".join(str(error).removesuffix(REMEDY).split())
     steps = find_steps(contents.directory.parent)

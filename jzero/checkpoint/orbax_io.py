@@ -1,7 +1,13 @@
-"""Orbax's handlers for a checkpoint, and the writers of padded arrays and of those on disk.
+"""What Orbax writes of a checkpoint, and how: its items, their handlers, and the writers of arrays.
 
-Orbax reads and writes everything, with two exceptions. Arrays whose parts differ in size are written here, since no
-`jax.Array` has such parts; and records on disk never are arrays. Orbax reads both like any other array.
+jzero writes the arrays: Orbax would write no parts that differ in size, no records, and chunks without checksums. It
+reads them like any others.
+
+[Note: Checksums]
+The database of chunks has checksums of its own pages, but none of the numbers. So each chunk ends with a CRC-32C, a
+codec of Zarr 3: whatever reads it, also plain Orbax, refuses a chunk in which a bit has flipped. That covers what
+happens after a chunk is encoded; a bit that flips in memory before is saved as it is. Random keys have no checksum,
+since Orbax writes them, with what their kind needs.
 """
 
 from __future__ import annotations
@@ -10,11 +16,10 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import math
+import itertools
 import threading
-import weakref
-from collections.abc import Awaitable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +31,6 @@ from jzero.checkpoint.disk_saving import DiskArray, Snapshot
 from jzero.core.base.types import DType
 from jzero.core.layout.box import Box, Index
 
-T = TypeVar("T")
 ParamInfo: TypeAlias = ocp.type_handlers.ParamInfo
 
 STATE = "default"
@@ -39,30 +43,31 @@ NOTES = "jzero"
 
 
 @dataclasses.dataclass(frozen=True)
-class CutArray:
-    """An array that Orbax cannot write as is: padded, or of a dtype that `dtype_on_disk` changes.
-
-    A leaf of the tree for Orbax.
+class MemoryArray:
+    """An array in memory to write, perhaps padded. A leaf of the tree for Orbax.
 
     Attributes:
       array: The array as stored.
       shape: Its shape on disk, without padding.
+      replica: Which of the devices that hold a part writes it.
     """
 
     array: jax.Array
     shape: tuple[int, ...]
+    replica: int
 
     @property
     def dtype(self) -> DType:
         """Its dtype on disk."""
         return dtype_on_disk(self.array.dtype)
 
+    def shards(self) -> list[jax.Shard]:
+        """Returns the shards for this process to write."""
+        return [shard for shard in self.array.addressable_shards if shard.replica_id == self.replica]
+
     def parts(self) -> list[tuple[Index, np.ndarray]]:
-        """Returns the parts for this process to write, on the host, each with its place in the natural array."""
-        shards = [shard for shard in self.array.addressable_shards if shard.replica_id == 0]
-        for shard in shards:
-            shard.data.copy_to_host_async()
-        boxes = ((shard, Box.of(shard.index, self.array.shape)) for shard in shards)
+        """Returns what they hold, on the host, each with its place in the natural array."""
+        boxes = ((shard, Box.of(shard.index, self.array.shape)) for shard in self.shards())
         inside = ((shard, box, box & Box.whole(self.shape)) for shard, box in boxes)
         return [
             (place.slices, np.asarray(shard.data)[place.within(box).slices].astype(self.dtype, copy=False))
@@ -89,8 +94,8 @@ def can_store(dtype: DType) -> bool:
     return True
 
 
-class _CutArrayHandler(ocp.type_handlers.ArrayHandler):
-    """Writes `CutArray`s, as ordinary arrays on disk."""
+class _MemoryArrayHandler(ocp.type_handlers.ArrayHandler):
+    """Writes `MemoryArray`s, as ordinary arrays on disk."""
 
     def typestr(self) -> str:
         """The kind for readers. For a `jax.Array`, Orbax would need metadata that only it can write."""
@@ -99,16 +104,18 @@ class _CutArrayHandler(ocp.type_handlers.ArrayHandler):
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
         """Copies to the host, then returns a future that writes in the background."""
         args = args or [None] * len(values)
+        for shard in itertools.chain.from_iterable(x.shards() for x in values):
+            shard.data.copy_to_host_async()
         writing = [_write(x, x.parts(), info, arg) for x, info, arg in zip(values, infos, args, strict=True)]
 
         async def write_all() -> None:
             await asyncio.gather(*writing)
 
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write_all(), name="cut_array_handler")]
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write_all(), name="memory_array_handler")]
 
 
 async def _write(
-    x: CutArray, parts: Sequence[tuple[Index, np.ndarray]], info: ParamInfo, arg: ocp.SaveArgs | None
+    x: MemoryArray, parts: Sequence[tuple[Index, np.ndarray]], info: ParamInfo, arg: ocp.SaveArgs | None
 ) -> None:
     # No two processes share a chunk.
     opened = await _create(x, x.array.sharding.shard_shape(x.array.shape), info, arg)
@@ -118,7 +125,7 @@ async def _write(
 
 
 async def _create(
-    x: CutArray | DiskArray, chunk: tuple[int, ...], info: ParamInfo, arg: ocp.SaveArgs | None
+    x: MemoryArray | DiskArray, chunk: tuple[int, ...], info: ParamInfo, arg: ocp.SaveArgs | None
 ) -> ts.TensorStore:
     """Returns a new array of a checkpoint, to be written in chunks."""
     await info.await_path_creation()
@@ -132,6 +139,7 @@ async def _create(
         process_index=(f"{process}disk" if streams else process) if info.is_ocdbt_checkpoint else None,
         arg=arg,
     )
+    spec["metadata"]["codecs"] = CODECS
     if streams and info.is_ocdbt_checkpoint:
         spec["kvstore"]["config"]["max_decoded_node_bytes"] = NODE_BYTES
     if process == 0:
@@ -139,6 +147,8 @@ async def _create(
     return await ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=info.ts_context)
 
 
+CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+"""How a chunk becomes bytes, see [Note: Checksums]."""
 NODE_BYTES = 1 << 14
 """Most bytes of a node of the database of streamed chunks, which is a database of its own. Each commit writes a node
 anew, and a stream makes many commits. Orbax's own arrays take few, and are all in one node."""
@@ -148,7 +158,7 @@ class _DiskArrayHandler(ocp.type_handlers.ArrayHandler):
     """Writes `DiskArray`s, all of one snapshot, as ordinary arrays on disk; then releases the snapshot."""
 
     def typestr(self) -> str:
-        """The kind for readers, as for a `CutArray`."""
+        """The kind for readers, as for a `MemoryArray`."""
         return "np.ndarray"
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
@@ -198,115 +208,25 @@ async def _write_from_disk(fields: Sequence[tuple[DiskArray, ParamInfo, ocp.Save
         await done
 
 
-@dataclasses.dataclass
-class Opened(ocp.RestoreArgs):
-    """Asks for an open TensorStore in place of an array.
-
-    Attributes:
-      piece: The shape of what will be read at a time, in order: chunks that two reads share stay in memory. Empty if
-        none do.
-    """
-
-    restore_type: Any = np.ndarray
-    piece: tuple[int, ...] = ()
-
-
-async def _open_to_read(info: ParamInfo, piece: Sequence[int]) -> ts.TensorStore:
-    spec = ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=bool(info.is_ocdbt_checkpoint)))
-    array = await ts.open(spec, open=True, context=info.ts_context)
-    if not piece:
-        return array
-    chunk: Any = array.chunk_layout.read_chunk.shape
-    counts = [min(-(-(n + c - 1) // c), -(-size // c)) for n, c, size in zip(piece, chunk, array.shape, strict=True)]
-    cache_bytes = math.prod(counts) * math.prod(chunk) * array.dtype.numpy_dtype.itemsize
-    context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, info.ts_context)
-    return await ts.open(spec, open=True, context=context)
-
-
-class _PatientHandler(ocp.type_handlers.TypeHandler):
-    """Reads with another handler; if a part cannot be read, waits for the other parts before it raises.
-
-    Otherwise they would continue after their event loop has closed, and fill the output with meaningless errors.
-    """
-
-    def __init__(self, handler: ocp.type_handlers.TypeHandler) -> None:
-        self._handler = handler
-        self._array_metadata_store = getattr(handler, "_array_metadata_store", None)  # Orbax reads it from here
-
-    def typestr(self) -> str:
-        return str(self._handler.typestr())
-
-    async def metadata(self, infos: Sequence[ParamInfo]) -> Any:
-        return await _patiently(self._handler.metadata(infos))
-
-    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
-        return await self._handler.serialize(values, infos, args)
-
-    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
-        return await _patiently(self._deserialize(infos, args or [None] * len(infos)))
-
-    async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        opening = [_open_to_read(x, arg.piece) for x, arg in zip(infos, args, strict=True) if _opens(arg)]
-        rest = [(x, arg) for x, arg in zip(infos, args, strict=True) if not _opens(arg)]
-        opened = iter(await asyncio.gather(*opening))
-        read = iter(await self._handler.deserialize(*map(list, zip(*rest, strict=True))) if rest else ())
-        return [next(opened if _opens(arg) else read) for arg in args]
-
-
-def _opens(arg: object) -> bool:
-    return isinstance(arg, Opened)
-
-
-_READING: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, set[object]] = weakref.WeakKeyDictionary()
-"""The current reads, by event loop."""
-
-
-async def _patiently(reading: Awaitable[T]) -> T:
-    before = asyncio.all_tasks()
-    others = _READING.setdefault(asyncio.get_running_loop(), set())
-    this = object()
-    others.add(this)
-    try:
-        return await reading
-    except Exception:
-        started = asyncio.all_tasks() - before
-        await asyncio.gather(*started, return_exceptions=True)
-        others.discard(this)
-        while others:  # each handler reads its kind of leaves, and the first failure would end the loop
-            await asyncio.sleep(0.01)
-        raise
-    finally:
-        others.discard(this)
-
-
-def state_handler(*, reads: bool = False) -> ocp.PyTreeCheckpointHandler:
-    """Returns the handler of a tree of arrays; trees to write may have `CutArray`s and `DiskArray`s.
+def state_handler() -> ocp.PyTreeCheckpointHandler:
+    """Returns the handler of a tree of arrays to write, which may have `MemoryArray`s and `DiskArray`s.
 
     Compression would take more time than all the rest, for a twelfth of the space: numbers are mostly noise.
     """
     handlers = ocp.type_handlers
-    kinds = {kind: handlers.get_type_handler(kind) for kind in (int, float, np.number, np.ndarray, jax.Array, str)}
-    if reads:
-        kinds |= {kind: _PatientHandler(kinds[kind]) for kind in (np.ndarray, jax.Array)}
-    placeholder = type(ocp.PLACEHOLDER)
     registry = handlers.create_type_handler_registry(
-        (CutArray, _CutArrayHandler()),
+        (MemoryArray, _MemoryArrayHandler()),
         (DiskArray, _DiskArrayHandler()),
-        *kinds.items(),
-        (placeholder, handlers.get_type_handler(placeholder)),
+        *((kind, handlers.get_type_handler(kind)) for kind in (int, float, np.number, np.ndarray, jax.Array, str)),
     )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False, use_zarr3=True)
 
 
 def handler_registry() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
-    """Returns the handlers of all items of a checkpoint."""
+    """Returns the handlers that write the items of a checkpoint."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for name in (STATE, EXTRA_ARRAYS):
-        handler = state_handler()
-        registry.add(name, ocp.args.PyTreeSave, handler)
-        registry.add(name, ocp.args.PyTreeRestore, handler)
+        registry.add(name, ocp.args.PyTreeSave, state_handler())
     for name in (EXTRA, ITERATOR, NOTES):
-        json_handler = ocp.JsonCheckpointHandler()
-        registry.add(name, ocp.args.JsonSave, json_handler)
-        registry.add(name, ocp.args.JsonRestore, json_handler)
+        registry.add(name, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
     return registry

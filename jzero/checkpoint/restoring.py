@@ -2,8 +2,8 @@
 
 [Note: Reading a checkpoint]
 Each process reads the parts for its devices, from the natural arrays on disk straight into the stored shapes of the
-plan; elements beyond a natural array are padding, zero. Checksums are compared before anything else happens. Then, leaf
-by leaf, come the remaining changes: another dtype, a flattened layout, the 16-bit copy of a master. All of this is
+plan; elements beyond a natural array are padding, zero. A damaged chunk cannot be read, see [Note: Checksums]. Then,
+leaf by leaf, come the remaining changes: another dtype, a flattened layout, the 16-bit copy of a master. All of this is
 local; processes tell each other whether it worked, so that either all continue or none.
 """
 
@@ -19,19 +19,20 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero.checkpoint.checksum import RunningChecksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
-from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wrong_checksums
+from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading
 from jzero.checkpoint.disk_restoring import RestoredRecords, restore_records
 from jzero.checkpoint.extras import decode, iterator_mover
+from jzero.checkpoint.format_1 import check_sums
 from jzero.checkpoint.leaves import Number, TargetLeaf, number_leaves, target_leaves
 from jzero.checkpoint.matching import RestoreReport, match_leaves
-from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
+from jzero.checkpoint.opening import open_tree
+from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR
 from jzero.checkpoint.shards import read_shards
 from jzero.core.base.types import State, TrainStateLike
+from jzero.core.config.precision import is_key
 from jzero.core.config.settings import FLAG, check_fields
 from jzero.core.layout.dtype_range import describe_misfit
 from jzero.core.layout.leaves import StateLeaf
@@ -99,7 +100,7 @@ def restore_checkpoint(
 ) -> State:
     r"""Reads a checkpoint into a state laid out like another one: any stage, mesh, world size and precision.
 
-    Each process reads the slices for its devices, and every leaf is compared with its checksum.
+    Each process reads the slices for its devices, and every chunk that is read has a checksum.
 
     Args:
       path: The directory of a checkpoint: from `save_checkpoint`, a step of a manager, or one that plain Orbax wrote
@@ -158,13 +159,15 @@ def restore_from(
     agree("restore_checkpoint", target.plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)
     move = None if data_iterator is None else succeed_together(lambda: _mover(contents, data_iterator))
     succeed_together(lambda: target.check_kept(matched))
+    mine = list(matched.values())[jax.process_index() :: jax.process_count()]
+    succeed_together(lambda: check_sums(contents, mine))
     if choice.donate:
         target.free(matched)
     target_leaves = target.leaves
     in_memory = {i: leaf for i, leaf in matched.items() if i not in target.on_disk}
     num_bytes = sum(leaf.num_bytes for leaf in matched.values())
     logging.getLogger("jzero").info("Restoring %s from %s.", format_bytes(num_bytes), contents.directory)
-    read = _read_and_verify(contents, {i: (target_leaves[i], leaf) for i, leaf in in_memory.items()})
+    read = succeed_together(lambda: _read(contents, {i: (target_leaves[i], leaf) for i, leaf in in_memory.items()}))
     disk = target.restore_records(contents, matched) if target.on_disk else None
     own = _own_state(contents, target) if target.takes_opt_state(choice) else None
     check_fit(read, target_leaves)
@@ -341,7 +344,8 @@ def read_extra(contents: Contents) -> Any:
     directory = contents.directory / EXTRA_ARRAYS
     if is_there(directory):
         with reading(directory):
-            arrays = state_handler(reads=True).restore(directory, args=ocp.args.PyTreeRestore())
+            reading_all = {keys[0]: x.read() for keys, x in open_tree(directory).items()}
+            arrays = {name: np.asarray(x.result()) for name, x in reading_all.items()}
     digests = {name: value for name, value in contents.notes.get("digests", {}).items() if "/" in name}
     if digests and digests != {f"{EXTRA_ARRAYS}/{name}": digest(x) for name, x in arrays.items()}:
         raise DamageError(f"The arrays in {directory} are damaged: they are not what was written.\n{REMEDY}")
@@ -370,43 +374,23 @@ def _own_state(contents: Contents, target: RestoreTarget) -> ZeroOptState | None
     return ZeroOptState(inner=None, masters=None, loss_scale=loss_scale, num_updates=count)
 
 
-def _read_and_verify(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
-    """Reads leaves from disk into the stored shapes of a plan, in buffers of their own; adds them up meanwhile.
+def _read(contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
+    """Reads leaves from disk into the stored shapes of a plan, in buffers of their own.
 
     Raises:
-      CheckpointError: A leaf cannot be read, or its checksum differs; leaves without a checksum pass.
+      CheckpointError: A leaf cannot be read, or is damaged.
     """
-    read: dict[int, jax.Array] = {}
-    checked: list[StoredLeaf] = []
-    with RunningChecksums() as sums:
-
-        def note(i: int, x: jax.Array) -> None:
-            (target_leaf, leaf), read[i] = leaves[i], x
-            if leaf.checksum is not None and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
-                checked.append(leaf)
-                sums.add(x, target_leaf.leaf.shape)
-
-        succeed_together(lambda: _read(contents, leaves, note))
-        wrong = [leaf.path for leaf, value in zip(checked, sums.result(), strict=True) if value != leaf.checksum]
-    if wrong:
-        raise wrong_checksums(contents.state_directory, wrong)
+    read = {i: _read_keys(contents, *x) for i, x in leaves.items() if is_key(x[0].leaf.dtype)}
+    read_shards(contents, {i: x for i, x in leaves.items() if i not in read}, read.__setitem__)
     return read
 
 
-def _read(
-    contents: Contents, leaves: Mapping[int, tuple[TargetLeaf, StoredLeaf]], note: Callable[[int, jax.Array], None]
-) -> None:
-    keys = {i: x for i, x in leaves.items() if jax.dtypes.issubdtype(x[0].leaf.dtype, jax.dtypes.prng_key)}
-    how = {
-        stored.keys: ocp.ArrayRestoreArgs(
-            restore_type=jax.Array, sharding=target_leaf.sharding, global_shape=None, dtype=target_leaf.leaf.dtype
-        )
-        for target_leaf, stored in keys.values()
-    }
-    values = contents.read(how) if how else {}
-    for i, (_, stored) in keys.items():
-        note(i, values[stored.keys].copy())
-    read_shards(contents, {i: x for i, x in leaves.items() if i not in keys}, note)
+def _read_keys(contents: Contents, target_leaf: TargetLeaf, stored: StoredLeaf) -> jax.Array:
+    """Returns random keys in the form of a leaf, from their words."""
+    with contents.errors():
+        words = np.asarray(contents.arrays[stored.keys].read().result())
+    impl = jax.random.key_impl(jax.numpy.zeros((), target_leaf.leaf.dtype))
+    return target_leaf.form.place(jax.random.wrap_key_data(jax.numpy.asarray(words), impl=impl))
 
 
 def _finish(x: jax.Array, target_leaf: TargetLeaf, leaf: StateLeaf) -> jax.Array:

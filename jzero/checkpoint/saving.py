@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._version import __version__
-from jzero.checkpoint.checksum import checksums, over_processes
 from jzero.checkpoint.contents import FORMAT, absolute, digest, sign
 from jzero.checkpoint.damage import CheckpointError, causes_of, is_passing, is_there
 from jzero.checkpoint.disk_places import is_streamed
@@ -28,7 +29,7 @@ from jzero.checkpoint.orbax_io import (
     ITERATOR,
     NOTES,
     STATE,
-    CutArray,
+    MemoryArray,
     can_store,
     dtype_on_disk,
     handler_registry,
@@ -37,6 +38,7 @@ from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.core.base.text import as_data
 from jzero.core.base.types import State, TrainStateLike
+from jzero.core.config.precision import is_key
 from jzero.core.layout.stored import ChangingReader, InRecords, Stored
 from jzero.core.plan.opt_state import ZeroOptState
 from jzero.core.plan.plan import ZeroPlan
@@ -216,36 +218,23 @@ def _make_items(
     plain, leaves, arrays = natural_state(train_state, plan)
     _check_storable(leaves)
     arrays = [_on_devices_unless_streamed(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
-    sums = _checksums(arrays, leaves)
     if snapshot is not None:
-        shares = succeed_together(lambda: snapshot.examine(plan.flat_params(train_state.params)))
-        of_records = dict(zip(shares, over_processes(np.array(list(shares.values()), np.uint32)), strict=True))
-        sums = [
-            of_records[x.path] if isinstance(x, InRecords) else value for x, value in zip(arrays, sums, strict=True)
-        ]
+        succeed_together(lambda: snapshot.examine(plan.flat_params(train_state.params)))
     digests = {name: digest(x) for name, x in items.items() if name != EXTRA_ARRAYS}
     digests |= {f"{EXTRA_ARRAYS}/{name}": digest(x) for name, x in items.get(EXTRA_ARRAYS, {}).items()}
     notes = {
         **_notes(train_state, plan, adapted.ties()),
-        "checksums": {leaf.path: value for leaf, value in zip(leaves, sums, strict=True)},
+        "paths": [leaf.path for leaf in leaves],
         "digests": digests,
-        "keys": [leaf.path for leaf in leaves if jax.dtypes.issubdtype(leaf.leaf.dtype, jax.dtypes.prng_key)],
+        "keys": [leaf.path for leaf in leaves if is_key(leaf.leaf.dtype)],
         "param_fields": ["params", *frozen_fields(train_state)],
     }
     items[NOTES] = sign(notes)
-    written = (_to_write(x, leaf, snapshot) for x, leaf in zip(arrays, leaves, strict=True))
-    items[STATE] = with_leaves(plain, plan.plain, written)
+    items[STATE] = with_leaves(plain, plan.plain, _to_write(arrays, leaves, snapshot))
     trees = (STATE, EXTRA_ARRAYS)
     return ocp.args.Composite(
         **{name: (ocp.args.PyTreeSave if name in trees else ocp.args.JsonSave)(x) for name, x in items.items()}
     )
-
-
-def _checksums(arrays: Sequence[Stored], leaves: Sequence[TargetLeaf]) -> list[int]:
-    """Returns the checksum of each array in memory, and 0 for what is on disk."""
-    in_memory = [(x, leaf.leaf.shape) for x, leaf in zip(arrays, leaves, strict=True) if not isinstance(x, InRecords)]
-    sums = iter(checksums([x for x, _ in in_memory], [shape for _, shape in in_memory]))
-    return [0 if isinstance(x, InRecords) else next(sums) for x in arrays]
 
 
 def _on_devices_unless_streamed(x: Stored, leaf: TargetLeaf) -> Stored:
@@ -261,13 +250,23 @@ def _on_devices_unless_streamed(x: Stored, leaf: TargetLeaf) -> Stored:
     return functools.reduce(lambda y, change: change(y), changes, on_devices)
 
 
-def _to_write(x: Stored, leaf: TargetLeaf, snapshot: Snapshot | None) -> jax.Array | CutArray | DiskArray:
-    """Returns an array as a leaf of the tree for Orbax."""
-    if isinstance(x, InRecords):
-        assert snapshot is not None
-        return DiskArray(snapshot, *snapshot.records.place_of(x.path))
-    is_plain = leaf.cut is None and can_store(leaf.leaf.dtype)
-    return x if is_plain else CutArray(x, leaf.leaf.shape)
+def _to_write(
+    arrays: Sequence[Stored], leaves: Sequence[TargetLeaf], snapshot: Snapshot | None
+) -> Iterator[jax.Array | MemoryArray | DiskArray]:
+    """Yields arrays as leaves of the tree for Orbax."""
+    written = collections.defaultdict[int, list[int]](list)  # bytes by device, of those with the same part
+    for x, leaf in zip(arrays, leaves, strict=True):
+        if isinstance(x, InRecords):
+            assert snapshot is not None
+            yield DiskArray(snapshot, *snapshot.records.place_of(x.path))
+        elif is_key(leaf.leaf.dtype):
+            yield x
+        else:
+            num_replicas = len(x.sharding.device_set) * math.prod(x.sharding.shard_shape(x.shape)) // x.size
+            loads = written[num_replicas] = written[num_replicas] or [0] * num_replicas
+            replica = loads.index(min(loads))
+            loads[replica] += x.nbytes
+            yield MemoryArray(x, leaf.leaf.shape, replica)
 
 
 def _check_storable(leaves: Sequence[TargetLeaf]) -> None:

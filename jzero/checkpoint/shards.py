@@ -33,9 +33,8 @@ def read_shards(
       CheckpointError: An array cannot be read.
       ValueError: It holds integers that jax, in its current configuration, would truncate.
     """
-    opened = contents.open({stored.keys: () for _, stored in leaves.values()})
     boxes = ((stored, x, Box.whole(stored.shape)) for leaf, stored in leaves.values() for x in _boxes_here(leaf))
-    parts = (ArrayPart(opened[stored.keys], inside) for stored, box, whole in boxes if (inside := box & whole))
+    parts = (ArrayPart(contents.arrays[stored.keys], inside) for stored, box, whole in boxes if (inside := box & whole))
     values = read_parts(contents, parts, AHEAD_BYTES)
 
     def read(target_leaf: TargetLeaf, dtype: DType) -> jax.Array:

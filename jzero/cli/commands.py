@@ -160,7 +160,7 @@ def inspect(
     checkpoint: Checkpoint,
     *,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every leaf and verify its checksum; exit with 1 if any is damaged.")
+        bool, typer.Option("--verify", help="Read every leaf and verify its checksums; exit with 1 if any is damaged.")
     ] = False,
     as_json: Json = False,
     traceback: Traceback = False,

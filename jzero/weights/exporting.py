@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jzero.checkpoint.contents import absolute, read_contents
+from jzero.checkpoint.format_1 import check_sums
 from jzero.checkpoint.leaves import TargetLeaf, natural_state
-from jzero.checkpoint.parts import checked_boxes
+from jzero.checkpoint.parts import boxes_in_parts
 from jzero.checkpoint.restoring import PARAMS
 from jzero.core.base.types import State
 from jzero.core.layout.box import Box
@@ -126,8 +127,8 @@ def export_checkpoint(
 ) -> ExportReport:
     """Writes the parameters of a checkpoint as safetensors, without the model, as `jzero export` does.
 
-    Compares each leaf with its checksum while it is written, and reads the next ones meanwhile. Some 24 MiB of numbers
-    are in host memory at a time, and what decoding takes; or a whole leaf, if its chunks do not end with rows. With a
+    Compares each chunk with its checksum while it writes, and reads the next ones meanwhile. Some 24 MiB of numbers are
+    in host memory at a time, and what decoding takes; or a whole leaf, if its chunks do not end with rows. With a
     `mapping`, it reads layer by layer.
 
     Args:
@@ -159,7 +160,8 @@ def export_checkpoint(
     described = {leaf.keys: (leaf.shape, leaf.dtype) for leaf in leaves.values()}
     draft = draft_export(described, Form(dtype, paths, mapping, like, decode), contents.notes.get("ties", {}))
     boxes = [(leaves[name], box) for tensor in draft.boxes for name, box in tensor]
-    return draft.write(absolute(path), draft.tensors(checked_boxes(contents, boxes)), max_file_bytes)
+    check_sums(contents, {leaf.keys: leaf for leaf, _ in boxes}.values())
+    return draft.write(absolute(path), draft.tensors(boxes_in_parts(contents, boxes)), max_file_bytes)
 
 
 def _from_state(arrays: Mapping[str, tuple[Stored, TargetLeaf]], boxes: Boxes) -> Iterator[Iterator[np.ndarray]]:

@@ -1,4 +1,4 @@
-"""A small checkpoint that was written once by the version that brought its format, and what it must hold."""
+"""A small checkpoint of each format, written once by the version that brought it, and what it must hold."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 import optax
 
 import jzero
+from jzero.checkpoint.contents import FORMAT
 from tests.drawn import to_jax
 
-PATH = pathlib.Path(__file__).parent / "checkpoint_v1"
+FOLDER = pathlib.Path(__file__).parent
 SHAPES = {"even": (8, 4), "odd": (9, 100), "flat": (5, 3), "scalar": ()}
 
 
@@ -49,6 +50,7 @@ def write() -> None:
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
     state = jzero.shard_train_state(make(), config=config, mesh=jzero.make_mesh(devices=jax.devices()[:4]))
     extra = {"note": "golden", "array": np.arange(6, dtype=np.int16).reshape(2, 3)}
-    jzero.save_checkpoint(PATH, state, extra=extra)
-    for path in PATH.rglob("commit_success.txt"):  # Orbax notes where it wrote, which nothing reads
+    folder = FOLDER / f"checkpoint_v{FORMAT}"
+    jzero.save_checkpoint(folder, state, extra=extra)
+    for path in folder.rglob("commit_success.txt"):  # Orbax notes where it wrote, which nothing reads
         path.write_text("Checkpoint commit was successful")
