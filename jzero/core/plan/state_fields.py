@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jzero.core.base.text import path_str
-from jzero.core.base.types import KeyPath, PyTree, TrainStateLike
+from jzero.core.base.types import PyTree, TrainStateLike
 
 NEEDED = ("params", "opt_state", "tx", "replace", "apply_gradients")
 
@@ -59,21 +60,23 @@ def check_state_fields(state: TrainStateLike) -> None:
             "device, as `flax.jax_utils.replicate` makes it for `jax.pmap`, pass one, "
             "`flax.jax_utils.unreplicate(state)` or `jax.tree.map(lambda x: x[0], state)`."
         )
-    check_leaves({"params": state.params, "opt_state": state.opt_state, **other_fields(state)})
+    fields = {"params": state.params, "opt_state": state.opt_state, **other_fields(state)}
+    check_leaves(fields)
+    shared, seen = [], dict[str, str]()
+    for path, name, _ in _leaves(fields):
+        if seen.setdefault(path, name) != name:
+            shared.append(f"  {path}: `{seen[path]}` and `{name}`")
+    if shared:
+        raise ValueError(
+            "Each leaf of a train state needs a path of its own, its keys joined by '/'; these share theirs:\n"
+            + "\n".join(shared)
+            + "\nRename one of each two."
+        )
 
 
 def check_leaves(fields: Mapping[str, PyTree]) -> None:
-    """Raises an error that lists the leaves of fields that are no numbers, or those that share a path."""
-    bad, shared = [], []
-    seen: dict[str, KeyPath] = {}
-    for name, tree in fields.items():
-        for keys, x in jax.tree_util.tree_leaves_with_path(tree):
-            path = path_str((jax.tree_util.GetAttrKey(name), *keys))
-            if not _holds_numbers(x):
-                bad.append(f"  {path}: {type(x).__name__} {x!r:.60}")
-            if seen.setdefault(path, keys) is not keys:
-                both = (f"`{name}{jax.tree_util.keystr(of)}`" for of in (seen[path], keys))
-                shared.append(f"  {path}: {' and '.join(both)}")
+    """Raises a `TypeError` that lists the leaves of fields that are no numbers."""
+    bad = [f"  {path}: {type(x).__name__} {x!r:.60}" for path, _, x in _leaves(fields) if not _holds_numbers(x)]
     if bad:
         raise TypeError(
             "Every leaf of a train state must be an array or a number; these are not:\n"
@@ -82,12 +85,13 @@ def check_leaves(fields: Mapping[str, PyTree]) -> None:
             "of an Equinox model pass the arrays, `params, static = eqx.partition(model, eqx.is_array)`, and "
             "let the loss call `eqx.combine(params, static)`; `eqx.filter(model, eqx.is_array)` drops the rest."
         )
-    if shared:
-        raise ValueError(
-            "Each leaf of a train state needs a path of its own, its keys joined by '/'; these share theirs:\n"
-            + "\n".join(shared)
-            + "\nRename one of each two."
-        )
+
+
+def _leaves(fields: Mapping[str, PyTree]) -> Iterator[tuple[str, str, Any]]:
+    """Yields the leaves of fields: their paths, how Python gets at them, and the leaves."""
+    for name, tree in fields.items():
+        for keys, x in jax.tree_util.tree_leaves_with_path(tree):
+            yield path_str((jax.tree_util.GetAttrKey(name), *keys)), f"{name}{jax.tree_util.keystr(keys)}", x
 
 
 def _holds_numbers(x: object) -> bool:
