@@ -16,7 +16,7 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from jzero.core.base.text import Report
-from jzero.core.config.settings import check, number, one_of
+from jzero.core.config.settings import check, integer, number, one_of
 
 Formulas = Literal["documented", "deepspeed-0.19"]
 FORMULAS = get_args(Formulas)
@@ -24,7 +24,7 @@ LIMIT = 2**63
 BUFFER_FACTOR = 1.5
 """DeepSpeed's default factor on host memory."""
 SIZE = number("a number of parameters, from 0 to below 2**63", lambda x: 0 <= x < LIMIT)
-COUNT = number("an integer >= 1 (and below 2**63)", lambda x: isinstance(x, int) and 1 <= x < LIMIT)
+COUNT = integer(1, says="an integer >= 1 (and below 2**63)", most=LIMIT - 1)
 FACTOR = number("a number > 0 (and below 2**63)", lambda x: 0 < x < LIMIT)
 SWITCH = one_of(True, False, 0, 1, says="True or False")
 """A flag; DeepSpeed's are also 0 and 1."""
