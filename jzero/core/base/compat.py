@@ -11,6 +11,7 @@ import copy
 import functools
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -32,6 +33,7 @@ from jax._src import (
 )
 from jax._src.interpreters import partial_eval  # nor has taking outputs from a jaxpr
 from jax.experimental import compute_on as jax_compute_on
+from jax.experimental import hijax
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.interpreters import mlir
@@ -50,6 +52,13 @@ J = TypeVar("J", bound=Jaxpr | ClosedJaxpr)
 
 compute_on: Callable[..., Any] = getattr(jax_compute_on, "compute_on2", jax_compute_on.compute_on)
 """`jax.experimental.compute_on.compute_on`, which jax 0.10 calls `compute_on2`."""
+
+_FLAT_TREE: type | None = getattr(sys.modules.get("jax._src.flattree"), "FlatTree", None)
+GROUPS_OF_INPUTS: tuple[type, ...] = () if _FLAT_TREE is None else (_FLAT_TREE,)
+"""The type that tells the groups of a loop's inputs in jax 0.12, see `scan_groups`; none in jax 0.10."""
+
+HighPrimitive: type[Any] = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
+"""An operation of `jax.experimental.hijax`, such as `jax.numpy.searchsorted`; jax 0.10 calls it `VJPHiPrimitive`."""
 
 CRASHES_ON_DELETED = jax.__version_info__ < (0, 12)
 """Whether a program of several devices that is called with deleted arrays ends the process instead of raising."""

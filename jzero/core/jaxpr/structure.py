@@ -169,6 +169,8 @@ class Structures:
             return kind, tuple(map(self._comparable, value))
         if isinstance(value, Jaxpr | ClosedJaxpr):
             return kind, self(value)
+        if isinstance(value, compat.HighPrimitive):  # its class and parameters say all of it
+            return kind, self._comparable(value.params)
         if isinstance(value, float | complex | np.generic):
             return _bits(value)
         if dataclasses.is_dataclass(kind) and kind.__module__.startswith("jax."):
@@ -189,6 +191,7 @@ _COMPARED = (
     jax.sharding.PartitionSpec,
     jax.sharding.Mesh,
     jax.sharding.AbstractMesh,
+    *compat.GROUPS_OF_INPUTS,
 )
 """Types whose `==` is reliable by themselves."""
 
