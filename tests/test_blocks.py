@@ -87,6 +87,12 @@ def test_products_sorting_and_random_numbers_are_kept():
     assert found["random_bits", 4, 4]
 
 
+def test_of_transforms_only_real_results_are_kept():
+    found = kept_by_policy(lambda x: jnp.fft.irfft(jnp.fft.rfft(x) * 1j, 6), jnp.ones((4, 6)))
+    assert found["fft", 4, 6]
+    assert not found["fft", 4, 4]
+
+
 LIGHT_FUNCTIONS = {
     "gelu": jax.nn.gelu,
     "exact gelu": lambda x: jax.nn.gelu(x, approximate=False),

@@ -136,6 +136,16 @@ def type_of(atom: Atom) -> jax.core.ShapedArray:
     return atom.aval  # type: ignore[return-value]
 
 
+def result_types(
+    primitive: Primitive, types: Sequence[core.AbstractValue], params: Params
+) -> Sequence[core.AbstractValue]:
+    """Returns the types of an operation's results, given those of its operands."""
+    if "call_jaxpr" in params:  # functions with a derivative of their own have no rule for types
+        return open_jaxpr(params["call_jaxpr"])[0].out_avals
+    results, _ = primitive.abstract_eval(*types, **params)
+    return cast("Sequence[core.AbstractValue]", results if primitive.multiple_results else [results])
+
+
 def is_literal(atom: Atom) -> TypeIs[Literal]:
     """Whether an operand of an equation is a literal."""
     return isinstance(atom, jex_core.Literal)

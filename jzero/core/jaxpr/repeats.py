@@ -71,12 +71,15 @@ def keeps_products(primitive: Primitive, *avals: jax.core.ShapedArray, **params:
     """Policy for `jax.checkpoint` that saves results of all heavy operations, and operands named `OPERAND`.
 
     Heavy are products, loops and random numbers, and their comparison with a probability, `lt`, whose result takes one
-    byte in place of four. It saves nothing that involves complex numbers: jax rounds saved values by
-    `reduce_precision`, which takes real ones.
+    byte in place of four.
     """
-    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in avals if hasattr(x, "dtype")):
-        return False
-    return params.get("name") == OPERAND or primitive.name == "lt" or primitive.name not in LIGHT
+    is_kept = params.get("name") == OPERAND or primitive.name == "lt" or primitive.name not in LIGHT
+    return is_kept and can_be_saved(compat.result_types(primitive, avals, params))
+
+
+def can_be_saved(results: Sequence[jax.core.AbstractValue]) -> bool:
+    """Whether `jax.checkpoint` can save results of such types: it rounds them, and cannot round complex numbers."""
+    return not any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in results if hasattr(x, "dtype"))
 
 
 def is_batched_product(eqn: JaxprEqn) -> bool:
