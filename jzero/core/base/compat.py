@@ -483,15 +483,11 @@ def moved(eqn: JaxprEqn, inputs: Sequence[Atom], outputs: Sequence[Var], scope: 
 
 
 def with_equations(like: J, inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[JaxprEqn]) -> J:
-    """Returns a jaxpr of other equations, inputs and outputs, closed if `like` is."""
+    """Returns a jaxpr of other equations, inputs and outputs; all else is `like`'s, also what jax adds in future."""
     opened, _ = open_jaxpr(like)
-    all_effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
-    # Effects on inputs go by their position, which may be another one.
-    without_inputs = frozenset(effect for effect in all_effects if not isinstance(effect, effects.JaxprInputEffect))
-    debug = opened.debug_info._replace(arg_names=None, result_paths=None)
-    new = core.Jaxpr(list(opened.constvars), list(inputs), list(outputs), list(eqns), without_inputs, debug)
-    # In jax 0.12 each jaxpr has constants.
-    return cast("J", like.replace(jaxpr=new) if hasattr(like, "consts") else new)
+    new_effects = partial_eval.make_jaxpr_effects(opened.constvars, inputs, outputs, eqns)
+    new = opened.replace(invars=list(inputs), outvars=list(outputs), eqns=list(eqns), effects=new_effects)
+    return cast("J", new if opened is like else like.replace(jaxpr=new))
 
 
 def source_of(eqn: JaxprEqn) -> str:
