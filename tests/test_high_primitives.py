@@ -107,8 +107,13 @@ def every_way(x):
     return sum(fn(x) for fn in (in_calls, in_a_loop, in_a_branch, in_a_search))
 
 
+def without_jvp(x):
+    """As a class of the user's often is: a recomputed layer would not train."""
+    return doubled(doubled(x, Scaled))
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize(("fn", "platform"), [(every_way, "cpu"), (every_way, "gpu")])
+@pytest.mark.parametrize(("fn", "platform"), [(every_way, "cpu"), (every_way, "gpu"), (without_jvp, "gpu")])
 def test_layers_with_such_operations_train_at_stage_3(fn, platform, monkeypatch):
     """On GPUs backward passes wait for gradients, and what waits is written anew."""
     on(platform, monkeypatch)

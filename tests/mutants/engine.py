@@ -264,6 +264,27 @@ MUTANTS = [
         "test_keep.py::test_kept_blocks_are_as_written_where_the_compiler_fuses_products",
     ),
     Mutant(
+        "complex_results_kept",
+        "core/jaxpr/repeats.py",
+        "can_be_saved(compat.result_types(primitive, avals, params))",
+        "can_be_saved(avals)",
+        "test_keep.py::test_complex_numbers_are_not_kept",
+    ),
+    Mutant(
+        "late_operations_forgotten",
+        "core/base/compat.py",
+        "effects=new_effects)",
+        "effects=new_effects, is_high=False)",
+        "test_high_primitives.py::test_layers_with_such_operations_train_at_stage_3",
+    ),
+    Mutant(
+        "layers_without_jvp_recomputed",
+        "core/base/compat.py",
+        "all(kind.jvp is not HighPrimitive.jvp for kind in high)",
+        "True",
+        "test_high_primitives.py::test_layers_with_such_operations_train_at_stage_3",
+    ),
+    Mutant(
         "weights_named",
         "core/engine/kept_blocks.py",
         "        comes = [not compat.is_literal(v) and v in from_products for v in eqn.invars]",

@@ -254,6 +254,12 @@ def has_side_effects(eqn: JaxprEqn) -> bool:
     return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
 
 
+def can_be_recomputed(eqn: JaxprEqn) -> bool:
+    """Whether an operation has the derivative that `jax.checkpoint` asks for: one of `hijax` may have another one."""
+    high = [type(x) for x in eqn.params.values() if isinstance(x, HighPrimitive)]
+    return all(kind.jvp is not HighPrimitive.jvp for kind in high)
+
+
 def scan_groups(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns the number of constants and of carried values of a `scan` equation."""
     if "num_consts" in eqn.params:

@@ -72,7 +72,9 @@ def kept_bytes(jaxpr: AnyJaxpr) -> int:
 
 def is_free(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether equations may be recomputed, and have no checkpoints of their own."""
-    return not any(recomputes(eqn) or compat.has_side_effects(eqn) for eqn in eqns)
+    if any(recomputes(eqn) or compat.has_side_effects(eqn) for eqn in eqns):
+        return False
+    return all(compat.can_be_recomputed(x) for eqn in eqns for x in equations_in(eqn))
 
 
 def recomputes(eqn: JaxprEqn) -> bool:

@@ -110,7 +110,8 @@ def recompute(jaxpr: AnyJaxpr, remat: Remat, axis_env: AxisEnv, *, fuses_product
       jaxpr: A closed jaxpr.
       remat: True: every iteration of a scan saves only its inputs, unless the scan already recomputes something.
         "cheap": it also saves the results of heavy operations, and so does every repeated block of equations, see
-        [Note: Blocks of unrolled models]; scans and blocks with side effects, such as printing, stay as they are.
+        [Note: Blocks of unrolled models]; scans and blocks with side effects, such as printing, stay as they are, and
+        so do those with an operation of `jax.experimental.hijax` that has no `jvp`, which `jax.checkpoint` asks for.
         "offload": every iteration of the outermost scans is recomputed, whatever the code says of it, and its carry
         waits in host memory. False: nothing is recomputed, whatever the code says. "as_written": as the code says.
         `Keep`: as its `remat`, but for the last blocks, see [Note: Kept blocks].
