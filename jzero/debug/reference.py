@@ -20,7 +20,7 @@ from jzero.core.engine.meshes import MeshFacts
 from jzero.core.engine.outputs import Weighted
 from jzero.core.engine.rules import start_walk
 from jzero.core.engine.trace import carried_leaves, param_shape
-from jzero.core.engine.written_variables import Changed, by_path, unchanged_shape
+from jzero.core.engine.written_variables import Changed, by_field, by_path, unchanged_shape
 from jzero.core.layout.casts import round_to
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.mesh import AnyMesh, batch_axes
@@ -139,10 +139,11 @@ class Reference:
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, PyTree]]:
             params = treedef.unflatten([trained.get(i, x) for i, x in enumerate(rounded)])
             read = jax.tree.map(lambda x: fold_keys(x, 0) if is_key(x.dtype) else x, carried)  # as the first device
+            seen = by_field(read)  # now: the loss may write into the trees
             result, changed = call(params, batch, **read)
             loss, aux = result if self.has_aux else (result, {})
             changed = {**changed, **{name: by_path(aux[name]) for name in self.mutable}}
-            changed |= {name: _keep_keys(changed[name], by_path(read[name]), by_path(carried[name])) for name in read}
+            changed |= {name: _keep_keys(changed[name], seen[name], by_path(carried[name])) for name in read}
             total, weight = (loss.sum, loss.weight) if isinstance(loss, Weighted) else (loss, jnp.int32(1))
             total = widen(total)
             return total * scale.astype(total.dtype), (total, jax.lax.stop_gradient(weight), changed)

@@ -12,7 +12,7 @@ from flax.nnx.training.optimizer import OptArray
 
 from jzero.core.base.types import PyTree
 from jzero.core.engine.trace import FROZEN
-from jzero.core.engine.written_variables import Changed, WrittenShape, by_path
+from jzero.core.engine.written_variables import Changed, WrittenShape, by_field, by_path
 from jzero.core.layout.padded import is_padded, unbox
 from jzero.core.state.adapter import Loss, StateAdapter, adapter_of, call_loss, plan_if_sharded
 from jzero.core.state.model_size import Params, register_model_view, state_params
@@ -73,6 +73,7 @@ class NnxStateAdapter(StateAdapter):
         state = self.state
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree, frozen: PyTree) -> Any:
+            before = by_field({"params": params, FROZEN: frozen, "rest": rest})
             model = nnx.merge(state.graphdef, params, frozen, rest)
             attributes = python_attributes(model)
             result = call_loss(loss_fn, (*dir(state), "model", "update"), model, batch, *rng)
@@ -80,7 +81,6 @@ class NnxStateAdapter(StateAdapter):
                 return result, {}
             parts: Any = nnx.split(model, state.wrt, nnx.Param, ...)
             after = dict(zip(WRITABLE, map(nnx.as_pure, parts[1:]), strict=True))
-            before = {"params": params, FROZEN: frozen, "rest": rest}
             changed = find_written(before, after, _stored_dtypes(state), written_shape)
             check_attributes(attributes, python_attributes(model))
             return result, changed

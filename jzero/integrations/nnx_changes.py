@@ -52,7 +52,7 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def find_written(
-    before: Mapping[str, PyTree],
+    before: Mapping[str, Mapping[str, jax.Array]],
     after: Mapping[str, PyTree],
     dtypes: Mapping[str, Mapping[str, Any]],
     written_shape: WrittenShape,
@@ -62,8 +62,8 @@ def find_written(
     The loss can read what it appends to a tuple, as `sow` does, but the state does not keep it.
 
     Args:
-      before: The variables of each field, as arrays, before the loss.
-      after: The same after the loss.
+      before: The variables of each field, as arrays by path, before the loss.
+      after: The trees of the same after the loss.
       dtypes: The dtype in which the state keeps each variable, by field and path.
       written_shape: The shape that one device writes to a variable.
 
@@ -72,8 +72,7 @@ def find_written(
     """
     bad: list[str] = []
     written: dict[str, dict[str, WrittenVariable]] = {}
-    for field, tree in before.items():
-        old = by_path(tree)
+    for field, old in before.items():
         appended = {path_str(p) for p, _ in jax.tree_util.tree_leaves_with_path(after[field]) if _in_tuple(p)}
         new = {path: x for path, x in by_path(after[field]).items() if path in old or path not in appended}
         written[field], wrong = pair_written(old, new, dtypes[field], written_shape)

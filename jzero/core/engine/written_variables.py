@@ -68,6 +68,11 @@ def by_path(tree: PyTree) -> dict[str, PyTree]:
     return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def by_field(trees: Mapping[str, PyTree]) -> dict[str, dict[str, PyTree]]:
+    """Returns the leaves of fields by path, by field: what a loss writes into the trees later does not show in it."""
+    return {name: by_path(tree) for name, tree in trees.items()}
+
+
 def pair_written(
     before: Mapping[str, PyTree],
     after: Mapping[str, PyTree],
@@ -118,13 +123,13 @@ def _kind(x: PyTree) -> str:
 
 
 def split_mutable(
-    aux: PyTree, carried: Mapping[str, PyTree], written_shape: WrittenShape
+    aux: PyTree, before: Mapping[str, Mapping[str, jax.Array]], written_shape: WrittenShape
 ) -> tuple[dict[str, dict[str, WrittenVariable]], dict[str, PyTree]]:
     """Splits `aux` into the new values of `mutable` fields, by field and path, and the rest.
 
     Args:
       aux: The auxiliary values that the loss returned.
-      carried: The values of each field that the loss was given.
+      before: The values of each field that the loss was given, by path.
       written_shape: The shape that one device writes.
 
     Raises:
@@ -133,22 +138,21 @@ def split_mutable(
     returned = aux if isinstance(aux, Mapping) else {}
     bad: list[str] = []
     variables: dict[str, dict[str, WrittenVariable]] = {}
-    for name, tree in carried.items():
+    for name, old in before.items():
         if name not in returned:
             bad.append(f"  {name}: not there")
             continue
-        before = by_path(tree)
-        dtypes = {path: x.dtype for path, x in before.items()}
-        variables[name], wrong = pair_written(before, by_path(returned[name]), dtypes, written_shape, field=name)
+        dtypes = {path: x.dtype for path, x in old.items()}
+        variables[name], wrong = pair_written(old, by_path(returned[name]), dtypes, written_shape, field=name)
         bad += wrong
     if bad:
         raise ValueError(
-            f"`mutable={tuple(carried)}` names fields that the loss must return in `aux`, a dictionary, with the "
+            f"`mutable={tuple(before)}` names fields that the loss must return in `aux`, a dictionary, with the "
             "structure, the shapes and the dtypes that the state has; these differ:\n"
             + "\n".join(bad[:10])
             + "\nA field whose shape changes cannot be carried on: shard a state that has the new shape."
         )
-    return variables, {k: x for k, x in returned.items() if k not in carried}
+    return variables, {k: x for k, x in returned.items() if k not in before}
 
 
 def drop_unwritten(traced: TracedLoss) -> TracedLoss:

@@ -24,7 +24,7 @@ from jzero.core.engine.merge import Merge, choose_merges
 from jzero.core.engine.outputs import spread_marks
 from jzero.core.engine.recompute import Remat
 from jzero.core.engine.trace import LossInputs, TracedLoss, carried_leaves, trace_loss
-from jzero.core.engine.written_variables import drop_unwritten, split_mutable
+from jzero.core.engine.written_variables import by_field, drop_unwritten, split_mutable
 from jzero.core.layout.mesh import num_batch_shards
 from jzero.core.layout.stored import InRecords
 from jzero.core.plan.plan import ZeroPlan
@@ -156,10 +156,11 @@ class StepLoss:
         def call(
             params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree
         ) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+            before = by_field(carried)  # now: the loss may write into the trees
             result, changed = loss_fn(params, batch, *rng, **carried)
             loss, aux = self.split(result)
             if self.mutable and written_shape is not None:
-                changed, aux = split_mutable(aux, carried, written_shape)
+                changed, aux = split_mutable(aux, before, written_shape)
             return loss, (spread_marks(aux), changed)
 
         return call, carried
