@@ -111,7 +111,7 @@ Finding = tuple[bool, str]
 
 def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Compares the traced program with the plan."""
-    by_path = {x.path: (x, x.compute_dtype) for x in plan.other_leaves if x.is_param}
+    by_path = {x.path: (x, x.seen_dtype) for x in plan.other_leaves}
     by_path |= {leaf.path: (leaf.param, leaf.compute_dtype) for leaf in plan.leaves}
     reduced = {leaf.path: plan.traffic.route_of_gradient(leaf) for leaf in plan.leaves}
     for x in compiled.sent:

@@ -190,7 +190,7 @@ class Reference:
         values, treedef = jax.tree.flatten(carried)
         layouts = carried_leaves(self.plan, carried)
         rounded = [
-            x if leaf is None else round_to(x, leaf.compute_dtype) for x, leaf in zip(values, layouts, strict=True)
+            round_to(x, leaf.seen_dtype) if leaf.is_param else x for x, leaf in zip(values, layouts, strict=True)
         ]
         carried = treedef.unflatten(rounded)
 

@@ -11,7 +11,6 @@ from flax import nnx
 from flax.nnx.training.optimizer import OptArray
 
 from jzero.core.base.types import PyTree
-from jzero.core.engine.trace import FROZEN
 from jzero.core.engine.written_variables import Changed, WrittenShape, by_field, by_path
 from jzero.core.layout.padded import is_padded, unbox
 from jzero.core.state.adapter import Loss, StateAdapter, adapter_of, call_loss, plan_if_sharded
@@ -19,6 +18,8 @@ from jzero.core.state.model_size import Params, register_model_view, state_param
 from jzero.core.state.train_state import TrainState, write_fields
 from jzero.integrations.nnx_changes import check_attributes, find_written, python_attributes
 
+FROZEN = "frozen"
+"""The field of parameters outside the optimizer."""
 WRITABLE = ("params", FROZEN, "rest")
 
 

@@ -139,7 +139,7 @@ def _run(
     in_specs = (
         # If cut, a device gets [D/N, F]; for parameters on disk, handles.
         [handles if leaf.param.in_records else leaf.param.manual_spec for leaf in plan.leaves],
-        [replicated if leaf is None else leaf.manual_spec for leaf in carried],
+        [leaf.manual_spec for leaf in carried],
         traced.batch_specs,  # this device's rows
         [replicated] * len(leaves[3]),  # the key
         [replicated] * len(leaves[4]),  # the loss scale
@@ -167,7 +167,7 @@ class _LocalStep:
     plan: ZeroPlan
     micro: MicroBatches
     differentiates: bool
-    carried: list[StateLeaf | None]
+    carried: list[StateLeaf]
     grads_to_host: bool
 
     @functools.cached_property
@@ -222,7 +222,7 @@ class _LocalStep:
         return {
             **dict.fromkeys(("loss", "weight", "factor", "grad_norm", "overflowed"), replicated),
             "aux": aux_specs(self.traced.out_shape[1][0], PartitionSpec(row_axes(self.plan.config))),
-            "written": [replicated if x.leaf is None else x.leaf.manual_spec for x in self.traced.written],
+            "written": [x.leaf.manual_spec for x in self.traced.written if x.leaf is not None],
             "grads": [replicated if i in self.streamed else spec for i, spec in enumerate(grads)],
             "reduced": grads,
         }
@@ -274,7 +274,7 @@ class _LocalStep:
         values, local = self._accumulate(joint, evaluate, batch, key, state)
         (total, weight), divisor, written, (aux, stacked) = values
         for i, x in stacked.items():
-            written[i] = merge_stacked(x, written[i], variables[i], sums, self.micro.steps)
+            written[i] = merge_stacked(x, written[i], variables[i], sums, plan, self.micro.steps)
         if isinstance(self.traced.out_shape[0], Weighted):
             weight = sum_over(weight, sums)  # of the global batch
             inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))  # never 1 / 0
@@ -297,16 +297,14 @@ class _LocalStep:
         return LossResult(loss, weight, aux, written, grads, reduced, unscale, norm, overflowed)
 
     def _as_input(self, number: int, x: jax.Array) -> Leaf:
-        """Returns a stored parameter or carried array as the walk takes it: lazy if it is a partitioned parameter."""
+        """Returns a stored parameter or carried array as the walk takes it: lazy if it is cut."""
         if number < len(self.params):
             param = self.params[number]
             return make_lazy(x, param.gather, param.leaf.compute_dtype)
         leaf = self.carried[number - len(self.params)]
         if is_key(x.dtype):
             return fold_keys(x, batch_index(self.sums))  # as `rng`
-        if leaf is None or leaf.compute_dtype is None:
-            return x
-        return make_lazy(x, self.gather_plan(leaf), leaf.compute_dtype)
+        return make_lazy(x, self.gather_plan(leaf), leaf.seen_dtype)
 
     def _walk(self, joint: Joint, inputs: PyTree) -> PyTree:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""

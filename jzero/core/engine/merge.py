@@ -32,7 +32,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
-from jzero.core.arrays.collectives import extreme, from_first, gather_rows, own_shard, sum_over
+from jzero.core.arrays.collectives import extreme, from_first, gather_param, gather_rows, own_shard, sum_over
 from jzero.core.base import compat
 from jzero.core.base.guard import attempt
 from jzero.core.config.precision import is_key, widen
@@ -80,7 +80,7 @@ MERGES = {
 """The rules by the words that a user says."""
 
 FOR_PARAMETERS = ("mean", "equal")
-"""Words for variables that are stored like parameters, of which devices hold parts."""
+"""Words for parameters, which the loss sees rounded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def choose_merges(
     traced: TracedLoss,
     merge: Merge,
     plan: ZeroPlan,
-    leaves: Sequence[StateLeaf | None],
+    leaves: Sequence[StateLeaf],
     doubled: Callable[[], TracedLoss],
 ) -> TracedLoss:
     """Returns a traced loss whose written variables have their layout and their rule.
@@ -120,7 +120,7 @@ def choose_merges(
       traced: The loss, with the variables that it writes.
       merge: What the user says.
       plan: The plan of the state.
-      leaves: The layout of each parameter and carried leaf, `None` for those that are whole.
+      leaves: The layout of each parameter and carried leaf.
       doubled: Traces the same loss over twice as many rows.
 
     Raises:
@@ -137,8 +137,9 @@ def choose_merges(
     for i, (x, shape, fact) in enumerate(zip(traced.written, shapes, facts, strict=True)):
         leaf = leaves[x.source]
         word = merge.word(x.name)
-        why = _why_no_value(word, leaf, shape, fact, i in counts)
-        if leaf is not None and leaf.memory != "device":
+        is_param = leaf.is_param or x.source < len(plan.leaves)
+        why = _why_no_value(word, shape, fact, is_param=is_param, counts=i in counts)
+        if leaf.memory != "device":
             raise ValueError(
                 f"The loss writes a parameter that lies on the host or on disk (`Offload(params=...)`): {x.name!r}. "
                 "Keep it on the devices, `rules={path: LeafRule(offload=False)}`."
@@ -163,12 +164,12 @@ def choose_merges(
 
 
 def _why_no_value(
-    word: str | None, leaf: StateLeaf | None, shape: jax.ShapeDtypeStruct, facts: RowFacts, counts: bool
+    word: str | None, shape: jax.ShapeDtypeStruct, facts: RowFacts, *, is_param: bool, counts: bool
 ) -> str | None:
     """Returns why a variable's new value is not one for all devices; `None` if it is, or the user's word covers it."""
     if word is not None:
         takes_dtype = any(jnp.issubdtype(shape.dtype, x) for x in MERGES[word].takes)
-        fits = takes_dtype and (leaf is None or word in FOR_PARAMETERS)
+        fits = takes_dtype and (word in FOR_PARAMETERS or not is_param)
         return None if fits else f"which cannot be {word!r}"
     if counts:
         return "which depends on the number of rows that one device has"
@@ -264,12 +265,14 @@ def is_of_whole_batch(written: Written) -> bool:
     return written.merge is not None and MERGES[written.merge].of_micro_batches is not None
 
 
-def merge_stacked(x: jax.Array, before: jax.Array, written: Written, sums: Sums, num_micro_batches: int) -> jax.Array:
+def merge_stacked(
+    x: jax.Array, before: jax.Array, written: Written, sums: Sums, plan: ZeroPlan, num_micro_batches: int
+) -> jax.Array:
     """Returns a variable of the whole batch after the loss; the values of several micro-batches are stacked."""
     rule = MERGES[str(written.merge)]
     if num_micro_batches > 1 and rule.of_micro_batches is not None:
         x = rule.of_micro_batches(x).astype(x.dtype)
-    return overwrite(before, rule.merge(x, before, sums))
+    return merge_written(x, before, written, sums, plan)
 
 
 def merge_written(x: jax.Array, before: jax.Array, written: Written, sums: Sums, plan: ZeroPlan) -> jax.Array:
@@ -282,6 +285,8 @@ def merge_written(x: jax.Array, before: jax.Array, written: Written, sums: Sums,
       sums: How values are summed over devices.
       plan: The plan of the state.
     """
-    merged = x if written.merge is None else MERGES[written.merge].merge(x, before, sums)
-    cut = None if written.leaf is None else written.leaf.cut_for_collectives
+    assert written.leaf is not None
+    cut = written.leaf.cut_for_collectives
+    whole = gather_param(before, cut, plan.route) if cut is not None and written.merge == "summed" else before
+    merged = x if written.merge is None else MERGES[written.merge].merge(x, whole, sums)
     return overwrite(before, merged if cut is None else own_shard(merged, cut, plan.route))

@@ -41,10 +41,6 @@ from jzero.core.layout.platform import platform_facts
 from jzero.core.layout.set_mesh import is_of_other_mesh, set_if_explicit
 from jzero.core.plan.plan import ZeroPlan
 
-FROZEN = "frozen"
-"""Name of the carried state that holds parameters outside the optimizer."""
-
-
 OTHER_MESH = (
     "The loss closes over an array of another mesh than the state's, one with Explicit axes (`jax.set_mesh` makes "
     "all new arrays so), and jax does not compute with arrays of both. Close over a NumPy array, `np.asarray(x)`, make "
@@ -59,8 +55,8 @@ class LossInputs(NamedTuple):
 
     Attributes:
       params: The parameters as stored.
-      carried: State that the loss reads and changes, by name; whole on every device. Each device folds its index into
-        the random keys in it.
+      carried: Fields of the state that the loss reads and changes, as stored, by name. Each device folds its index into
+        the random keys in them.
       batch: The global batch.
       rng: A PRNG key, into which each device folds its index, or `None`.
       loss_scale: The factor of the loss before differentiation, or `None`.
@@ -82,7 +78,7 @@ class Written:
       path: Its path in the field.
       name: Its name in messages, which patterns for `merge` match.
       source: The index of its old value among the inputs of the loss.
-      leaf: Its layout, if it is stored like a parameter; else it is whole on every device.
+      leaf: Its layout; `None` until `choose_merges` knows it.
       merge: How the values of several devices become one, see `jzero.core.engine.merge`; `None` if they are equal.
     """
 
@@ -212,8 +208,8 @@ def trace_loss(
     return TracedLoss(jaxpr, out_shape, sizes, specs)
 
 
-def param_shape(leaf: StateLeaf, dtype: DType | None, plan: ZeroPlan) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a whole parameter, with the Explicit axes that cut it."""
+def param_shape(leaf: StateLeaf, dtype: DType, plan: ZeroPlan) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a whole leaf, with the Explicit axes that cut it."""
     spec = compat.with_axes(leaf.base, plan.explicit_axes)
     sharding = NamedSharding(plan.loss_mesh, spec) if any(spec) else None
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
@@ -256,22 +252,12 @@ def _make_jaxpr(fn: Callable[..., PyTree], plan: ZeroPlan, shapes: tuple[PyTree,
     return jaxpr, out_shape
 
 
-def carried_leaves(plan: ZeroPlan, carried: Mapping[str, PyTree]) -> list[StateLeaf | None]:
-    """Returns, for each leaf of the carried state, its layout if it is a frozen parameter, else `None`."""
-    frozen = [leaf for leaf in plan.other_leaves if leaf.is_param]
-    return [
-        leaf
-        for name, tree in sorted(carried.items())  # as jax flattens a dictionary
-        for leaf in (frozen if name == FROZEN else [None] * len(jax.tree.leaves(tree)))  # others are whole
-    ]
+def carried_leaves(plan: ZeroPlan, carried: Mapping[str, PyTree]) -> list[StateLeaf]:
+    """Returns the layout of each leaf of the carried state."""
+    return [leaf for name in sorted(carried) for leaf in plan.leaves_of(name)]  # as jax flattens a dictionary
 
 
 def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """Returns the shapes of the carried state as the loss sees it."""
-    frozen = {name: jax.tree.map(unbox, x, is_leaf=is_padded) for name, x in carried.items() if name == FROZEN}
-    leaves, treedef = jax.tree.flatten({**carried, **frozen})
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype) if leaf is None else param_shape(leaf, leaf.compute_dtype, plan)
-        for x, leaf in zip(leaves, carried_leaves(plan, carried), strict=True)
-    ]
-    return treedef.unflatten(shapes)
+    """Returns the carried state as the loss sees it: every leaf in its natural shape."""
+    treedef = jax.tree.structure(jax.tree.map(unbox, dict(carried), is_leaf=is_padded))
+    return treedef.unflatten([param_shape(leaf, leaf.seen_dtype, plan) for leaf in carried_leaves(plan, carried)])

@@ -80,6 +80,11 @@ class StateLeaf:
         return self.compute_dtype is not None
 
     @property
+    def seen_dtype(self) -> DType:
+        """Its dtype in a loss that takes the field that holds it."""
+        return self.dtype if self.compute_dtype is None else self.compute_dtype
+
+    @property
     def in_records(self) -> bool:
         """Whether it is in records, which programs do not see."""
         return self.memory == "records"

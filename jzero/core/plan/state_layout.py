@@ -84,6 +84,12 @@ class StateLayout:
 
         return self.params_treedef.unflatten([node(*x) for x in zip(self.leaves, leaves, strict=True)])
 
+    def leaves_of(self, field: str) -> list[StateLeaf]:
+        """Returns the layouts of the arrays of a field other than the parameters."""
+        if field == "opt_state":
+            return [leaf for leaf in self.opt_leaves if not leaf.in_records]
+        return [leaf for leaf in self.other_leaves if leaf.path.partition("/")[0] == field]
+
     @property
     def num_shards(self) -> int:
         """N, the size of the ZeRO axis."""

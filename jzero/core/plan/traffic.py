@@ -123,6 +123,8 @@ class Traffic:
         return "none" if asked == "none" or self._why_exact(leaf) else asked
 
     def _why_exact(self, leaf: StateLeaf) -> str:
+        if leaf.owner is not None:
+            return "no parameter, though laid out like one"
         return why_exact(leaf, self.plan.config.rule_for(leaf.path))
 
     def unquantized(self) -> tuple[UnquantizedLeaf, ...]:
