@@ -20,7 +20,6 @@ from jzero.analysis.violations import Compiled, axes_of, find_violations
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
 from jzero.core.base.types import PyTree, State
-from jzero.core.config.keep import Keep
 from jzero.core.config.zero import ZeroConfig
 from jzero.core.layout.mesh import make_mesh, platform_of
 from jzero.core.plan.plan import ZeroPlan
@@ -95,8 +94,8 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     devices = None if topology is None else topology_devices(topology)
     placed = [relaid(x, devices=devices, mesh=mesh, config=config, trainable=trainable) for x in args]
     plans = [x for x in map(plan_of_argument, placed) if x is not None]
-    if isinstance(fn, TrainStep | ValueAndGrad) and plans and isinstance(fn.resolved(*placed, **keywords).remat, Keep):
-        plans[0] = fn.plan(*placed, **keywords)
+    if isinstance(fn, TrainStep | ValueAndGrad) and plans:
+        plans[0] = fn.plan(*placed, **keywords)  # which knows what the loss writes, and what the step keeps
     mesh = mesh or (plans[0].mesh if plans and isinstance(plans[0].mesh, Mesh) else None)
     mesh = mesh or (make_mesh(devices=devices) if devices is not None else mesh_of((args, keywords)))
     if topology is not None and not isinstance(fn, TrainStep | EvalStep | ValueAndGrad):

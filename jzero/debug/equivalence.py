@@ -94,6 +94,7 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
     for batch in batches:
         sharded, metrics = step(sharded, batch)
         measured.append({name: float(metrics[name]) for name in COMPARED if name in metrics})
+    plan = step.with_remat("as_written").plan(sharded, batches[0])  # which knows what the loss writes
     ours = _values(adapt(unshard_train_state(sharded)).state, mutable)
     del sharded
 

@@ -95,6 +95,7 @@ def _stored_dtypes(state: NnxTrainState) -> dict[str, dict[str, Any]]:
     dtypes = {name: {path: x.dtype for path, x in by_path(tree).items()} for name, tree in trees.items()}
     if (plan := plan_if_sharded(state)) is not None:
         dtypes["params"] = {leaf.path: leaf.updated.dtype for leaf in plan.leaves}
+        dtypes[FROZEN] = dict(zip(dtypes[FROZEN], (leaf.dtype for leaf in plan.leaves_of(FROZEN)), strict=True))
     return dtypes
 
 

@@ -130,6 +130,7 @@ def _run(
     differentiates: bool,
     grads_to_host: bool = False,
 ) -> LossResult:
+    plan = plan.with_written(traced.written_paths)
     carried = carried_leaves(plan, inputs.carried)
     leaves = [
         plan.flat_params(inputs.params),  # global arrays

@@ -47,23 +47,25 @@ from jzero.core.layout.sums import Sums
 from jzero.core.plan.plan import ZeroPlan
 
 
-def _add_changes(x: jax.Array, before: jax.Array, sums: Sums) -> jax.Array:
-    dtype = sum_dtype(before.dtype)
-    before = before.astype(dtype)
-    return before + sum_over(x.astype(dtype) - before, sums)
+def _add_changes(x: jax.Array, before: Callable[[], jax.Array], sums: Sums) -> jax.Array:
+    old = before()
+    dtype = sum_dtype(old.dtype)
+    old = old.astype(dtype)
+    return old + sum_over(x.astype(dtype) - old, sums)
 
 
 class MergeRule(NamedTuple):
     """How the values that several devices wrote become one.
 
     Attributes:
-      merge: The value of all devices, given that of one, the value before, and how they are summed.
+      merge: The value of all devices, given that of one, a function that returns the value before, and how they are
+        summed.
       takes: The kinds of dtypes that it can merge.
       of_micro_batches: Makes the value of several micro-batches, along dimension 0, that of the batch. Each starts from
         the value before the step then; with `None`, from what the one before wrote.
     """
 
-    merge: Callable[[jax.Array, jax.Array, Sums], jax.Array]
+    merge: Callable[[jax.Array, Callable[[], jax.Array], Sums], jax.Array]
     takes: tuple[DTypeLike, ...]
     of_micro_batches: Callable[[jax.Array], jax.Array] | None = None
 
@@ -79,8 +81,8 @@ MERGES = {
 }
 """The rules by the words that a user says."""
 
-FOR_PARAMETERS = ("mean", "equal")
-"""Words for parameters, which the loss sees rounded."""
+FOR_TRAINED = ("mean", "equal")
+"""Words for trained parameters, which the loss sees in the compute dtype: sums would count its rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +139,9 @@ def choose_merges(
     for i, (x, shape, fact) in enumerate(zip(traced.written, shapes, facts, strict=True)):
         leaf = leaves[x.source]
         word = merge.word(x.name)
-        is_param = leaf.is_param or x.source < len(plan.leaves)
-        why = _why_no_value(word, shape, fact, is_param=is_param, counts=i in counts)
-        if leaf.memory != "device":
-            raise ValueError(
-                f"The loss writes a parameter that lies on the host or on disk (`Offload(params=...)`): {x.name!r}. "
-                "Keep it on the devices, `rules={path: LeafRule(offload=False)}`."
-            )
+        is_trained = x.source < len(plan.leaves) and plan.leaves[x.source].trained
+        why = _why_no_value(word, shape, fact, is_trained=is_trained, counts=i in counts)
+        _check_can_be_written(x.name, leaf)
         if why and merge.num_shards > 1:
             bad.append(f"  {x.name}: {shape.dtype}{list(shape.shape)}, {why}")
         if word is None and fact.differs:
@@ -163,13 +161,27 @@ def choose_merges(
     return dataclasses.replace(traced, written=tuple(written))
 
 
+def _check_can_be_written(name: str, leaf: StateLeaf) -> None:
+    """Raises unless what the loss writes to a leaf can be kept as it is."""
+    if leaf.memory != "device":
+        raise ValueError(
+            f"The loss writes a leaf that lies on the host or on disk (`Offload`): {name!r}. Keep it on the devices, "
+            "`rules={path: LeafRule(offload=False)}`."
+        )
+    if leaf.cut is not None and leaf.cut.blocks is not None:
+        raise ValueError(
+            f"The loss writes a parameter that is stored in a few bits (`Quantization(frozen=...)`), which would round "
+            f"each of its changes: {name!r}. Keep it as it is, `rules={{path: LeafRule(quantize=False)}}`."
+        )
+
+
 def _why_no_value(
-    word: str | None, shape: jax.ShapeDtypeStruct, facts: RowFacts, *, is_param: bool, counts: bool
+    word: str | None, shape: jax.ShapeDtypeStruct, facts: RowFacts, *, is_trained: bool, counts: bool
 ) -> str | None:
     """Returns why a variable's new value is not one for all devices; `None` if it is, or the user's word covers it."""
     if word is not None:
         takes_dtype = any(jnp.issubdtype(shape.dtype, x) for x in MERGES[word].takes)
-        fits = takes_dtype and (word in FOR_PARAMETERS or not is_param)
+        fits = takes_dtype and (word in FOR_TRAINED or not is_trained)
         return None if fits else f"which cannot be {word!r}"
     if counts:
         return "which depends on the number of rows that one device has"
@@ -287,6 +299,9 @@ def merge_written(x: jax.Array, before: jax.Array, written: Written, sums: Sums,
     """
     assert written.leaf is not None
     cut = written.leaf.cut_for_collectives
-    whole = gather_param(before, cut, plan.route) if cut is not None and written.merge == "summed" else before
+
+    def whole() -> jax.Array:
+        return before if cut is None else gather_param(before, cut, plan.route)
+
     merged = x if written.merge is None else MERGES[written.merge].merge(x, whole, sums)
     return overwrite(before, merged if cut is None else own_shard(merged, cut, plan.route))

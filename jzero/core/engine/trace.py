@@ -120,6 +120,11 @@ class TracedLoss:
         invars = compat.open_jaxpr(self.jaxpr)[0].invars[num_params + num_carried :][:num_batch]
         return {shape[0] for v in invars if (shape := compat.type_of(v).shape)}
 
+    @property
+    def written_paths(self) -> set[str]:
+        """The paths in the plan of the leaves that it writes."""
+        return {x.leaf.path for x in self.written if x.leaf is not None}
+
     def num_blocks(self, plan: ZeroPlan) -> int:
         """Returns how many blocks `Keep` can keep."""
         return num_blocks(self.jaxpr, fuses_products=platform_facts(plan.mesh).fuses_products)

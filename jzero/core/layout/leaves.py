@@ -59,6 +59,7 @@ class StateLeaf:
       compute_dtype: The dtype in the loss of a parameter outside the optimizer; `None` for other leaves.
       memory: Where it lives between steps: on the devices, in pinned memory of each device's host, or in records,
         which programs do not see, in the host's memory or on disk.
+      is_written: Whether the loss writes it. Then it travels as it is: a rounded value would replace the exact one.
     """
 
     path: str
@@ -73,6 +74,7 @@ class StateLeaf:
     update_dtype: DType | None = None
     compute_dtype: DType | None = None
     memory: Memory = "device"
+    is_written: bool = False
 
     @property
     def is_param(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Self
 
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -89,6 +89,28 @@ class StateLayout:
         if field == "opt_state":
             return [leaf for leaf in self.opt_leaves if not leaf.in_records]
         return [leaf for leaf in self.other_leaves if leaf.path.partition("/")[0] == field]
+
+    @property
+    def seen_dtypes(self) -> list[DType]:
+        """The dtype of each parameter, and of each leaf of other fields, in a loss that takes it."""
+        return [*(leaf.compute_dtype for leaf in self.leaves), *(leaf.seen_dtype for leaf in self.other_leaves)]
+
+    def with_written(self, paths: Collection[str]) -> Self:
+        """Returns the layout for a loss that writes these leaves: it sees them as they are, but for trained ones."""
+
+        def written(leaf: StateLeaf) -> StateLeaf:
+            dtype = leaf.dtype if leaf.is_param else None
+            return dataclasses.replace(leaf, compute_dtype=dtype, is_written=True) if leaf.path in paths else leaf
+
+        def written_param(leaf: LeafPlan) -> LeafPlan:
+            exact = leaf.path in paths and not leaf.trained
+            dtype = leaf.param.dtype if exact else leaf.compute_dtype
+            return dataclasses.replace(leaf, param=written(leaf.param), compute_dtype=dtype)
+
+        if not paths:
+            return self
+        leaves, others = tuple(map(written_param, self.leaves)), tuple(map(written, self.other_leaves))
+        return dataclasses.replace(self, leaves=leaves, other_leaves=others)
 
     @property
     def num_shards(self) -> int:

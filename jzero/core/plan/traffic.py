@@ -125,6 +125,8 @@ class Traffic:
     def _why_exact(self, leaf: StateLeaf) -> str:
         if leaf.owner is not None:
             return "no parameter, though laid out like one"
+        if leaf.is_written:
+            return "written by the loss"
         return why_exact(leaf, self.plan.config.rule_for(leaf.path))
 
     def unquantized(self) -> tuple[UnquantizedLeaf, ...]:

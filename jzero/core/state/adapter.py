@@ -14,7 +14,7 @@ import jax
 from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.engine.written_variables import Changed, WrittenShape
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.plan.state_fields import missing_fields
+from jzero.core.plan.state_fields import missing_fields, other_fields
 from jzero.core.state.train_state import TrainState
 from jzero.core.update.transformation import ZeroTransformation
 
@@ -83,10 +83,13 @@ class StateAdapter:
             `WrittenVariable`s by field and path, and those that a step cannot keep raise an error; with `None`, there
             are none.
         """
-        fields = {f.name for f in dataclasses.fields(self.state)}
+        fields = {"opt_state", *other_fields(self.state)}
         missing = [name for name in mutable if name not in fields]
         if missing:
-            raise ValueError(f"`mutable` names fields that {type(self.state).__name__} does not have: {missing}.")
+            raise ValueError(
+                f"`mutable` names fields that {type(self.state).__name__} does not have: {missing}. Those with arrays "
+                f"are {sorted(fields)}, beside the parameters, which are the loss's first argument."
+            )
         carried = {name: getattr(self.state, name) for name in mutable}
         return lambda *args, **kwargs: (call_loss(loss_fn, dir(self.state), *args, **kwargs), {}), carried
 

@@ -405,6 +405,7 @@ class Step:
         plan, choice = train_state.tx.plan, self.choice(train_state, batch, rng)
         step = self if choice is None else cast("Self", choice.step)
         traced, _ = step.loss.trace(train_state, batch, rng)
+        plan = plan.with_written(traced.written_paths)
         kept = kept_by(step.remat, traced, plan, self.micro) if isinstance(step.remat, Keep) else None
         if kept is not None and choice is not None:
             kept = kept._replace(peak=choice.peak, limit=choice.limit)

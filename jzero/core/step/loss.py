@@ -101,19 +101,22 @@ class StepLoss:
         inputs = LossInputs(state.params, carried, batch, rng)
         check_batch(batch, plan, steps)
 
-        def trace(times: int = 1) -> TracedLoss:
+        def trace(seen: ZeroPlan, times: int = 1) -> TracedLoss:
             loss_fn, _ = self._bind(state, dataclasses.replace(merge, times=times))
-            traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=steps, times=times)
+            traced = trace_loss(loss_fn, seen, inputs, accumulate_steps=steps, times=times)
             return drop_unwritten(traced).with_remat(self.remat, plan)
 
         ahead, self._traced = self._traced, None
         if ahead is not None:
             return ahead, inputs
-        traced = trace()
+        traced = trace(plan)
+        leaves = [*(leaf.param for leaf in plan.leaves), *carried_leaves(plan, carried)]
+        seen = plan.with_written({leaves[x.source].path for x in traced.written})
+        if seen.seen_dtypes != plan.seen_dtypes:
+            traced = trace(seen)
         if traced.written or (self.checks_rows and self._num_parts(plan) > 1):
             traced = traced.with_row_facts(plan)
-        leaves = [*(leaf.param for leaf in plan.leaves), *carried_leaves(plan, carried)]
-        return choose_merges(traced, merge, plan, leaves, functools.partial(trace, 2)), inputs
+        return choose_merges(traced, merge, plan, leaves, functools.partial(trace, seen, 2)), inputs
 
     def _check_arguments(self, state: TrainStateLike, rng: jax.Array | None) -> None:
         """Raises unless a loss that has a signature gets all its arguments: a key only if it takes one, and fields."""
