@@ -42,9 +42,30 @@ MUTANTS = [
     Mutant(
         "summed_state_counts_the_value_before_on_each_device",
         "core/engine/merge.py",
-        "return before + sum_over(x.astype(dtype) - before, sums)",
+        "return old + sum_over(x.astype(dtype) - old, sums)",
         "return sum_over(x.astype(dtype), sums)",
         "test_written_state.py::test_written_state_is_what_a_loop_over_the_micro_batches_leaves",
+    ),
+    Mutant(
+        "values_before_the_loss_are_read_after_it",
+        "core/step/loss.py",
+        "split_mutable(aux, before, written_shape)",
+        "split_mutable(aux, by_field(carried), written_shape)",
+        "test_fields.py::test_what_the_loss_writes_in_place_is_kept",
+    ),
+    Mutant(
+        "teachers_in_the_compute_dtype",
+        "core/step/loss.py",
+        "if seen.seen_dtypes != plan.seen_dtypes:",
+        "if False:",
+        "test_fields.py::test_a_teacher_that_the_loss_moves_keeps_its_own_dtype",
+    ),
+    Mutant(
+        "what_is_written_travels_in_blocks",
+        "core/plan/traffic.py",
+        "if leaf.is_written:",
+        "if False:",
+        "test_fields.py::test_a_teacher_that_the_loss_moves_keeps_its_own_dtype",
     ),
     Mutant(
         "numbers_of_rows_pass",
