@@ -56,7 +56,13 @@ ONE_LINE = {
         lambda p, x, t, key: (x.mean(0) @ p["w"]).sum() + (each(p, x) - each(p, x).mean() + p["w"][0, 0]).mean(),
         None,
     ),
+    "scaled_to_a_data_set": (
+        lambda p, x, t, key: 64 / len(x) * each(p, x).sum() + 0.1 * jnp.square(p["w"]).sum(),
+        None,
+    ),
     "total": (lambda p, x, t, key: each(p, x).sum(), "is_sum"),
+    "half_of_the_rows": (lambda p, x, t, key: 2 / 6 * each(p, x).sum(), "is_sum"),  # of which the test has six
+    "rows_by_a_loop": (lambda p, x, t, key: lax.fori_loop(0, len(x), lambda i, c: c + each(p, x[i]), 0.0), "is_sum"),
     "sum_of_means": (lambda p, x, t, key: jnp.square(t @ p["w"]).mean((1, 2)).sum(), "is_sum"),
     "mean_where": (lambda p, x, t, key: jnp.mean(each(p, x), where=x[:, 0] > -1), "ratio"),
     "hardest_rows": (lambda p, x, t, key: lax.top_k(each(p, x), 2)[0].mean(), "rows"),

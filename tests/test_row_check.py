@@ -1,5 +1,7 @@
 """What steps say of values of single examples, and of losses that are no means over independent examples."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +104,30 @@ def test_warnings_name_the_value_and_the_way_out(fn, says):
         jax.make_jaxpr(jzero.value_and_grad(fn))(sharded(), BATCH)
 
 
+@pytest.mark.parametrize("rows", [8, 16, 24])
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(
+    ("factor", "is_sum"),
+    [
+        (lambda x: 64 / len(x), False),
+        (lambda x: 1 / len(x), False),
+        (lambda x: 0.5, True),  # 1 / rows of a device, for one of the batches
+        (lambda x: 0.25, True),
+        (lambda x: 1 / 3, True),
+    ],
+)
+def test_a_sum_is_a_mean_if_its_factor_follows_the_number_of_rows(factor, is_sum, maker, rows):
+    step = maker(lambda params, x: factor(x) * each(params, x).sum() + 0.1 * jnp.square(params["w"]).sum())
+    with pytest.warns(UserWarning, match="loss is a sum over rows") if is_sum else contextlib.nullcontext():
+        jax.make_jaxpr(step)(sharded(), BATCH[:rows])
+
+
+def test_a_loss_that_holds_for_one_number_of_rows_is_no_sum():
+    """Nor does it fail: what a check cannot see is no reason to warn."""
+    loss = lambda params, x: 0.25 * each(params, x.reshape(3, WIDTH)).sum()
+    jax.make_jaxpr(jzero.value_and_grad(loss))(sharded(), BATCH)
+
+
 def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
     def metrics(params, x):
         losses, mask = each(params, x), x[:, 0] > 0
@@ -128,7 +154,8 @@ def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
 @pytest.mark.parametrize(
     "check",
     [
-        "core.jaxpr.row_rules.facts_of_literal",
+        "core.jaxpr.row_rules.shape_of",
+        "core.engine.trace.growth",
         "core.step.loss.results_of",
         "core.step.row_check._trouble",
         "core.step.inputs.find_closed_over",

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jzero.core.jaxpr.growth import growth
 from jzero.core.jaxpr.rows import row_facts
 
 ROWS, TIME, WIDTH = 6, 4, 5
@@ -14,12 +15,15 @@ HEADS = {"w": jnp.ones((WIDTH, 3)), "queue": jnp.ones((20, WIDTH)), "at": jnp.ze
 
 def facts(fn, *, axes=("data",), rows=ROWS):
     """Returns the facts of the results of `fn(params, x, t, n, key)`: x [B, D], t [B, T, D]; n is a number."""
-    batch = (jnp.ones((rows, WIDTH)), jnp.ones((rows, TIME, WIDTH)), jnp.ones(()))
-    args = (HEADS, *batch, jax.random.key(0))
-    jaxpr = jax.make_jaxpr(fn, axis_env=list(AXES.items()))(*args)
-    sizes = (len(HEADS), len(batch), 1)
+
+    def trace(rows):
+        batch = (jnp.ones((rows, WIDTH)), jnp.ones((rows, TIME, WIDTH)), jnp.ones(()))
+        return jax.make_jaxpr(fn, axis_env=list(AXES.items()))(HEADS, *batch, jax.random.key(0))
+
+    jaxpr, sizes = trace(rows), (len(HEADS), 3, 1)
     flags = lambda which: [i == which for i, size in enumerate(sizes) for _ in range(size)]
-    return row_facts(jaxpr, batch=flags(1), keys=flags(2), axes=axes)
+    found = row_facts(jaxpr, batch=flags(1), keys=flags(2), axes=axes)
+    return [x._replace(growth=power) for x, power in zip(found, growth(jaxpr, trace(2 * rows)), strict=True)]
 
 
 DIFFERING = {

@@ -139,6 +139,13 @@ MUTANTS = [
         "test_coupling.py::test_the_line_that_couples_rows_is_found",
     ),
     Mutant(
+        "means_are_sums",
+        "core/jaxpr/growth.py",
+        "return float(np.log2(two / one)) if are_numbers else UNKNOWN",
+        "return 0.0",
+        "test_row_check.py::test_a_sum_is_a_mean_if_its_factor_follows_the_number_of_rows",
+    ),
+    Mutant(
         "equal_over_some_axes",
         "core/jaxpr/rows.py",
         "self.axes <= names",
@@ -148,8 +155,8 @@ MUTANTS = [
     Mutant(
         "vmapped_axes_stay",
         "core/jaxpr/rows.py",
-        "summed(x, dims, shape_of(v)) if dims else x",
-        "x",
+        "[summed(x, dims) for x in ins]",
+        "ins",
         "test_rows.py::test_dimensions_that_hold_rows_are_followed",
     ),
     Mutant(

@@ -14,6 +14,7 @@ not know how parameters are stored.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from jzero.core.config.keep import Keep
 from jzero.core.config.precision import is_key
 from jzero.core.engine.kept_blocks import num_blocks
 from jzero.core.engine.recompute import AxisEnv, Remat, has_parts_to_recompute
+from jzero.core.jaxpr.growth import growth
 from jzero.core.jaxpr.references import check_references
 from jzero.core.jaxpr.row_facts import RowFacts
 from jzero.core.jaxpr.rows import row_facts
@@ -162,6 +164,18 @@ class TracedLoss:
         split = [axis for axis in axes if plan.mesh.shape[axis] > 1]  # an axis of one device has nothing to reduce
         with set_if_explicit(plan.loss_mesh):
             facts = row_facts(self.jaxpr, batch=batch, keys=keys, axes=split or axes)
+        return dataclasses.replace(self, row_facts=facts)
+
+    def with_growth(self, doubled: TracedLoss) -> TracedLoss:
+        """Returns the same loss with the growth of its results in `row_facts`, given it over twice as many rows."""
+        shapes, others = ([x.shape for x in jax.tree.leaves(traced.out_shape)] for traced in (self, doubled))
+        found = attempt(growth, self.jaxpr, doubled.jaxpr)
+        if found is None or len(shapes) != len(others):
+            return self
+        facts = [
+            x._replace(growth=power if shape == other else math.nan)
+            for x, power, shape, other in zip(self.row_facts, found, shapes, others, strict=True)
+        ]
         return dataclasses.replace(self, row_facts=facts)
 
     def by_field(self, values: Sequence[T]) -> dict[str, dict[str, T]]:

@@ -60,10 +60,8 @@ class RowFacts(NamedTuple):
       kind: How it depends on rows.
       row_dims: The dimensions along which elements belong to different rows; negative ones are passes of a scan.
       rows: How many rows the batch has.
-      times: By how much more a row counts than in a mean: a sum over 8 rows has 8; 0 if it may be a mean.
-      terms: How many elements of each row the last operation summed; a mean divides by that number next.
-      number: The number that all elements equal, not a number if it is unknown; `None` if they may differ.
       cause: The equation that combined rows, or ceases to be linear with the next function.
+      growth: How it grows with the number of rows, see `jzero.core.jaxpr.growth`; not a number if that is unknown.
     """
 
     differs: bool = False
@@ -71,15 +69,18 @@ class RowFacts(NamedTuple):
     kind: RowKind = RowKind.SAME
     row_dims: frozenset[int] = frozenset()
     rows: int = 1
-    times: float = 1.0
-    terms: int = 0
-    number: float | None = None
     cause: Cause | None = None
+    growth: float = math.nan
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is a sum over rows that is not divided by a multiple of their number."""
-        return self.kind is RowKind.LINEAR and not self.row_dims and self.times not in (0, 1)
+        """Whether it is a sum over rows, and known to be no mean."""
+        return self.may_be_sum and abs(self.growth) > LEAST_GROWTH  # false if it is not a number
+
+    @property
+    def may_be_sum(self) -> bool:
+        """Whether it is a sum over rows, a mean, or of single rows, of which a loop may add up all."""
+        return self.kind in (RowKind.ROW, RowKind.LINEAR) and not self.row_dims
 
     @property
     def coupled(self) -> Cause | None:
@@ -89,10 +90,12 @@ class RowFacts(NamedTuple):
     def at(self, place: Callable[[int], int | None]) -> RowFacts:
         """Returns the facts after dimension `d` moved to `place(d)`; `None` drops it."""
         moved = (d if d < 0 else place(d) for d in self.row_dims)
-        return self._replace(row_dims=frozenset(d for d in moved if d is not None), number=None)
+        return self._replace(row_dims=frozenset(d for d in moved if d is not None))
 
 
 SAME = RowFacts()
+LEAST_GROWTH = 1e-3
+"""What grows by less does not: `x.sum() / (len(x) + 1e-8)` is a mean."""
 
 
 def without(axes: Iterable[int]) -> Callable[[int], int | None]:
@@ -107,8 +110,8 @@ def joined(values: Sequence[RowFacts], kind: RowKind, eqn: JaxprEqn | None = Non
     cause = next((x for x in causes if x.how == "ratio"), causes[0] if causes else None)  # which has a simple remedy
     if cause is None and eqn is not None:
         cause = Cause(eqn.primitive.name, how, compat.source_of(eqn))
-    dims, times = frozenset[int]().union(*(x.row_dims for x in values)), max(x.times for x in values)
-    return RowFacts(kind=kind, row_dims=dims, rows=max(x.rows for x in values), times=times, cause=cause)
+    dims = frozenset[int]().union(*(x.row_dims for x in values))
+    return RowFacts(kind=kind, row_dims=dims, rows=max(x.rows for x in values), cause=cause)
 
 
 def collected(values: Sequence[RowFacts]) -> RowFacts:
@@ -119,7 +122,7 @@ def collected(values: Sequence[RowFacts]) -> RowFacts:
 
 def applied(values: Sequence[RowFacts], eqn: JaxprEqn, how: How = "sum") -> RowFacts:
     """Returns the facts of any function of elements at the same position."""
-    total = collected(values)._replace(times=1.0)
+    total = collected(values)
     if total.kind is RowKind.ROW and _cross(values):
         return joined([total], RowKind.COUPLED, eqn, "rows")
     return joined([total], RowKind.COUPLED, eqn, how) if total.kind is RowKind.LINEAR else total
@@ -135,41 +138,25 @@ def added(values: Sequence[RowFacts], eqn: JaxprEqn) -> RowFacts:
     """Returns the facts of a sum of elements at the same position."""
     total = collected(values)
     if total.kind is RowKind.ROW and _cross(values):
-        total = total._replace(kind=RowKind.LINEAR, times=2 * total.times)
+        total = total._replace(kind=RowKind.LINEAR)
     is_shifted = total.kind is RowKind.LINEAR and total.row_dims and any(x.kind is RowKind.ROW for x in values)
     # x - x.mean(0): whatever is applied to it couples rows
     return joined([total], total.kind, eqn, "rows") if is_shifted else total
 
 
-def scaled(x: RowFacts, number: float | None) -> RowFacts:
-    """Returns the facts of a product with elements that all equal a number, see `RowFacts.number`."""
-    size, is_row = 1.0 if number is None or x.kind > RowKind.LINEAR else abs(number), x.kind is RowKind.ROW
-    if math.isnan(size):
-        times = 0.0
-    elif not 0 < size < 1 or abs(size * x.terms - 1) < 1e-3:  # no divisor, or that of a mean within each row
-        times = x.times
-    else:
-        parts = 1 / (size * x.times or 1) / (x.rows if is_row else 1)  # 1: a mean; 2: one of half of the rows
-        is_mean = parts > 0.999 and abs(parts / round(parts) - 1) < 1e-3
-        times = 0.0 if is_mean else x.times if is_row else x.times * size
-    return x._replace(terms=0, times=times)
-
-
 def lost(values: Sequence[RowFacts], dims: Iterable[int] = ()) -> RowFacts:
     """Returns the facts of an operation that is not understood."""
     total = collected(values)
-    kind = total.kind if total.kind in (RowKind.SAME, RowKind.COUPLED) else RowKind.UNKNOWN
+    kind = RowKind.UNKNOWN if total.kind in (RowKind.ROW, RowKind.LINEAR) else total.kind
     return total._replace(kind=kind, row_dims=frozenset(dims))
 
 
-def summed(x: RowFacts, axes: Iterable[int], shape: Sequence[int]) -> RowFacts:
+def summed(x: RowFacts, axes: Iterable[int]) -> RowFacts:
     """Returns the facts of sums along some dimensions."""
-    left, own = x.at(without(axes)), x.row_dims & {*axes}
-    count = math.prod(int(shape[d]) for d in own or axes)
-    if not own or x.kind > RowKind.LINEAR:
-        return left._replace(terms=count)
-    cause = x.cause if left.row_dims else None
-    return left._replace(kind=RowKind.LINEAR, times=x.times * math.gcd(count, x.rows), terms=0, cause=cause)
+    left = x.at(without(axes))
+    if x.row_dims.isdisjoint(axes) or x.kind > RowKind.LINEAR:
+        return left
+    return left._replace(kind=RowKind.LINEAR, cause=x.cause if left.row_dims else None)
 
 
 def mixed(x: RowFacts, dims: Iterable[int], eqn: JaxprEqn) -> RowFacts:

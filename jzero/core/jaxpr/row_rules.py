@@ -9,10 +9,9 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jzero.core.base import compat
@@ -28,7 +27,6 @@ from jzero.core.jaxpr.row_facts import (
     joined,
     lost,
     mixed,
-    scaled,
     summed,
     without,
 )
@@ -49,28 +47,6 @@ def _rule(names: str) -> Callable[[RowRule], RowRule]:
 def shape_of(atom: Atom) -> tuple[int, ...]:
     """Returns the shape of an operand or a result."""
     return compat.type_of(atom).shape
-
-
-def number_of(x: RowFacts, atom: Atom) -> float | None:
-    """Returns the number that all elements of a value without rows equal."""
-    return math.nan if x.number is None and not shape_of(atom) else x.number
-
-
-def facts_of_literal(atom: Any) -> RowFacts:
-    """Returns the facts of a constant of the program."""
-    is_number = not np.ndim(atom.val) and getattr(compat.type_of(atom).dtype, "kind", "V") in "biuf"
-    return RowFacts(number=float(atom.val) if is_number else math.nan)
-
-
-KEEPS_NUMBER = primitives_with(Trait.LAYOUT) | {"convert_element_type", "copy", "copy_p", "stop_gradient", "pvary"}
-
-
-def without_rows(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
-    """Returns the facts of an operation whose operands do not depend on rows."""
-    numbers = [number_of(x, atom) for x, atom in zip(ins, eqn.invars, strict=True)]
-    if len(numbers) == 1 and eqn.primitive.name in KEEPS_NUMBER:
-        return RowFacts(number=numbers[0])
-    return RowFacts(number=math.nan if numbers and None not in numbers else None)
 
 
 # Values at the same position.
@@ -102,12 +78,11 @@ def _compare(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     return SAME if is_test and ins[0].kind is not RowKind.ROW else applied(ins, eqn)  # results are assumed to be finite
 
 
-@_rule("mul")
-def _multiply(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
-    x, y = ins
-    if x.kind and y.kind:
-        return applied(ins, eqn)._replace(times=x.times * y.times)
-    return scaled(x, number_of(y, eqn.invars[1])) if x.kind else scaled(y, number_of(x, eqn.invars[0]))
+def _product(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return applied(ins, eqn) if all(x.kind for x in ins) else collected(ins)
+
+
+_rule("mul")(_product)
 
 
 @_rule("div")
@@ -116,10 +91,7 @@ def _divide(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     is_sum = y.kind is RowKind.LINEAR or (y.cause is not None and y.cause.how == "sum")  # maximum(mask.sum(), 1), say
     if x.kind is RowKind.LINEAR and is_sum:
         return joined([x._replace(cause=None), y._replace(cause=None)], RowKind.COUPLED, eqn, "ratio")
-    if y.kind:
-        return applied(ins, eqn, "ratio" if x.kind else "sum")._replace(times=x.times)
-    number = number_of(y, eqn.invars[1])
-    return scaled(x, 1 / number if number else number)
+    return applied(ins, eqn, "ratio" if x.kind else "sum") if y.kind else x
 
 
 # Reductions and products.
@@ -127,7 +99,7 @@ def _divide(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
 
 @_rule("reduce_sum")
 def _sum(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
-    return summed(ins[0], eqn.params["axes"], shape_of(eqn.invars[0]))
+    return summed(ins[0], eqn.params["axes"])
 
 
 @_rule("reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin")
@@ -144,9 +116,7 @@ def _mix(eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         return [lost(ins, x.row_dims)] * len(ins)  # rows that only change places: some undo it later
     y = mixed(x, dims, eqn)
     if name == "cumsum":  # sums, so of indices they may do no harm
-        return [
-            joined([x], RowKind.LINEAR, eqn, "rows")._replace(times=0.0) if x.kind is RowKind.ROW and y.coupled else x
-        ]
+        return [joined([x], RowKind.LINEAR, eqn, "rows") if x.kind is RowKind.ROW and y.coupled else x]
     return [y.at({d: d for d in range(len(shape_of(v)))}.get) for v in eqn.outvars]
 
 
@@ -161,15 +131,12 @@ def _pool(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
 def _dot(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     contracted, batched = eqn.params["dimension_numbers"]
     ndim, own = len(shape_of(eqn.outvars[0])), []
-    shape = [*shape_of(eqn.outvars[0]), *(shape_of(eqn.invars[0])[d] for d in contracted[0])]  # before the sum
     free = iter(range(len(batched[0]), ndim))
     for x, v, sums, batches in zip(ins, eqn.invars, contracted, batched, strict=True):
         place = {d: ndim + i for i, d in enumerate(sums)} | {d: i for i, d in enumerate(batches)}
         place |= {d: next(free) for d in range(len(shape_of(v))) if d not in place}
-        own.append(x.at(place.get)._replace(number=x.number))
-    product = _multiply(eqn, own)
-    assert isinstance(product, RowFacts)
-    return summed(product, range(ndim, len(shape)), shape) if contracted[0] else product
+        own.append(x.at(place.get))
+    return summed(_product(eqn, own), range(ndim, ndim + len(contracted[0])))
 
 
 @_rule("conv_general_dilated")
@@ -219,7 +186,7 @@ def _reshape(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
             inner //= new[own.pop()]  # [16 * T] -> [16, T]: rows are outermost
         found |= {*(exact[: 1 if x.rows == 1 else None] or own)}
         x = lost([x]) if len(exact) > 1 and x.rows > 1 else x  # [8 * 8] -> [8, 8]
-    return x._replace(row_dims=frozenset(found), number=None)
+    return x._replace(row_dims=frozenset(found))
 
 
 @_rule("slice split dynamic_slice pad unstack")
@@ -270,6 +237,6 @@ def _scatter(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     if len(ids.row_dims) == len(indices.row_dims) and len(own.row_dims) == len(updates.row_dims):
         return applied([x, own, ids], eqn) if ids.kind else total
     if adds and indices.kind is RowKind.ROW and not total.kind:  # a histogram counts rows
-        return summed(indices, range(len(outer)), shape_of(eqn.invars[1]))
+        return summed(indices, range(len(outer)))
     dims = total.row_dims | {*(() if adds and indices.kind else numbers.scatter_dims_to_operand_dims)}
     return lost(ins, dims) if indices.kind or total.kind > RowKind.ROW else total._replace(row_dims=dims)

@@ -3,10 +3,10 @@
     row_facts(jaxpr, *, batch, keys, axes) -> list[RowFacts]
 
 Facts say of each output of a function of one device's rows whether devices may have different values, which dimensions
-have one element per row, and whether it is a mean or a sum over rows, or couples rows:
+have one element per row, and whether it is a sum over rows (or a mean, see `growth`), or couples rows:
 
     lambda w, x: x @ w                    differs, rows along dimension 0
-    lambda w, x: (x @ w).mean()           differs, a mean over rows
+    lambda w, x: (x @ w).mean()           differs, a sum over rows or a mean
     lambda w, x: pmean((x @ w), "data")   the same on all devices
     lambda w, x: jnp.log((x @ w).mean())  differs, couples rows
 
@@ -17,13 +17,12 @@ false.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero.core.base import compat
-from jzero.core.base.compat import AnyJaxpr, Atom
+from jzero.core.base.compat import AnyJaxpr
 from jzero.core.base.guard import attempt
 from jzero.core.jaxpr import row_rules
 from jzero.core.jaxpr.identity import IdDict
@@ -52,8 +51,8 @@ def row_facts(jaxpr: AnyJaxpr, *, batch: Sequence[bool], keys: Sequence[bool], a
       >>> from jzero.core.jaxpr.rows import row_facts
       >>> jaxpr = jax.make_jaxpr(lambda w, x: (x @ w, (x @ w).mean()))(jnp.ones(5), jnp.ones((4, 5)))
       >>> rowwise, mean = row_facts(jaxpr, batch=[False, True], keys=[False, False], axes={"data"})
-      >>> sorted(rowwise.row_dims), mean.is_sum, mean.differs
-      ([0], False, True)
+      >>> sorted(rowwise.row_dims), mean.may_be_sum, mean.differs
+      ([0], True, True)
     """
     inputs = []
     for v, has_rows, is_key in zip(compat.open_jaxpr(jaxpr)[0].invars, batch, keys, strict=True):
@@ -85,7 +84,8 @@ class _Interpreter:
         opened, _ = compat.open_jaxpr(jaxpr)
         facts, key = self._facts.setdefault(opened, {}), tuple(inputs)
         if key not in facts:
-            facts[key] = propagate(opened, [*[SAME] * len(opened.constvars), *inputs], self._apply, _literal)
+            consts = [SAME] * len(opened.constvars)
+            facts[key] = propagate(opened, [*consts, *inputs], self._apply, lambda literal: SAME)
         return facts[key]
 
     def _apply(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
@@ -113,7 +113,7 @@ class _Interpreter:
         if any(x.kind for x in ins):
             results = row_rules.RULES[name](eqn, ins) if name in row_rules.RULES else lost(ins)
         else:
-            results = row_rules.without_rows(eqn, ins)
+            results = SAME
         every = [results] * len(eqn.outvars) if isinstance(results, RowFacts) else results
         return [_marked(x, ins, differs=bool(eqn.effects) and compat.has_side_effects(eqn)) for x in every]
 
@@ -127,7 +127,7 @@ class _Interpreter:
         dims = {x for x in names if isinstance(x, int)}  # that had the axis's name in a `vmap`
         results = [lost(ins)] * len(eqn.outvars)
         if is_local and name in SUMS:
-            results = [summed(x, dims, shape_of(v)) if dims else x for x, v in zip(ins, eqn.invars, strict=True)]
+            results = [summed(x, dims) for x in ins]
         elif is_local and name in ("pmax", "pmin"):
             results = [mixed(x, dims, eqn).at(without(dims)) for x in ins]
         return [_marked(x, ins, differs=not (is_local or equalizes)) for x in results]
@@ -162,11 +162,6 @@ class _Interpreter:
         return [_marked(x, [y, index]) for x, y in zip(values, outs, strict=True)]
 
 
-def _literal(atom: Atom) -> RowFacts:
-    """Returns the facts of a constant of the program."""
-    return attempt(row_rules.facts_of_literal, atom) or RowFacts(number=math.nan)
-
-
 def _named(x: RowFacts, call: JaxprEqn) -> RowFacts:
     """Names the line of a call where jax knows no line in it."""
     if x.cause is None or x.cause.source:
@@ -179,8 +174,7 @@ def _either(values: Iterable[RowFacts]) -> RowFacts:
     values = list(values)
     if values.count(values[0]) == len(values):
         return values[0]
-    number = None if None in {x.number for x in values} else math.nan
-    return _marked(collected(values)._replace(number=number), values)
+    return _marked(collected(values), values)
 
 
 def _fixed_point(
@@ -189,7 +183,7 @@ def _fixed_point(
     """Returns the facts of a loop's carry after any number of iterations, and of the results of one."""
     for _ in range(MOST_ITERATIONS + len(carry)):  # values may move on by one place in each iteration
         outs = iterate(carry)
-        after = [_either([x, _of_last_iteration(y, x, eqn)]) for x, y in zip(carry, outs, strict=False)]
+        after = [_either([x, _of_last_iteration(y, eqn)]) for x, y in zip(carry, outs, strict=False)]
         if after == carry:
             return carry, outs
         carry = after
@@ -197,12 +191,8 @@ def _fixed_point(
     return carry, iterate(carry)
 
 
-def _of_last_iteration(x: RowFacts, before: RowFacts, eqn: JaxprEqn) -> RowFacts:
+def _of_last_iteration(x: RowFacts, eqn: JaxprEqn) -> RowFacts:
     """Returns the facts of a carry that one iteration of a loop hands on to the next."""
-    x = x._replace(terms=0, number=None if x.number is None else math.nan)
     if -id(eqn) not in x.row_dims:
         return x
-    # Iterations of different rows add up.
-    kind, length = max(x.kind, RowKind.LINEAR), eqn.params["length"]
-    times = x.times if x.times == before.times else x.times * math.gcd(length, x.rows)
-    return x._replace(kind=kind, row_dims=x.row_dims - {-id(eqn)}, times=times)
+    return x._replace(kind=max(x.kind, RowKind.LINEAR), row_dims=x.row_dims - {-id(eqn)})  # of different rows: adds up

@@ -103,8 +103,7 @@ class StepLoss:
 
         def trace(seen: ZeroPlan, times: int = 1) -> TracedLoss:
             loss_fn, _ = self._bind(state, dataclasses.replace(merge, times=times))
-            traced = trace_loss(loss_fn, seen, inputs, accumulate_steps=steps, times=times)
-            return drop_unwritten(traced).with_remat(self.remat, plan)
+            return drop_unwritten(trace_loss(loss_fn, seen, inputs, accumulate_steps=steps, times=times))
 
         ahead, self._traced = self._traced, None
         if ahead is not None:
@@ -114,9 +113,10 @@ class StepLoss:
         seen = plan.with_written({leaves[x.source].path for x in traced.written})
         if seen.seen_dtypes != plan.seen_dtypes:
             traced = trace(seen)
+        traced, doubled = traced.with_remat(self.remat, plan), functools.cache(functools.partial(trace, seen, 2))
         if traced.written or (self.checks_rows and self._num_parts(plan) > 1):
-            traced = traced.with_row_facts(plan)
-        return choose_merges(traced, merge, plan, leaves, functools.partial(trace, seen, 2)), inputs
+            traced = _with_row_facts(traced, merge, plan, doubled)
+        return choose_merges(traced, merge, plan, leaves, doubled), inputs
 
     def _check_arguments(self, state: TrainStateLike, rng: jax.Array | None) -> None:
         """Raises unless a loss that has a signature gets all its arguments: a key only if it takes one, and fields."""
@@ -167,6 +167,21 @@ class StepLoss:
             return loss, (spread_marks(aux), changed)
 
         return call, carried
+
+
+def _with_row_facts(traced: TracedLoss, merge: Merge, plan: ZeroPlan, doubled: Callable[[], TracedLoss]) -> TracedLoss:
+    """Returns a traced loss with its `row_facts`, and their growth if that says more about any of them."""
+    traced = traced.with_row_facts(plan)
+    facts = traced.row_facts[len(traced.row_facts) - len(traced.written) :]
+    without_word = [x for x, written in zip(facts, traced.written, strict=True) if merge.word(written.name) is None]
+    asks = [x.needs_growth for x in attempt(results_of, traced) or []]
+    if not any([*asks, *(x.may_be_sum for x in without_word)]):
+        return traced
+    try:
+        other = doubled()
+    except Exception:  # the user's code may hold for one number of rows only
+        return traced
+    return traced.with_growth(other)
 
 
 def split_aux(result: PyTree, *, has_aux: bool) -> tuple[PyTree, PyTree]:

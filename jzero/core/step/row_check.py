@@ -39,6 +39,11 @@ class Result(NamedTuple):
     shape: jax.Array | jax.ShapeDtypeStruct
     facts: RowFacts
 
+    @property
+    def needs_growth(self) -> bool:
+        """Whether a trace over more rows may tell more about it."""
+        return self.mark is None and self.facts.may_be_sum
+
 
 def results_of(traced: TracedLoss) -> list[Result]:
     """Returns the arrays that a traced loss returns, except the new values of the state."""
