@@ -4,6 +4,6 @@ Read `interpret` (values flow through a program), `primitives` (traits of each o
 programs), `liveness` (what an output needs), `edit` (builds programs), `identity` (tables by jaxpr or array), `sizes`
 and `references` (which functions must not hold). Then `repeats` (finds repeated blocks) with `structure` (compares
 them); `regions` (the matrix work of each parameter in an update) with `products`, `flat` (takes programs apart) and
-`batches` (one slice of a stack); `rows` (how values depend on the rows of a batch) with `row_facts` and `row_rules`, and
-`growth` (how they grow with their number).
+`batches` (one slice of a stack); `rows` (how values depend on the rows of a batch) with `row_facts` and `row_rules`,
+and `growth` (how they grow with their number).
 """

@@ -27,6 +27,7 @@ class RowKind(enum.IntEnum):
       LINEAR: Each element is a sum over rows of functions of single rows: `losses.mean()`, `x - x.mean(0)`.
       UNKNOWN: In an unknown way.
       COUPLED: Some element is a function of several rows that is no such sum: `jnp.square(x - x.mean(0))`.
+      EXCHANGED: It is made with rows of other devices, which the program asked for.
     """
 
     SAME = 0
@@ -34,6 +35,7 @@ class RowKind(enum.IntEnum):
     LINEAR = 2
     UNKNOWN = 3
     COUPLED = 4
+    EXCHANGED = 5
 
 
 class Cause(NamedTuple):

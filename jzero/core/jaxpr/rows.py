@@ -125,7 +125,10 @@ class _Interpreter:
             return [SAME._replace(reads=any(x.reads for x in ins))] * len(eqn.outvars)
         is_local = names.isdisjoint(self.axes)  # over other axes of the mesh, each part has the same rows
         dims = {x for x in names if isinstance(x, int)}  # that had the axis's name in a `vmap`
-        results = [lost(ins)] * len(eqn.outvars)
+        moved = lost(ins)
+        if moved.kind and not is_local:
+            moved = moved._replace(kind=RowKind.EXCHANGED)
+        results = [moved] * len(eqn.outvars)
         if is_local and name in SUMS:
             results = [summed(x, dims) for x in ins]
         elif is_local and name in ("pmax", "pmin"):
