@@ -207,6 +207,25 @@ def test_the_line_that_couples_rows_is_found(fn, how):
     assert f"{__file__}:{first + marked[0]} (" in found.coupled.source
 
 
+MASKED = {
+    "where": lambda total, n, mask: jnp.where(n == 0, 0.0, total / n),
+    "branch": lambda total, n, mask: lax.cond(n > 0, lambda: total / n, lambda: 0.0),
+    "factor": lambda total, n, mask: total * jnp.where(n == 0, 0.0, 1 / jnp.where(n == 0, 1.0, n)),
+    "power": lambda total, n, mask: total * n**-1,
+    "any": lambda total, n, mask: total / jnp.where(mask.any(), n, 1.0),
+    "at least one": lambda total, n, mask: total / jnp.maximum(n, 1),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mean_over_some_rows_is_one_however_it_avoids_to_divide_by_zero(name):
+    def loss(p, x, t, key):
+        mask = x[:, 0] > -1
+        return MASKED[name]((each(p, x) * mask).sum(), mask.sum().astype(float), mask)
+
+    assert loss_facts(loss).coupled.how == "ratio"
+
+
 @pytest.mark.usefixtures("checks_may_fail")
 def test_a_rule_that_fails_makes_values_unknown(monkeypatch):
     """A check stops no step, whatever jax or a program does that the rules do not expect."""

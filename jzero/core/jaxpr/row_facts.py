@@ -43,8 +43,8 @@ class Cause(NamedTuple):
 
     Attributes:
       primitive: Its primitive.
-      how: "rows": it combines different rows; "ratio": it divides sums over rows; "sum": it applies a function that is
-        not linear to a sum over rows.
+      how: "rows": it combines different rows; "ratio": it divides by a sum over rows; "sum": it applies some other
+        function to a sum over rows that is not linear.
       source: The line of the program, e.g. `train.py:12 (loss_fn)`; empty if it is not known.
     """
 

@@ -86,12 +86,17 @@ _rule("mul")(_product)
 
 
 @_rule("div")
-def _divide(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+def _divide(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts | Sequence[RowFacts]:
     x, y = ins
-    is_sum = y.kind is RowKind.LINEAR or (y.cause is not None and y.cause.how == "sum")  # maximum(mask.sum(), 1), say
-    if x.kind is RowKind.LINEAR and is_sum:
+    is_sum = y.kind is RowKind.LINEAR or (y.coupled and y.coupled.how == "sum")  # maximum(mask.sum(), 1), say
+    if is_sum and x.kind <= RowKind.LINEAR:
         return joined([x._replace(cause=None), y._replace(cause=None)], RowKind.COUPLED, eqn, "ratio")
-    return applied(ins, eqn, "ratio" if x.kind else "sum") if y.kind else x
+    return applied(ins, eqn) if y.kind else x
+
+
+@_rule("integer_pow")
+def _power(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts | Sequence[RowFacts]:
+    return _divide(eqn, [SAME, *ins]) if eqn.params["y"] < 0 else applied(ins, eqn)
 
 
 # Reductions and products.
@@ -102,7 +107,12 @@ def _sum(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     return summed(ins[0], eqn.params["axes"])
 
 
-@_rule("reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin")
+@_rule("reduce_and reduce_or")
+def _any(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
+    return applied([summed(ins[0], eqn.params["axes"])], eqn)  # whether a count is 0, say
+
+
+@_rule("reduce_max reduce_min reduce_prod reduce_xor argmax argmin")
 def _reduce(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     return mixed(ins[0], eqn.params["axes"], eqn).at(without(eqn.params["axes"]))
 

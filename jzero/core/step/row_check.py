@@ -128,7 +128,7 @@ def _trouble(result: Result) -> str:
     where = f"`{cause.primitive}` at {cause.source or 'an unknown line'}"
     if cause.how == "ratio":
         way = "`jzero.Weighted(sum, weight)`" if is_loss else "sum and weight as `jzero.Summed`, and divide them then"
-        return f"divides sums over rows, {where}: for a mean over some elements return {way}."
+        return f"divides by a sum over rows, {where}: for a mean over some elements return {way}."
     if cause.how == "sum":
         way = "apply it to each row" if is_loss else "return the mean, and apply it to what the step returns"
         return f"applies a function to a sum over rows, {where}: {way}."
