@@ -22,6 +22,8 @@ from jzero.core.config.precision import Precision as Precision
 from jzero.core.config.quantization import Quantization as Quantization
 from jzero.core.config.zero import ZeroConfig as ZeroConfig
 from jzero.core.disk.files import DiskError as DiskError
+from jzero.core.engine.outputs import Max as Max
+from jzero.core.engine.outputs import Min as Min
 from jzero.core.engine.outputs import PerExample as PerExample
 from jzero.core.engine.outputs import Summed as Summed
 from jzero.core.engine.outputs import Weighted as Weighted

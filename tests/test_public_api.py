@@ -28,13 +28,13 @@ NAMES = sorted(
     """
     AnalysisReport CheckpointError CheckpointInfo CheckpointManager Csv DeepSpeedReport DiskError DiskStats
     DynamicLossScale EquivalenceReport ExportReport Fit From JsonLines Keep LeafRule LossScaleError MLflow Mapping
-    MemoryEstimate Monitor Offload PerExample PlanViolation Precision Quantization RestoreReport StepMemory Summed
-    TensorBoard TrainState WandB Weighted ZenFlow ZeroConfig ZeroOptState ZeroPlan abstract_train_state analyze
-    apply_pending check_equivalence disk_stats estimate_step_memory export_checkpoint export_params fill_memory fit
-    from_deepspeed gather_params get_full_grad get_full_opt_state get_full_param init_train_state inspect_checkpoint
-    load_params make_eval_step make_mesh make_train_step natural_params offload_activations offload_train_state plan_of
-    plan_train_state release_disk reload_train_state restore_checkpoint save_checkpoint set_full_opt_state
-    set_full_param shard_train_state unshard_train_state update_params value_and_grad
+    Max MemoryEstimate Min Monitor Offload PerExample PlanViolation Precision Quantization RestoreReport StepMemory
+    Summed TensorBoard TrainState WandB Weighted ZenFlow ZeroConfig ZeroOptState ZeroPlan abstract_train_state
+    analyze apply_pending check_equivalence disk_stats estimate_step_memory export_checkpoint export_params
+    fill_memory fit from_deepspeed gather_params get_full_grad get_full_opt_state get_full_param init_train_state
+    inspect_checkpoint load_params make_eval_step make_mesh make_train_step natural_params offload_activations
+    offload_train_state plan_of plan_train_state release_disk reload_train_state restore_checkpoint save_checkpoint
+    set_full_opt_state set_full_param shard_train_state unshard_train_state update_params value_and_grad
     """.split()
     + ["estimate_zero1_model_states_mem_needs"]
     + [f"estimate_zero{n}_model_states_mem_needs{how}" for n in (2, 3) for how in ("", "_all_cold", "_all_live")]

@@ -139,6 +139,8 @@ def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
             "perplexity": jnp.exp(losses.mean()),
             "total": losses.sum(),
             "masked": (losses * mask).sum() / mask.sum(),
+            "hardest": losses.max(),
+            "easiest": jzero.Min(losses.min()),
         }
 
     step = jzero.make_eval_step(metrics)
@@ -146,8 +148,9 @@ def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
         jax.make_jaxpr(step)(sharded(), BATCH)
     lines = str(caught[0].message).split("\n")
     names = [line.split()[0] for line in lines if line.startswith("  aux")]
-    assert names == ["aux['masked']", "aux['perplexity']", "aux['total']"]
-    assert "sum and weight as `jzero.Summed`" in lines[1]
+    assert names == ["aux['hardest']", "aux['masked']", "aux['perplexity']", "aux['total']"]
+    assert "return `jzero.Max(x)`" in lines[1]
+    assert "sum and weight as `jzero.Summed`" in lines[2]
 
 
 @pytest.mark.usefixtures("checks_may_fail")

@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant(
         "examples_averaged",
         "core/step/row_check.py",
-        "if not facts.row_dims or mark not in (None, Summed):",
+        "if not facts.row_dims or mark in (Weighted, PerExample):",
         "if True:",
         "test_row_check.py::test_predictions_of_an_evaluation_step_are_refused",
     ),
@@ -144,6 +144,20 @@ MUTANTS = [
         "return float(np.log2(two / one)) if are_numbers else UNKNOWN",
         "return 0.0",
         "test_row_check.py::test_a_sum_is_a_mean_if_its_factor_follows_the_number_of_rows",
+    ),
+    Mutant(
+        "counts_of_rows_are_constants",
+        "core/jaxpr/row_facts.py",
+        "not self.reads and self.growth in (0, -math.inf)",
+        "not self.reads",
+        "test_marks.py::test_what_has_no_extreme_and_is_no_constant_is_named",
+    ),
+    Mutant(
+        "maxima_lose_what_is_not_a_number",
+        "core/arrays/collectives.py",
+        "jnp.where(lax.pmax(jnp.isnan(x)",
+        "jnp.where(0 * lax.pmax(jnp.isnan(x)",
+        "test_marks.py::test_what_is_not_a_number_is_not_lost",
     ),
     Mutant(
         "equal_over_some_axes",

@@ -131,10 +131,18 @@ def gather_rows(x: jax.Array, sums: Sums) -> jax.Array:
 
 
 def extreme(x: jax.Array, sums: Sums, along: Callable[[jax.Array, tuple[str, ...]], jax.Array]) -> jax.Array:
-    """Returns the largest or smallest `x` of all devices, element by element: `along` is `lax.pmax` or `lax.pmin`."""
+    """Returns the largest or smallest `x` of all devices, element by element: `along` is `lax.pmax` or `lax.pmin`.
+
+    As of `jnp.max`, the result is not a number if any is not; the collectives alone may lose that.
+    """
     with jax.named_scope("zero_reduce"):
         axes = _shared_axes(sums)
-        return along(sums.widen(x), axes).astype(x.dtype) if axes else x
+        if not axes:
+            return x
+        found = along(sums.widen(x.astype(jnp.int8) if x.dtype == jnp.bool_ else x), axes).astype(x.dtype)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return found
+        return jnp.where(lax.pmax(jnp.isnan(x).astype(jnp.int8), axes) > 0, jnp.asarray(jnp.nan, x.dtype), found)
 
 
 def _shared_axes(sums: Sums) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from jzero.core.arrays.collectives import extreme, from_first, gather_param, gat
 from jzero.core.base import compat
 from jzero.core.base.guard import attempt
 from jzero.core.config.precision import is_key, widen
-from jzero.core.engine.outputs import average, sum_dtype
+from jzero.core.engine.outputs import REAL, average, sum_dtype
 from jzero.core.engine.trace import TracedLoss, Written
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.row_facts import RowFacts
@@ -70,7 +70,6 @@ class MergeRule(NamedTuple):
     of_micro_batches: Callable[[jax.Array], jax.Array] | None = None
 
 
-REAL = (jnp.integer, jnp.floating)
 MERGES = {
     "mean": MergeRule(lambda x, before, sums: average(x, sums), (jnp.inexact,)),
     "summed": MergeRule(_add_changes, (jnp.number,)),

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection, Mapping
 from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
-from jzero.core.arrays.collectives import mean, sum_over
+from jzero.core.arrays.collectives import extreme, mean, sum_over
 from jzero.core.base.text import path_str
 from jzero.core.base.types import DType, PyTree
 from jzero.core.config.precision import wide_dtype, widen
@@ -45,9 +48,20 @@ class Weighted:
     weight: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """An auxiliary array that is not averaged, or a tree of them: its class says how they are reduced.
+
+    Attributes:
+      value: The array or the tree.
+    """
+
+    value: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Summed:
+class Summed(Marked):
     """An auxiliary array that is summed over devices and micro-batches, such as a count of correct answers.
 
     Narrow dtypes come back wider, so that the sum fits: booleans and integers in 32 bits (signed or not, as they
@@ -61,12 +75,43 @@ class Summed:
       3
     """
 
-    value: jax.Array
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Max(Marked):
+    """An auxiliary array of which the step returns the largest value over devices and micro-batches, as `jnp.max` does.
+
+    Each element is compared by itself, and comes back in its own dtype. If any is not a number, the largest is not.
+
+    Attributes:
+      value: The local maximum, of any shape and real dtype (of booleans: whether any is true), or a tree of such
+        arrays.
+
+    Example:
+      >>> eval_step = jzero.make_eval_step(lambda params, batch: {"largest": jzero.Max(batch.max())})
+      >>> float(eval_step(state, jnp.arange(8.0 * 512).reshape(8, 512))["largest"])
+      4095.0
+    """
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PerExample:
+class Min(Marked):
+    """An auxiliary array of which the step returns the smallest value over devices and micro-batches, see `Max`.
+
+    Attributes:
+      value: The local minimum, of any shape and real dtype (of booleans: whether all are true), or a tree of such
+        arrays.
+
+    Example:
+      >>> int(jzero.Min(jnp.array([3, 1]).min()).value)
+      1
+    """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerExample(Marked):
     """An auxiliary array with one row per example; the step returns the rows of the whole batch.
 
     Attributes:
@@ -77,11 +122,19 @@ class PerExample:
       (4, 2)
     """
 
-    value: jax.Array
+
+REAL = (jnp.integer, jnp.floating)
+TAKES: Mapping[type[Marked], tuple[DTypeLike, ...]] = {
+    Summed: (jnp.number, jnp.bool_),
+    Max: (*REAL, jnp.bool_),
+    Min: (*REAL, jnp.bool_),
+    PerExample: (np.generic,),
+}
+"""The kinds of dtypes that each mark can reduce."""
 
 
-def _is_marked(x: object) -> TypeGuard[Summed | PerExample]:
-    return isinstance(x, Summed | PerExample)
+def _is_marked(x: object) -> TypeGuard[Marked]:
+    return isinstance(x, Marked)
 
 
 def spread_marks(aux: PyTree) -> PyTree:
@@ -94,30 +147,33 @@ def spread_marks(aux: PyTree) -> PyTree:
     return jax.tree.map(spread, aux, is_leaf=_is_marked)
 
 
-def check_aux(aux: PyTree, num_rows: int | None) -> None:
+def check_aux(aux: PyTree, num_rows: int | None, constants: Collection[str] = ()) -> None:
     """Raises a `TypeError` that names each auxiliary leaf that cannot be reduced.
 
     Args:
       aux: The auxiliary values as shapes.
       num_rows: Examples in one call of the loss; `None` if the batch has no rows.
+      constants: The leaves that are the same for all rows, as `aux['layers']`.
     """
     bad = []
     for path, x in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_marked):
+        name, kind = f"aux[{path_str(path)!r}]", type(x).__name__
         if not _is_marked(x):
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                bad.append(f"  aux[{path_str(path)!r}]: {x.dtype}{list(x.shape)}")
+            if not jnp.issubdtype(x.dtype, jnp.inexact) and name not in constants:
+                bad.append(f"  {name}: {x.dtype}{list(x.shape)}")
         elif _is_marked(x.value):
-            bad.append(f"  aux[{path_str(path)!r}]: {type(x.value).__name__} inside of {type(x).__name__}")
-        elif isinstance(x, Summed) and not jnp.issubdtype(x.value.dtype, jnp.number) and x.value.dtype != jnp.bool_:
-            bad.append(f"  aux[{path_str(path)!r}]: Summed of {x.value.dtype}, which has no sum")
+            bad.append(f"  {name}: {type(x.value).__name__} inside of {kind}")
+        elif not any(jnp.issubdtype(x.value.dtype, dtype) for dtype in TAKES[type(x)]):
+            bad.append(f"  {name}: {kind} of {x.value.dtype}, which has no {'sum' if kind == 'Summed' else 'order'}")
         elif isinstance(x, PerExample) and x.value.shape[:1] != (num_rows,):  # not [B, ...]
-            rows = f"{list(x.value.shape)}, but the local batch has {num_rows} rows"
-            bad.append(f"  aux[{path_str(path)!r}]: PerExample of shape {rows}")
+            bad.append(f"  {name}: {kind} of shape {list(x.value.shape)}, but the local batch has {num_rows} rows")
     if bad:
         raise TypeError(
-            "Floating-point leaves of `aux` are averaged over devices; for others jzero cannot know what is meant:\n"
+            "Floating-point leaves of `aux` are averaged over devices; for others jzero cannot know what is meant, "
+            "unless they are constants, for any number of rows:\n"
             + "\n".join(bad)
-            + "\nWrap each in `jzero.Summed(x)` (sum over devices) or `jzero.PerExample(x)` (one row per example)."
+            + "\nWrap each in `jzero.Summed(x)` (sum over devices), `jzero.Max(x)`, `jzero.Min(x)` (extremes over "
+            "devices) or `jzero.PerExample(x)` (one row per example)."
         )
 
 
@@ -129,17 +185,24 @@ def aux_specs(aux: PyTree, batch_spec: PartitionSpec) -> PyTree:
 def reduce_aux(aux: PyTree, sums: Sums, num_micro_batches: int) -> PyTree:
     """Reduces auxiliary values over devices and micro-batches; several micro-batches are stacked on dimension 0.
 
-    Sums are computed in fp32 or wider, and in 32-bit integers or wider; averages keep their dtype.
+    Sums are computed in fp32 or wider, and in 32-bit integers or wider; averages keep their dtype. Integers without a
+    mark are the same for all rows.
     """
     stacked = num_micro_batches > 1
 
-    def reduce(x: jax.Array | Summed | PerExample) -> jax.Array:
+    def reduce(x: jax.Array | Marked) -> jax.Array:
+        if not isinstance(x, Marked):
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                return average(x, sums, num_micro_batches)
+            return x[-1] if stacked else x
+        value = x.value
         if isinstance(x, PerExample):
-            return x.value.reshape(-1, *x.value.shape[2:]) if stacked else x.value  # [steps * B, ...]
+            return value.reshape(-1, *value.shape[2:]) if stacked else value  # [steps * B, ...]
         if isinstance(x, Summed):
-            value = x.value.astype(sum_dtype(x.value.dtype))  # first: a sum of booleans is a count
+            value = value.astype(sum_dtype(value.dtype))  # first: a sum of booleans is a count
             return sum_over(value.sum(0) if stacked else value, sums)
-        return average(x, sums, num_micro_batches)
+        along, over_devices = (jnp.max, lax.pmax) if isinstance(x, Max) else (jnp.min, lax.pmin)
+        return extreme(along(widen(value), 0).astype(value.dtype) if stacked else value, sums, over_devices)
 
     return jax.tree.map(reduce, aux, is_leaf=_is_marked)
 

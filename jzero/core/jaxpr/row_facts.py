@@ -85,6 +85,11 @@ class RowFacts(NamedTuple):
         return self.kind in (RowKind.ROW, RowKind.LINEAR) and not self.row_dims
 
     @property
+    def is_constant(self) -> bool:
+        """Whether it is known to be the same for all rows, however many there are."""
+        return not self.differs and not self.reads and self.growth in (0, -math.inf)
+
+    @property
     def coupled(self) -> Cause | None:
         """The equation that combined rows in a way that is not linear."""
         return self.cause if self.kind is RowKind.COUPLED else None

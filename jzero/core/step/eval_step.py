@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.config.zero import refers_to_config
 from jzero.core.engine.gradients import evaluate_loss
-from jzero.core.engine.outputs import PerExample, Summed, Weighted
+from jzero.core.engine.outputs import Marked, Summed, Weighted
 from jzero.core.layout.set_mesh import for_program
 from jzero.core.state.adapter import Loss, adapt_sharded
 from jzero.core.step.jitted import Step, one_batch
@@ -52,7 +52,7 @@ def make_eval_step(
     Args:
       metric_fn: `metric_fn(params, batch)` or `metric_fn(params, batch, rng)`; for NNX states with the model instead of
         the parameters. Returns a tree of metrics: floating values are averaged over devices, unless `Weighted`,
-        `Summed` or `PerExample` says otherwise. Its changes to an NNX model are dropped.
+        `Summed`, `Max`, `Min` or `PerExample` says otherwise. Its changes to an NNX model are dropped.
       mutable: Fields of the state, such as `("batch_stats",)`, to pass to it as keyword arguments.
       check_processes: As for `value_and_grad`.
       check_rows: As for `value_and_grad`, for metrics that are averaged: a mean is right, but the perplexity, which is
@@ -77,7 +77,7 @@ def make_eval_step(
 
 
 def _is_marked(x: object) -> bool:
-    return isinstance(x, Weighted | PerExample | Summed)
+    return isinstance(x, Weighted | Marked)
 
 
 def _as_sums(x: PyTree) -> PyTree:

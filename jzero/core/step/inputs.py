@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -227,8 +227,14 @@ def _is_array(x: object) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, jax.Ref)
 
 
-def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
-    """Raises unless the loss returned a floating scalar (or `Weighted`) and an `aux` that can be reduced."""
+def check_loss(traced: TracedLoss, num_rows: int | None, constants: Collection[str]) -> None:
+    """Raises unless the loss returned a floating scalar (or `Weighted`) and an `aux` that can be reduced.
+
+    Args:
+      traced: The loss.
+      num_rows: Examples in one call of it; `None` if the batch has no rows.
+      constants: The results that are the same for all rows, as `aux['layers']`.
+    """
     loss, (aux, _) = traced.out_shape
     value = loss.sum if isinstance(loss, Weighted) else loss
     if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -241,7 +247,7 @@ def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
         getattr(loss.weight, "shape", None) != () or not jnp.issubdtype(loss.weight.dtype, jnp.number)
     ):
         raise TypeError(f"`Weighted.weight` must be a scalar number, the sum of the local weights: got {loss.weight}.")
-    check_aux(aux, num_rows)
+    check_aux(aux, num_rows, constants)
 
 
 def find_closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:

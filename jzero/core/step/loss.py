@@ -82,10 +82,10 @@ class StepLoss:
         traced, inputs = self.trace(state, batch, rng)
         parts = self._num_parts(plan)
         num_rows = min(traced.rows, default=None)
-        check_loss(traced, num_rows)
+        results = attempt(results_of, traced) or []
+        check_loss(traced, num_rows, {x.name for x in results if x.facts.is_constant})
         warn_closed_over(traced, plan)
         if self.checks_rows and parts > 1:
-            results = attempt(results_of, traced) or []
             check_row_dims(results, num_rows)
             self._has_warned = self._has_warned or warn_coupled(results, plan, parts, self.maker)
         return traced, inputs
@@ -114,7 +114,9 @@ class StepLoss:
         if seen.seen_dtypes != plan.seen_dtypes:
             traced = trace(seen)
         traced, doubled = traced.with_remat(self.remat, plan), functools.cache(functools.partial(trace, seen, 2))
-        if traced.written or (self.checks_rows and self._num_parts(plan) > 1):
+        results = attempt(results_of, traced) or []
+        checks = self.checks_rows and self._num_parts(plan) > 1
+        if traced.written or checks or any(x.must_be_constant for x in results):
             traced = _with_row_facts(traced, merge, plan, doubled)
         return choose_merges(traced, merge, plan, leaves, doubled), inputs
 

@@ -7,6 +7,7 @@ loss what each of its results is. If the batch is one part, every loss is right,
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,11 +18,14 @@ import jax.numpy as jnp
 from jzero.core.base.guard import attempt
 from jzero.core.base.text import path_str
 from jzero.core.base.types import PyTree
-from jzero.core.engine.outputs import PerExample, Summed, Weighted
+from jzero.core.engine.outputs import Marked, PerExample, Summed, Weighted
 from jzero.core.engine.trace import TracedLoss
-from jzero.core.jaxpr.row_facts import RowFacts
+from jzero.core.jaxpr.row_facts import SAME, RowFacts
 from jzero.core.layout.mesh import batch_axes
 from jzero.core.plan.plan import ZeroPlan
+
+EXTREMES = {"reduce_max": "Max", "reduce_or": "Max", "reduce_min": "Min", "reduce_and": "Min"}
+"""The marks for what some operations make of rows."""
 
 
 class Result(NamedTuple):
@@ -29,7 +33,7 @@ class Result(NamedTuple):
 
     Attributes:
       name: Its name in messages: "loss", or `aux['accuracy']`.
-      mark: How it is reduced: `Weighted`, `Summed`, `PerExample`; `None` if it is averaged.
+      mark: How it is reduced: `Weighted`, or a kind of `Marked`; `None` if it is averaged.
       shape: Its shape and dtype.
       facts: How it depends on rows.
     """
@@ -40,25 +44,31 @@ class Result(NamedTuple):
     facts: RowFacts
 
     @property
+    def must_be_constant(self) -> bool:
+        """Whether it cannot be averaged, and no mark says what else becomes of it."""
+        return self.name != "loss" and self.mark is None and not jnp.issubdtype(self.shape.dtype, jnp.inexact)
+
+    @property
     def needs_growth(self) -> bool:
         """Whether a trace over more rows may tell more about it."""
-        return self.mark is None and self.facts.may_be_sum
+        is_equal = not self.facts.differs and not self.facts.reads
+        return is_equal if self.must_be_constant else self.mark is None and self.facts.may_be_sum
 
 
 def results_of(traced: TracedLoss) -> list[Result]:
     """Returns the arrays that a traced loss returns, except the new values of the state."""
     loss, (aux, _) = traced.out_shape
-    of_aux = jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda x: isinstance(x, Weighted | Summed | PerExample))
+    of_aux = jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda x: isinstance(x, Weighted | Marked))
     trees = [("loss", loss), *((f"aux[{path_str(path)!r}]", x) for path, x in of_aux)]
     marked = [y for name, x in trees for y in _marked(name, x)]
-    return [Result(*x, facts) for x, facts in zip(marked, traced.row_facts, strict=False)]
+    facts = itertools.chain(traced.row_facts, itertools.repeat(SAME))  # if they were not asked for, nothing is known
+    return [Result(*x, of_rows) for x, of_rows in zip(marked, facts, strict=False)]
 
 
 def _marked(name: str, x: PyTree) -> Iterator[tuple[str, type | None, jax.Array | jax.ShapeDtypeStruct]]:
     """Yields the name, the mark and the shape of each array of a result."""
     if not isinstance(x, Weighted):
-        mark = type(x) if isinstance(x, Summed | PerExample) else None
-        yield name, mark, x.value if mark else x
+        yield (name, type(x), x.value) if isinstance(x, Marked) else (name, None, x)
         return
     is_aux = name != "loss" and not isinstance(x.sum, Summed)  # in `aux` of a train step it means nothing
     for field in ("sum", "weight"):
@@ -67,23 +77,23 @@ def _marked(name: str, x: PyTree) -> Iterator[tuple[str, type | None, jax.Array 
 
 
 def check_row_dims(results: list[Result], num_rows: int | None) -> None:
-    """Raises a `TypeError` that names each value whose rows would be averaged or summed over devices."""
+    """Raises a `TypeError` that names each value whose rows would be reduced over devices."""
     bad, move = [], ""
     for name, mark, shape, facts in results:
-        if not facts.row_dims or mark not in (None, Summed):
+        if not facts.row_dims or mark in (Weighted, PerExample):
             continue
         rows, dims = "one value per example", sorted(facts.row_dims)
         if dims != [0] or shape.shape[0] != num_rows:
             rows = f"examples along dimension {', '.join(map(str, dims))}"
             move = " It takes them along dimension 0: `jnp.moveaxis(x, 1, 0)` or `x.reshape(rows, -1)` puts them there."
-        bad.append(f"  {name}: {'Summed of ' if mark else ''}{shape.dtype}{list(shape.shape)}, {rows}")
+        bad.append(f"  {name}: {f'{mark.__name__} of ' if mark else ''}{shape.dtype}{list(shape.shape)}, {rows}")
     if bad:
         raise TypeError(
-            "These values belong to single examples. Averages or sums over devices would mix examples that have "
-            "nothing to do with each other:\n"
+            "These values belong to single examples. Averages, sums or extremes over devices would mix examples that "
+            "have nothing to do with each other:\n"
             + "\n".join(bad)
-            + "\nWrap each in `jzero.PerExample(x)`, which returns those of the whole batch, or take the mean over the "
-            f"examples.{move}"
+            + "\nWrap each in `jzero.PerExample(x)`, which returns those of the whole batch, or reduce it over the "
+            f"examples first.{move}"
         )
 
 
@@ -129,6 +139,8 @@ def _trouble(result: Result) -> str:
     if cause.how == "ratio":
         way = "`jzero.Weighted(sum, weight)`" if is_loss else "sum and weight as `jzero.Summed`, and divide them then"
         return f"divides by a sum over rows, {where}: for a mean over some elements return {way}."
+    if not is_loss and (mark_for := EXTREMES.get(cause.primitive)):
+        return f"combines different rows, {where}: return `jzero.{mark_for}(x)`."
     if cause.how == "sum":
         way = "apply it to each row" if is_loss else "return the mean, and apply it to what the step returns"
         return f"applies a function to a sum over rows, {where}: {way}."

@@ -310,8 +310,9 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
         `loss_fn(model, batch[, rng])`. Ordinary code over whole parameters and one device's part of the
         batch. Returns the mean over its examples, or `Weighted(sum, weight)`.
       has_aux: Whether it returns `(loss, aux)`. Floating leaves of `aux` are averaged over devices, computed in fp32 or
-        wider and returned in their own dtype; others need `Summed` (which returns narrow integers in 32 bits) or
-        `PerExample`.
+        wider and returned in their own dtype. Integers and booleans that do not depend on the batch, or on the number
+        of its rows, come back as they are. Others need `Summed` (which returns narrow integers in 32 bits), `Max`,
+        `Min` or `PerExample`.
       remat: What the backward pass recomputes.
         `None`: "cheap" if parameters are gathered again (stage 3), else "as_written". A training step first tries at
         stage 3 whether it can do without.
