@@ -216,7 +216,7 @@ class _StepPrograms:
             "record": self.plan.record_fields[kernel.param],
             "array": operands.arrays,
             "grads": [step_grads.grads[kernel.param].reduced],
-            "params": [self.plan.flat_params(self.state.params)[kernel.param]],
+            "params": [self.plan.view.params.flat(self.state.params)[kernel.param]],
             "scalar": operands.scalars,
         }
 

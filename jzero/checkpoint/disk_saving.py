@@ -41,7 +41,7 @@ def owned_records(records: Records) -> dict[int, list[int]]:
 
 def masters_on_disk(plan: ZeroPlan) -> dict[int, int]:
     """Returns, by parameter, the number of the field on disk that is its master."""
-    masters = plan.flat_params(plan.opt_treedef.unflatten(plan.opt_leaves).masters)
+    masters = plan.view.params.flat(plan.view.opt_state.tree(plan.opt_leaves).masters)
     return {i: fields.index(masters[i]) for i, fields in plan.record_fields.items() if masters[i] in fields}
 
 

@@ -30,7 +30,7 @@ from jzero.core.layout.placement import memory_of, on_device, place_array
 from jzero.core.layout.stored import InRecords, Stored, when_read
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.record_states import readable
-from jzero.core.state.train_state import all_leaves, flat_state, map_state, plain_state, with_leaves
+from jzero.core.state.train_state import plain_state
 
 Keys = tuple[str, ...]
 
@@ -71,7 +71,7 @@ class TargetLeaf:
 
 
 def target_leaves(plain: TrainStateLike, plan: ZeroPlan) -> list[TargetLeaf]:
-    """Returns the leaves of a plain state, concrete or abstract, in the order of `flat_state`.
+    """Returns the leaves of a plain state, concrete or abstract, in the order of `plan.view`.
 
     Args:
       plain: The result of `plain_state`.
@@ -80,7 +80,7 @@ def target_leaves(plain: TrainStateLike, plan: ZeroPlan) -> list[TargetLeaf]:
     keys: dict[int, Keys] = {}
     for path, number in jax.tree_util.tree_leaves_with_path(number_leaves(plain, plan)):
         keys[number.index] = key_names(path)
-    leaves = [TargetLeaf(keys[i], leaf, form_of(leaf)) for i, leaf in enumerate(all_leaves(plan.plain))]
+    leaves = [TargetLeaf(keys[i], leaf, form_of(leaf)) for i, leaf in enumerate(plan.plain.view.leaves)]
     _check_paths(leaves)
     return leaves
 
@@ -93,9 +93,9 @@ class Number:
 
 
 def number_leaves(plain: TrainStateLike, plan: ZeroPlan) -> TrainStateLike:
-    """Returns a plain state with numbers instead of leaves, in the order of `flat_state`."""
+    """Returns a plain state with numbers instead of leaves, in the order of `plan.view`."""
     layout = plan.plain
-    return with_leaves(plain, layout, map(Number, range(len(all_leaves(layout)))))
+    return layout.view.rebuilt(plain, map(Number, range(len(layout.view.leaves))))
 
 
 def _check_paths(leaves: Sequence[TargetLeaf]) -> None:
@@ -133,11 +133,11 @@ def natural_state(state: TrainStateLike, plan: ZeroPlan) -> tuple[TrainStateLike
       state: A sharded train state.
       plan: Its plan.
     """
-    state = map_state(functools.partial(_move_to_plan, plan=plan), plan, readable(state))
+    state = plan.view.map(functools.partial(_move_to_plan, plan=plan), readable(state))
     plain, layout = plain_state(state, plan), plan.plain
     leaves = target_leaves(plain, plan)
-    arrays = flat_state(plain, layout)
-    params = plan.flat_params(state.params)
+    arrays = layout.view.flat(plain)
+    params = plan.view.params.flat(state.params)
     has_master = [leaf.master is not None for leaf in plan.leaves]
     edited = [i for i, x in enumerate(params) if has_master[i] and not isinstance(x, InRecords)]
     for i in edited:  # one at a time, so that at most one offloaded leaf is on the devices

@@ -46,7 +46,7 @@ from jzero.core.processes.agree import agree, succeed_together
 from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import StateAdapter, adapt_sharded
 from jzero.core.state.record_states import kept_in_records, records_of
-from jzero.core.state.train_state import all_leaves, check_alive, flat_state, plain_state, stored_state, with_leaves
+from jzero.core.state.train_state import check_alive, plain_state, stored_state
 
 PARAMS, OPT_STATE = "params", "opt_state"
 
@@ -200,9 +200,9 @@ class RestoreTarget:
         self.plan: ZeroPlan = adapted.state.tx.plan
         self._plain = plain_state(adapted.state, self.plan)
         self.leaves = target_leaves(self._plain, self.plan)
-        plain = flat_state(self._plain, self.plan.plain)
+        plain = self.plan.plain.view.flat(self._plain)
         self.on_disk = {i: x.path for i, x in enumerate(plain) if isinstance(x, InRecords)}
-        self._values = flat_state(adapted.state, self.plan)
+        self._values = self.plan.view.flat(adapted.state)
 
     def match(
         self, stored: Iterable[StoredLeaf], choice: Choice, where: epath.PathLike
@@ -212,9 +212,9 @@ class RestoreTarget:
         return match_leaves(self.leaves, stored, where, chosen=chosen, rename=choice.rename, strict=choice.strict)
 
     def _sources(self, own: ZeroOptState | None) -> tuple[TrainStateLike, list[tuple[Any, StateLeaf]]]:
-        """Returns the stored state with sources as leaves, and each source with its layout, in `flat_state`'s order."""
+        """Returns the stored state with sources as leaves, and each with its layout, in the order of `plan.view`."""
         tree = stored_state(number_leaves(self._plain, self.plan), self.plan, own)
-        return tree, list(zip(flat_state(tree, self.plan), all_leaves(self.plan), strict=True))
+        return tree, list(zip(self.plan.view.flat(tree), self.plan.view.leaves, strict=True))
 
     def takes_opt_state(self, choice: Choice) -> bool:
         """Whether all optimizer leaves are restored; if so, its loss scale and counter are, too."""
@@ -300,7 +300,7 @@ class RestoreTarget:
                 values.append(x if shares or isinstance(x, InRecords) else copy_array(x))
             else:
                 values.append(leaf.place(source))
-        state = with_leaves(tree, self.plan, values, tx=self.adapted.state.tx)
+        state = self.plan.view.rebuilt(tree, values, tx=self.adapted.state.tx)
         if disk is None:
             state = kept_in_records(state, like=self.adapted.state)
         return self.adapted.rebuild(state)

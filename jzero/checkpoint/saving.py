@@ -48,7 +48,7 @@ from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.pending import apply_pending
 from jzero.core.state.record_states import records_of
-from jzero.core.state.train_state import check_alive, with_leaves
+from jzero.core.state.train_state import check_alive
 
 _THREAD = Uninterrupted()
 
@@ -219,7 +219,7 @@ def _make_items(
     _check_storable(leaves)
     arrays = [_on_devices_unless_streamed(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
     if snapshot is not None:
-        succeed_together(lambda: snapshot.examine(plan.flat_params(train_state.params)))
+        succeed_together(lambda: snapshot.examine(plan.view.params.flat(train_state.params)))
     digests = {name: digest(x) for name, x in items.items() if name != EXTRA_ARRAYS}
     digests |= {f"{EXTRA_ARRAYS}/{name}": digest(x) for name, x in items.get(EXTRA_ARRAYS, {}).items()}
     notes = {
@@ -230,7 +230,7 @@ def _make_items(
         "param_fields": ["params", *frozen_fields(train_state)],
     }
     items[NOTES] = sign(notes)
-    items[STATE] = with_leaves(plain, plan.plain, _to_write(arrays, leaves, snapshot))
+    items[STATE] = plan.plain.view.rebuilt(plain, _to_write(arrays, leaves, snapshot))
     trees = (STATE, EXTRA_ARRAYS)
     return ocp.args.Composite(
         **{name: (ocp.args.PyTreeSave if name in trees else ocp.args.JsonSave)(x) for name, x in items.items()}

@@ -56,10 +56,10 @@ def get_full_param(state: State, path: str) -> jax.Array:
         return _gather(jax.tree.leaves(other_fields(train_state))[frozen], plan.other_leaves[frozen], plan)
     i = _index(plan, path)
     leaf = plan.leaves[i]
-    param = plan.flat_params(train_state.params)[i]
+    param = plan.view.params.flat(train_state.params)[i]
     if leaf.master is None:
         return _gather(param, leaf.param, plan)
-    master = plan.flat_params(train_state.opt_state.masters)[i]
+    master = plan.view.params.flat(train_state.opt_state.masters)[i]
     return apply_edits(_gather(master, leaf.master, plan), _gather(param, leaf.param, plan))
 
 
@@ -135,7 +135,7 @@ def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
     plan = train_state.tx.plan
     i = _opt_index(plan, path, name)
     leaf = plan.inner_leaves[i]
-    value = _gather(plan.flat_opt_state(train_state.opt_state)[i], leaf, plan)
+    value = _gather(plan.view.opt_state.flat(train_state.opt_state)[i], leaf, plan)
     return value if leaf.update_dtype is None else value.astype(leaf.update_dtype)
 
 
@@ -175,9 +175,9 @@ def set_full_opt_state(state: State, path: str, *, name: str, value: ArrayLike) 
     value = _as_leaf(value, leaf)
     adapted = adapt_sharded(apply_pending(state))
     train_state = adapted.state
-    leaves = plan.flat_opt_state(train_state.opt_state)
+    leaves = plan.view.opt_state.flat(train_state.opt_state)
     (leaves[i],) = place_given([(value, leaf)], plan)
-    new = train_state.replace(opt_state=plan.stored_opt_state(leaves))
+    new = train_state.replace(opt_state=plan.view.opt_state.stored(leaves))
     return adapted.rebuild(kept_in_records(new, like=train_state))
 
 

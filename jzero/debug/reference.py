@@ -28,7 +28,7 @@ from jzero.core.layout.placement import overwrite, place_array
 from jzero.core.layout.set_mesh import set_if_explicit
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.adapter import Loss, adapt
-from jzero.core.state.train_state import map_state, write_fields
+from jzero.core.state.train_state import write_fields
 from jzero.core.update.extra_args import call_update, extra_args
 
 A = TypeVar("A", jax.Array, jax.ShapeDtypeStruct)
@@ -61,10 +61,10 @@ class Reference:
         def place(x: jax.Array, leaf: StateLeaf) -> jax.Array:
             return _cast(_cast(self._place(x), leaf.dtype), leaf.update_dtype)
 
-        state = map_state(place, plan.plain, state)
-        params = plan.flat_params(state.params)
+        state = plan.plain.view.map(place, state)
+        params = plan.view.params.flat(state.params)
         in_update_dtype = [_cast(x, leaf.update_dtype) for x, leaf in zip(params, plan.leaves, strict=True)]
-        return state.replace(params=plan.params_treedef.unflatten(in_update_dtype))
+        return state.replace(params=plan.view.params.tree(in_update_dtype))
 
     def __call__(
         self, state: TrainStateLike, batch: PyTree, *, scale: float, applied: bool
@@ -99,8 +99,8 @@ class Reference:
     def _step(
         self, traced: Loss | None, state: TrainStateLike, batch: PyTree, scale: jax.Array
     ) -> tuple[TrainStateLike, jax.Array, jax.Array, jax.Array]:
-        treedef, leaves = self.plan.params_treedef, self.plan.leaves
-        params = treedef.flatten_up_to(state.params)
+        view, leaves = self.plan.view.params, self.plan.leaves
+        params = view.nodes(state.params)
         rounded = [round_to(x, leaf.compute_dtype) for x, leaf in zip(params, leaves, strict=True)]
         _, carried = self._bind(state)
         trained = self._select_trained(rounded)
@@ -120,7 +120,7 @@ class Reference:
             scale_by(grads[i], *factors).astype(leaf.update_dtype) if i in grads else jnp.zeros_like(x)
             for i, (x, leaf) in enumerate(zip(params, leaves, strict=True))
         ]
-        loss, for_optax, tx = _divide(total, divisor), treedef.unflatten(for_optax), state.tx
+        loss, for_optax, tx = _divide(total, divisor), view.tree(for_optax), state.tx
         update = functools.partial(call_update, tx, extra_args(loss, for_optax))
         written = _overwrite_fields(state, changed).replace(tx=optax.GradientTransformation(tx.init, update))
         return written.apply_gradients(grads=for_optax).replace(tx=tx), loss, norm, weight
@@ -128,7 +128,7 @@ class Reference:
     def _loss_and_grads(self, state: TrainStateLike) -> Loss:
         """Returns `fn(trained, rounded, batch, carried, scale) -> ((_, (sum, weight, changed)), grads)`."""
         call, _ = self._bind(state)
-        treedef = self.plan.params_treedef
+        view = self.plan.view.params
 
         def scaled_loss(
             trained: dict[int, jax.Array],
@@ -137,7 +137,7 @@ class Reference:
             carried: dict[str, PyTree],
             scale: jax.Array,
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, PyTree]]:
-            params = treedef.unflatten([trained.get(i, x) for i, x in enumerate(rounded)])
+            params = view.tree([trained.get(i, x) for i, x in enumerate(rounded)])
             read = jax.tree.map(lambda x: fold_keys(x, 0) if is_key(x.dtype) else x, carried)  # as the first device
             seen = by_field(read)  # now: the loss may write into the trees
             result, changed = call(params, batch, **read)

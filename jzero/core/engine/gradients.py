@@ -133,7 +133,7 @@ def _run(
     plan = plan.with_written(traced.written_paths)
     carried = carried_leaves(plan, inputs.carried)
     leaves = [
-        plan.flat_params(inputs.params),  # global arrays
+        plan.view.params.flat(inputs.params),  # global arrays
         *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
     ]
     replicated, handles = PartitionSpec(), PartitionSpec(tuple(plan.mesh.axis_names))

@@ -207,7 +207,7 @@ def trace_loss(
         lambda x: jax.ShapeDtypeStruct((times * x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype), batch
     )
     shapes = [param_shape(leaf.param, leaf.compute_dtype, plan) for leaf in plan.leaves]  # [D, F], whole
-    params = plan.params_treedef.unflatten(shapes)
+    params = plan.view.params.tree(shapes)
     carried = _carried_shapes(plan, inputs.carried)
     key = [] if rng is None else [jax.ShapeDtypeStruct(rng.shape, rng.dtype)]
 

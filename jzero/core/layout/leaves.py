@@ -296,6 +296,10 @@ class LeafPlan:
         """Key path of the parameter."""
         return self.param.path
 
+    def box(self, x: T) -> T | Padded:
+        """Returns a parameter's array of the stored shape as a leaf of its natural shape, as `StateLeaf.box` does."""
+        return self.param.box(x)
+
     def unbox(self, x: object) -> Any:
         """Returns the array of a parameter, of its gradient or of its master, as `StateLeaf.unbox` does."""
         return self.grad.unbox(x) if is_padded(x) and x.cut == self.grad.cut else self.param.unbox(x)

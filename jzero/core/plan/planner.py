@@ -210,7 +210,7 @@ def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
     if own is None:
         return plan
     prefix = jax.tree_util.GetAttrKey("inner")
-    wrapped = dataclasses.replace(own, inner=plan.opt_treedef.unflatten(plan.opt_leaves))
+    wrapped = dataclasses.replace(own, inner=plan.view.opt_state.tree(plan.opt_leaves))
     leaves = []
     for path, x in jax.tree_util.tree_leaves_with_path(wrapped):
         if isinstance(x, StateLeaf):
@@ -236,7 +236,7 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[object]) -> ZeroOptState | N
     entries = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
     return ZeroOptState(
         inner=None,
-        masters=plan.params_treedef.unflatten(entries),
+        masters=plan.view.params.tree(entries),
         loss_scale=initial_loss_scale(dynamic, len(plan.leaves)) if isinstance(dynamic, DynamicLossScale) else None,
         num_updates=host_array(0, np.int32) if plan.rounds_stochastically else None,
         disk=DiskState(host_array(0, np.int32), waiting) if plan.has_records else None,

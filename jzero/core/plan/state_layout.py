@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
-from typing import Any, Self
+from collections.abc import Collection
+from typing import Self
 
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
@@ -26,11 +26,11 @@ from jzero.core.layout.mesh import (
     shard_axes,
     with_explicit_axes,
 )
-from jzero.core.layout.padded import Padded
 from jzero.core.layout.records import record_boxes
 from jzero.core.layout.route import Route, route_of
 from jzero.core.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.core.plan.kept import Kept
+from jzero.core.plan.trees import StateView, TreeView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,30 +59,12 @@ class StateLayout:
             (self.config, self.mesh, self.leaves, self.opt_leaves, self.other_leaves, self.closed_over, self.kept)
         )
 
-    def flat_params(self, tree: PyTree) -> list[Any]:
-        """Returns the leaves of a tree with the parameters' structure; for padded leaves, the stored arrays."""
-        return [leaf.unbox(x) for leaf, x in zip(self.leaves, self.params_treedef.flatten_up_to(tree), strict=True)]
-
-    def stored_params(self, leaves: Sequence[object]) -> PyTree:
-        """Returns the tree of parameters for a state, see [Note: Padded leaves in your own loop]."""
-        return self.params_treedef.unflatten([x.param.box(y) for x, y in zip(self.leaves, leaves, strict=True)])
-
-    def flat_opt_state(self, tree: PyTree) -> list[Any]:
-        """Returns the leaves of an optimizer state; for padded leaves, the stored arrays."""
-        return [leaf.unbox(x) for leaf, x in zip(self.opt_leaves, self.opt_treedef.flatten_up_to(tree), strict=True)]
-
-    def stored_opt_state(self, leaves: Sequence[object]) -> PyTree:
-        """Returns the optimizer state for a state, see [Note: Padded leaves in your own loop]."""
-        return self.opt_treedef.unflatten([leaf.box(x) for leaf, x in zip(self.opt_leaves, leaves, strict=True)])
-
-    def stored_grads(self, leaves: Sequence[object]) -> PyTree:
-        """Returns the tree of gradients for user code: padded ones, and those of padded parameters, as nodes."""
-
-        def node(leaf: LeafPlan, x: object) -> object:
-            cut = None if leaf.trained else leaf.param.padded_cut
-            return leaf.grad.box(x) if cut is None else Padded(x, leaf.path, cut)
-
-        return self.params_treedef.unflatten([node(*x) for x in zip(self.leaves, leaves, strict=True)])
+    @functools.cached_property
+    def view(self) -> StateView:
+        """Takes states of this layout apart, and puts them together."""
+        leaves = (*(leaf.param for leaf in self.leaves), *self.opt_leaves, *self.other_leaves)
+        opt_state = TreeView(self.opt_treedef, self.opt_leaves)
+        return StateView(TreeView(self.params_treedef, self.leaves), opt_state, leaves)
 
     def leaves_of(self, field: str) -> list[StateLeaf]:
         """Returns the layouts of the arrays of a field other than the parameters."""

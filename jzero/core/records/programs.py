@@ -67,7 +67,7 @@ class RecordUpdate:
 
     def params(self, state: State) -> list[jax.Array]:
         """Returns the parameters as stored."""
-        return self.plan.flat_params(state.params)
+        return self.plan.view.params.flat(state.params)
 
     def wait(self, x: PyTree) -> None:
         """Waits for arrays where programs in flight could deadlock."""

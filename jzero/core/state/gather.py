@@ -22,7 +22,7 @@ from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.layouts import FLOAT, find_shardings, lay_out
 from jzero.core.state.pending import apply_pending
 from jzero.core.state.record_states import kept_in_records, readable
-from jzero.core.state.train_state import S, all_leaves, check_alive, edited_master, flat_state, plain_state, with_leaves
+from jzero.core.state.train_state import S, check_alive, edited_master, plain_state
 
 
 def unshard_train_state(state: State) -> State:
@@ -50,14 +50,14 @@ def unshard_train_state(state: State) -> State:
     adapted = adapt_sharded(apply_pending(state))
     train_state, plan = readable(adapted.state), adapted.state.tx.plan
     plain, layout = plain_state(train_state, plan), plan.plain
-    leaves = all_leaves(layout)
-    gathered = gather_leaves(flat_state(plain, layout), leaves)
-    params = plan.flat_params(train_state.params)
+    leaves = layout.view.leaves
+    gathered = gather_leaves(layout.view.flat(plain), leaves)
+    params = plan.view.params.flat(train_state.params)
     for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
         if leaf.master is not None:
             gathered[i] = apply_edits(gathered[i], *gather_leaves([param], [leaf.param]))
     natural = [make_strongly_typed(x, y.update_dtype or y.dtype) for x, y in zip(gathered, leaves, strict=True)]
-    return adapted.rebuild(with_leaves(plain, layout, natural, tx=train_state.tx.inner))
+    return adapted.rebuild(layout.view.rebuilt(plain, natural, tx=train_state.tx.inner))
 
 
 def gather_params(
@@ -110,8 +110,10 @@ def gather_params(
     check_alive(train_state)
     chosen, to = _match(plan, paths), check("dtype", dtype, FLOAT)
     targets = None if shardings is None else find_shardings(shardings, plan, chosen)
-    params = plan.flat_params(train_state.params)
-    masters_or_params = plan.flat_params(train_state.opt_state.masters) if masters and plan.has_opt_state else params
+    params = plan.view.params.flat(train_state.params)
+    masters_or_params = (
+        plan.view.params.flat(train_state.opt_state.masters) if masters and plan.has_opt_state else params
+    )
     indices = [i for i, take in enumerate(chosen) if take]
     stored = [edited_master(plan.leaves[i], params[i], masters_or_params[i]) if masters else params[i] for i in indices]
     leaves = [plan.leaves[i].updated if masters else plan.leaves[i].param for i in indices]
@@ -121,7 +123,7 @@ def gather_params(
         targets = [plan.whole_sharding] * len(indices) if targets is None else targets
         natural = [lay_out(x, leaf, to, target) for x, leaf, target in zip(stored, leaves, targets, strict=True)]
     gathered = iter(natural)
-    return plan.params_treedef.unflatten([next(gathered) if take else None for take in chosen])
+    return plan.view.params.tree([next(gathered) if take else None for take in chosen])
 
 
 def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | None = None) -> State:
@@ -152,7 +154,7 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
     chosen = _match(plan, paths)
     edited = fn(gather_params(state, paths=paths, masters=True))
     try:
-        new = plan.flat_params(edited)
+        new = plan.view.params.flat(edited)
     except ValueError as error:
         raise ValueError(f"`fn` must return a tree of the structure it was given: {error}") from error
     bad = [
@@ -169,8 +171,8 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
 def write_params(train_state: S, values: Mapping[int, ArrayLike], chosen: Sequence[bool]) -> S:
     """Returns the train state with whole values written to the chosen parameters and their masters."""
     plan = train_state.tx.plan
-    params = plan.flat_params(train_state.params)
-    masters = plan.flat_params(train_state.opt_state.masters) if plan.has_opt_state else params
+    params = plan.view.params.flat(train_state.params)
+    masters = plan.view.params.flat(train_state.opt_state.masters) if plan.has_opt_state else params
     masters = list(masters)
     indices = [(i, leaf) for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)) if take]
     with_master = [(i, leaf) for i, leaf in indices if leaf.master is not None]
@@ -181,11 +183,11 @@ def write_params(train_state: S, values: Mapping[int, ArrayLike], chosen: Sequen
         params[i] = next(placed)
     for i, _ in with_master:
         masters[i] = next(placed)
-    new = train_state.replace(params=plan.stored_params(params))
+    new = train_state.replace(params=plan.view.params.stored(params))
     if not plan.has_opt_state:
         return new
     boxed = [x if leaf.master is None else leaf.master.box(x) for x, leaf in zip(masters, plan.leaves, strict=True)]
-    zero_state = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(boxed))
+    zero_state = dataclasses.replace(new.opt_state, masters=plan.view.params.tree(boxed))
     return kept_in_records(new.replace(opt_state=zero_state), like=train_state)
 
 
@@ -231,8 +233,8 @@ def natural_params(state: State) -> PyTree:
     plan = train_state.tx.plan
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(train_state.params)):
         return train_state.tx.natural_params(train_state.params)
-    gathered = plan.flat_params(gather_params(state))
-    return plan.params_treedef.unflatten(
+    gathered = plan.view.params.flat(gather_params(state))
+    return plan.view.params.tree(
         [make_strongly_typed(x, leaf.compute_dtype) for x, leaf in zip(gathered, plan.leaves, strict=True)]
     )
 

@@ -44,7 +44,7 @@ from jzero.core.state.adapter import StateAdapter, adapt
 from jzero.core.state.initializers import one_leaf_at_a_time
 from jzero.core.state.record_states import check_update
 from jzero.core.state.request import check_has_devices, resolve_config, resolve_mesh, restrict, with_optimizer
-from jzero.core.state.train_state import all_leaves, flat_state, stored_state, with_leaves
+from jzero.core.state.train_state import stored_state
 from jzero.core.update.transformation import ZeroTransformation
 
 
@@ -167,11 +167,11 @@ def lower_init(
         """Returns the state in the structure that the plan stores, with unchanged leaves."""
         return stored_state(with_optimizer(state, shapes.params, natural.tx), plan)
 
-    leaves = all_leaves(plan)
+    leaves = plan.view.leaves
     numbers = treedef.unflatten(range(treedef.num_leaves))
     numbered = stored(numbers)
     zeroed = set[int]() if zeros is None else _find_zeroed(zeros, plan, numbers, inner.outvars)
-    made_from = [x if isinstance(x, int) else None for x in flat_state(numbered, plan)]
+    made_from = [x if isinstance(x, int) else None for x in plan.view.flat(numbered)]
     groups = _groups(leaves, made_from, plan)
 
     def make_leaves(number: int, key: jax.Array) -> list[jax.Array]:
@@ -181,12 +181,12 @@ def lower_init(
             outputs = one_leaf_at_a_time(
                 inner, consts, for_program(key), sources, side_effects=number == 0, zeroed=zeroed
             )
-        values = flat_state(stored(treedef.unflatten(from_program(outputs))), plan)
+        values = plan.view.flat(stored(treedef.unflatten(from_program(outputs))))
         return [leaves[k].store(make_strongly_typed(values[k], leaves[k].dtype)) for k in group]
 
     def rebuild(results: Iterable[list[jax.Array]]) -> State:
         arrays = _collected(plan, leaves, groups, results)
-        state = with_leaves(numbered, plan, [arrays[k] for k in range(len(leaves))], tx=tx)
+        state = plan.view.rebuilt(numbered, [arrays[k] for k in range(len(leaves))], tx=tx)
         return adapted.rebuild(state)
 
     abstract = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=plan.whole_sharding)

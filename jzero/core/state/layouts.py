@@ -86,7 +86,7 @@ def _by_rules(rules: dict[str, Target], plan: ZeroPlan) -> list[tuple[Target, st
 
 def _by_tree(tree: PyTree, plan: ZeroPlan) -> list[tuple[Target, None]]:
     try:
-        return [(x, None) for x in plan.params_treedef.flatten_up_to(tree)]
+        return [(x, None) for x in plan.view.params.nodes(tree)]
     except ValueError as error:
         raise ValueError(f"`shardings` must be {KINDS} with the structure of the parameters: {error}") from error
 

@@ -16,7 +16,6 @@ from jzero.core.plan.choice import find_scan_dims
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import frozen_fields, missing_fields
 from jzero.core.state.adapter import adapt, load_integrations
-from jzero.core.state.train_state import all_leaves, with_leaves
 from jzero.core.update.transformation import ZeroTransformation
 
 Params = Mapping[tuple[str, ...], PyTree]
@@ -40,7 +39,7 @@ def state_params(state: TrainStateLike) -> Params:
     """Returns the parameters of a train state by key path, including frozen ones; as shapes if it is sharded."""
     if isinstance(state.tx, ZeroTransformation):
         plan: ZeroPlan = state.tx.plan
-        state = with_leaves(state, plan, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_leaves(plan)])
+        state = plan.view.rebuilt(state, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plan.view.leaves])
     fields = ("params", *frozen_fields(state))
     return {path: x for name in fields for path, x in _tree_params(getattr(state, name)).items()}
 

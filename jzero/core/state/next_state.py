@@ -16,7 +16,7 @@ from jzero.core.layout.placement import make_strongly_typed, memory_of
 from jzero.core.plan.opt_state import with_next_loss_scale
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.adapter import adapt
-from jzero.core.state.train_state import map_state, write_fields
+from jzero.core.state.train_state import write_fields
 from jzero.core.update.run import Done
 from jzero.core.update.transformation import NO_ELEMENTS
 from jzero.core.update.whole import Grad, StepGrads
@@ -89,7 +89,7 @@ def _to_stored(state: TrainStateLike, plan: ZeroPlan, laid_out: Sequence[jax.Arr
             return x
         return leaf.store(make_strongly_typed(x, dtype))
 
-    return map_state(stored, plan, state)
+    return plan.view.map(stored, state)
 
 
 def _update(
@@ -129,12 +129,12 @@ def _update_by_itself(
     """Calls the state's own `apply_gradients`, which relies only on optax's contract."""
     check_can_compute(state)
     tx, plan = state.tx, state.tx.plan
-    params = plan.flat_params(state.params)
+    params = plan.view.params.flat(state.params)
     without_keys = [NO_ELEMENTS if i in plan.keys else x for i, x in enumerate(params)]
     before = state.replace(
-        tx=dataclasses.replace(tx, applied=applied, value=value), params=plan.stored_params(without_keys)
+        tx=dataclasses.replace(tx, applied=applied, value=value), params=plan.view.params.stored(without_keys)
     )
-    new = before.apply_gradients(grads=plan.stored_grads([scale_by(g.reduced, *g.factors) for g in grads]))
-    after = [params[i] if i in plan.keys else x for i, x in enumerate(plan.flat_params(new.params))]
-    new = new.replace(tx=tx, params=plan.stored_params(after))
+    new = before.apply_gradients(grads=plan.view.stored_grads([scale_by(g.reduced, *g.factors) for g in grads]))
+    after = [params[i] if i in plan.keys else x for i, x in enumerate(plan.view.params.flat(new.params))]
+    new = new.replace(tx=tx, params=plan.view.params.stored(after))
     return new if applied is None else _keep_unless(applied, new, state)

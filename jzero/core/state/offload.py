@@ -14,7 +14,7 @@ from jzero.core.layout.stored import InRecords, Stored
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import frozen_fields, other_fields
 from jzero.core.state.adapter import adapt_sharded
-from jzero.core.state.train_state import all_leaves, check_alive, flat_state, with_leaves
+from jzero.core.state.train_state import check_alive
 
 
 def offload_train_state(state: State, *, include: Collection[str] = ("params", "opt_state")) -> State:
@@ -113,4 +113,4 @@ def _move(
         x.delete()
         return moved
 
-    return with_leaves(train_state, plan, map(move, flat_state(train_state, plan), all_leaves(plan), fields))
+    return plan.view.rebuilt(train_state, map(move, plan.view.flat(train_state), plan.view.leaves, fields))

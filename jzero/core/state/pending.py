@@ -13,7 +13,7 @@ from jzero.core.records.opening import open_records
 from jzero.core.records.schedules import Schedule
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.record_states import attached, detached, record_update, records_of
-from jzero.core.state.train_state import check_alive, map_state
+from jzero.core.state.train_state import check_alive
 
 
 def apply_pending(state: State, *, donate: bool = False) -> State:
@@ -53,7 +53,7 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
         return state
     records = records_of(train_state)
     records.pipeline.store.check_whole()
-    used = map_state(_planned if donate else _copied, records.plan, train_state)
+    used = records.plan.view.map(_planned if donate else _copied, train_state)
     target = records if donate else open_records(records.plan)
     assert isinstance(records.pending, Schedule)
     new = records.pending.apply_pending(record_update(train_state.tx), records, detached(used), target)

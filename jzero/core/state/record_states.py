@@ -12,22 +12,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from jzero.core.base.types import PyTree, State
 from jzero.core.layout.stored import PLACES, TO_COPY, InRecords
 from jzero.core.plan.opt_state import DiskState
 from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.trees import TreeView
 from jzero.core.processes.agree import succeed_together
 from jzero.core.records.opening import open_records
 from jzero.core.records.programs import RecordUpdate
 from jzero.core.records.records import Records, handle_shape
 from jzero.core.state.next_state import next_state
-from jzero.core.state.train_state import abstract_leaf, check_alive, map_state
+from jzero.core.state.train_state import abstract_leaf, check_alive
 from jzero.core.update.program import record_program
 from jzero.core.update.transformation import ZeroTransformation
 from jzero.core.update.whole import Grad
@@ -46,8 +46,8 @@ def check_update(tx: ZeroTransformation) -> None:
     plan = tx.plan
     if not plan.has_records:
         return
-    params = plan.stored_params([abstract_leaf(leaf.param) for leaf in plan.leaves])
-    opt_state = plan.stored_opt_state(list(map(abstract_leaf, plan.opt_leaves)))
+    params = plan.view.params.stored([abstract_leaf(leaf.param) for leaf in plan.leaves])
+    opt_state = plan.view.opt_state.stored(list(map(abstract_leaf, plan.opt_leaves)))
     grads = [Grad(abstract_leaf(leaf.grad)) for leaf in plan.leaves]
     value = jax.ShapeDtypeStruct((), np.float32)
     program = record_program(*tx.update_of_step(grads, opt_state, params, None, value))
@@ -60,7 +60,7 @@ def record_update(tx: ZeroTransformation) -> RecordUpdate:
     """Returns the compiled update of all states with an optimizer and a plan."""
 
     def laid_out(state: State) -> State:
-        return map_state(lambda x, leaf: jax.lax.with_sharding_constraint(x, leaf.sharding), tx.plan, state)
+        return tx.plan.view.map(lambda x, leaf: jax.lax.with_sharding_constraint(x, leaf.sharding), state)
 
     return RecordUpdate(
         tx, lambda *args: laid_out(next_state(*args)), lambda state, params: laid_out(state.replace(params=params))
@@ -70,11 +70,11 @@ def record_update(tx: ZeroTransformation) -> RecordUpdate:
 def map_records(fn: Callable[[InRecords], object], plan: ZeroPlan, state: State) -> State:
     """Returns a state with `fn(leaf)` in place of each leaf in records."""
 
-    def mapped(treedef: PyTreeDef, tree: PyTree) -> PyTree:
-        return treedef.unflatten([fn(x) if isinstance(x, InRecords) else x for x in treedef.flatten_up_to(tree)])
+    def mapped(view: TreeView[Any], tree: PyTree) -> PyTree:
+        return view.tree([fn(x) if isinstance(x, InRecords) else x for x in view.nodes(tree)])
 
-    params = mapped(plan.params_treedef, state.params) if plan.params_on_disk else state.params
-    return state.replace(params=params, opt_state=mapped(plan.opt_treedef, state.opt_state))
+    params = mapped(plan.view.params, state.params) if plan.params_on_disk else state.params
+    return state.replace(params=params, opt_state=mapped(plan.view.opt_state, state.opt_state))
 
 
 def detached(state: State) -> State:
@@ -87,10 +87,10 @@ def for_loss(state: State) -> State:
     plan, program_state = state.tx.plan, detached(state)
     if not plan.params_on_disk:
         return program_state
-    params = plan.params_treedef.flatten_up_to(state.params)
+    params = plan.view.params.nodes(state.params)
     for i in plan.params_on_disk:
         params[i] = _handles(plan, i, params[i])
-    return program_state.replace(params=plan.params_treedef.unflatten(params))
+    return program_state.replace(params=plan.view.params.tree(params))
 
 
 def _handles(plan: ZeroPlan, i: int, x: jax.Array | InRecords) -> jax.Array | jax.ShapeDtypeStruct:
@@ -157,7 +157,7 @@ def records_of(state: State) -> Records:
       ValueError: The state has no values, or is inside of a program, or its arrays were moved from their devices.
     """
     plan = state.tx.plan
-    leaves = [*plan.opt_treedef.flatten_up_to(state.opt_state), *plan.params_treedef.flatten_up_to(state.params)]
+    leaves = [*plan.view.opt_state.nodes(state.opt_state), *plan.view.params.nodes(state.params)]
     records = next(x.records for x in leaves if isinstance(x, InRecords))
     if not isinstance(records, Records):
         raise ValueError(
@@ -204,7 +204,7 @@ def kept_in_records(state: State, *, like: State) -> State:
     """
     plan = state.tx.plan
     layouts = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves]
-    leaves = [*plan.params_treedef.flatten_up_to(state.params), *plan.opt_treedef.flatten_up_to(state.opt_state)]
+    leaves = [*plan.view.params.nodes(state.params), *plan.view.opt_state.nodes(state.opt_state)]
     new = {
         leaf.path: leaf.unbox(x)
         for x, leaf in zip(leaves, layouts, strict=True)
@@ -216,5 +216,5 @@ def kept_in_records(state: State, *, like: State) -> State:
     records.rewrite(new)
     stored = [records.node(x) if x.in_records and x.path in new else y for x, y in zip(layouts, leaves, strict=True)]
     params, opt_state = stored[: len(plan.leaves)], stored[len(plan.leaves) :]
-    state = state.replace(params=plan.params_treedef.unflatten(params), opt_state=plan.opt_treedef.unflatten(opt_state))
+    state = state.replace(params=plan.view.params.tree(params), opt_state=plan.view.opt_state.tree(opt_state))
     return attached(state, records)

@@ -26,13 +26,9 @@ from jzero.core.state.record_states import checked_records, readable, records_of
 from jzero.core.state.train_state import (
     S,
     abstract_leaf,
-    all_leaves,
     check_alive,
-    flat_nodes,
-    flat_state,
     plain_state,
     stored_state,
-    with_leaves,
 )
 from jzero.core.update.transformation import ZeroTransformation
 
@@ -92,7 +88,7 @@ class Placement:
 
     def abstract(self, plan: ZeroPlan) -> TrainStateLike:
         """Returns the state as `plan` stores it, as shapes."""
-        return with_leaves(self.state, plan, map(abstract_leaf, all_leaves(plan)), tx=self._wrapped(plan))
+        return plan.view.rebuilt(self.state, map(abstract_leaf, plan.view.leaves), tx=self._wrapped(plan))
 
     def place(self, plan: ZeroPlan, *, donate: bool, values: list[str] | None) -> TrainStateLike:
         """Returns the state on the devices, as `plan` stores it; notes the values that this process supplies."""
@@ -120,7 +116,7 @@ class Placement:
                 array.delete()
             return placed
 
-        leaves = list(map(place, nodes, all_leaves(plan)))
+        leaves = list(map(place, nodes, plan.view.leaves))
         if records is not None:
             records.fill(
                 lambda i: [place_now(for_records[x.path], x) for x in plan.record_fields[i]], plan.record_fields
@@ -130,7 +126,7 @@ class Placement:
             for x in jax.tree.leaves(self.state):
                 if isinstance(x, jax.Array) and not x.is_deleted():
                     x.delete()
-        return with_leaves(self.state, plan, leaves, tx=self._wrapped(plan))
+        return plan.view.rebuilt(self.state, leaves, tx=self._wrapped(plan))
 
     def _wrapped(self, plan: ZeroPlan) -> ZeroTransformation:
         return ZeroTransformation(self.natural.tx, plan)
@@ -139,7 +135,7 @@ class Placement:
         """Returns the values that `plan` stores; padded ones know their own layout."""
         plain = self.state if self.old is None else _plain_values(self.state, self.old)
         trained = with_optimizer(plain, self.natural.params, self.natural.tx)
-        return flat_nodes(stored_state(trained, plan, self.state.opt_state), plan)
+        return plan.view.nodes(stored_state(trained, plan, self.state.opt_state))
 
 
 def restrict(state: S, trainable: PyTree | str | None) -> S:
@@ -167,7 +163,7 @@ def _natural_state(state: S, old: ZeroPlan | None) -> S:
     if old is None:
         return jax.tree.map(_natural_shape, state, is_leaf=is_padded)
     layout = old.plain
-    return with_leaves(state, layout, map(_shape_of, all_leaves(layout)), tx=state.tx.inner)
+    return layout.view.rebuilt(state, map(_shape_of, layout.view.leaves), tx=state.tx.inner)
 
 
 def _natural_shape(x: Leaf) -> Leaf:
@@ -189,8 +185,8 @@ def _shape_of(leaf: StateLeaf) -> jax.ShapeDtypeStruct:
 def _plain_values(state: S, old: ZeroPlan) -> S:
     """Returns the plain values of a sharded state, which know their natural shapes; on disk, once they are read."""
     layout = old.plain
-    leaves = flat_state(plain_state(readable(state), old, take_edits=True), layout)
-    return with_leaves(state, layout, map(_known_shape, leaves, all_leaves(layout)), tx=state.tx.inner)
+    leaves = layout.view.flat(plain_state(readable(state), old, take_edits=True))
+    return layout.view.rebuilt(state, map(_known_shape, leaves, layout.view.leaves), tx=state.tx.inner)
 
 
 def _known_shape(x: Stored, leaf: StateLeaf) -> Stored:

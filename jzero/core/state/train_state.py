@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -21,7 +21,7 @@ from jzero.core.layout.stored import InRecords, Stored, when_read
 from jzero.core.plan.opt_state import ZeroOptState
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.planner import own_opt_state
-from jzero.core.plan.state_fields import check_leaves, check_optimizer, other_fields
+from jzero.core.plan.state_fields import check_leaves, check_optimizer
 
 S = TypeVar("S", bound=TrainStateLike)
 
@@ -128,7 +128,7 @@ def require_planned_memory(state: TrainStateLike, plan: ZeroPlan, *, with_opt_st
     on_host: list[StateLeaf] = []
     on_devices: list[StateLeaf] = []
 
-    for x, leaf in zip(flat_state(state, plan), all_leaves(plan), strict=True):
+    for x, leaf in zip(plan.view.flat(state), plan.view.leaves, strict=True):
         memory = leaf.array_memory
         if isinstance(x, jax.Array) and memory_of(x) != memory:
             (on_devices if memory == "host" else on_host).append(leaf)
@@ -152,12 +152,12 @@ def plain_state(state: S, plan: ZeroPlan, *, take_edits: bool = False) -> S:
     """
     if not plan.has_opt_state:
         return state
-    params, masters = plan.flat_params(state.params), plan.flat_params(state.opt_state.masters)
+    params, masters = plan.view.params.flat(state.params), plan.view.params.flat(state.opt_state.masters)
     masters_or_params = [
         edited_master(leaf, x, m) if take_edits else x if leaf.master is None else m
         for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
     ]
-    return state.replace(params=plan.plain.stored_params(masters_or_params), opt_state=state.opt_state.inner)
+    return state.replace(params=plan.plain.view.params.stored(masters_or_params), opt_state=state.opt_state.inner)
 
 
 def edited_master(leaf: LeafPlan, param: Stored, master: PyTree) -> PyTree:
@@ -177,7 +177,7 @@ def stored_state(state: S, plan: ZeroPlan, before: object = None) -> S:
       plan: The plan.
       before: The optimizer state of an earlier layout, whose loss scale and counter continue.
     """
-    params = plan.params_treedef.flatten_up_to(state.params)  # padded ones as nodes, so that masters are, too
+    params = plan.view.params.nodes(state.params)  # padded ones as nodes, so that masters are, too
     added = own_opt_state(plan, params)
     if added is None:
         return state
@@ -197,44 +197,8 @@ def write_fields(state: S, changed: Mapping[str, Mapping[str, jax.Array]]) -> S:
     return state.replace(**{field: new(field) for field in changed}) if changed else state
 
 
-def all_leaves(plan: ZeroPlan) -> list[StateLeaf]:
-    """Returns the layouts of the leaves of a state, in the order of `flat_state`."""
-    return [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]
-
-
-def flat_nodes(state: TrainStateLike, plan: ZeroPlan) -> list[Any]:
-    """Returns the leaves of a state laid out by `plan`; padded ones as nodes, which know their own layout."""
-    params, opt_state = plan.params_treedef.flatten_up_to(state.params), plan.opt_treedef.flatten_up_to(state.opt_state)
-    return [*params, *opt_state, *jax.tree.leaves(other_fields(state), is_leaf=is_padded)]
-
-
-def flat_state(state: TrainStateLike, plan: ZeroPlan) -> list[Any]:
-    """Returns the leaves of a state laid out by `plan`; for padded ones, the stored arrays."""
-    return [leaf.unbox(x) for x, leaf in zip(flat_nodes(state, plan), all_leaves(plan), strict=True)]
-
-
-def with_leaves(state: S, plan: ZeroPlan, leaves: Iterable[object], *, tx: Optimizer | None = None) -> S:
-    """Returns a state with other leaves, in the order of `flat_state`, and with `tx` if given."""
-    boxed = [leaf.box(x) for x, leaf in zip(leaves, all_leaves(plan), strict=True)]
-    num_params, num_others = len(plan.leaves), len(plan.other_leaves)
-    fields = jax.tree.structure(other_fields(state), is_leaf=is_padded).unflatten(boxed[len(boxed) - num_others :])
-    if tx is not None:
-        fields["tx"] = tx
-    return state.replace(
-        params=plan.params_treedef.unflatten(boxed[:num_params]),
-        opt_state=plan.opt_treedef.unflatten(boxed[num_params : len(boxed) - num_others]),
-        **fields,
-    )
-
-
 def abstract_leaf(leaf: StateLeaf) -> jax.ShapeDtypeStruct | InRecords:
     """Returns the shape of a leaf as stored."""
     if leaf.in_records:
         return InRecords(leaf.path, leaf.stored_shape, leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=leaf.sharding)
-
-
-def map_state(fn: Callable[[jax.Array, StateLeaf], object], plan: ZeroPlan, state: S) -> S:
-    """Returns `state` with `fn(array, layout)` instead of every stored array. What is on disk does not change."""
-    pairs = zip(flat_state(state, plan), all_leaves(plan), strict=True)
-    return with_leaves(state, plan, [x if isinstance(x, InRecords) else fn(x, leaf) for x, leaf in pairs])

@@ -26,7 +26,6 @@ from jzero.core.layout.mesh import HOST_MEMORY, num_row_shards, row_axes
 from jzero.core.layout.padded import Padded, unbox
 from jzero.core.layout.placement import place_array
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.state.train_state import all_leaves, flat_nodes, map_state
 
 SMALL = 4096
 """Arrays of up to this many elements, such as masks, are not reported, whatever the persistence threshold is."""
@@ -55,7 +54,7 @@ def check_stored(state: TrainStateLike, plan: ZeroPlan) -> None:
     """Raises if the state's arrays do not have the shapes that the plan stores."""
     bad: list[str] = []
     params = {leaf.param for leaf in plan.leaves}
-    for x, leaf in zip(flat_nodes(state, plan), all_leaves(plan), strict=True):
+    for x, leaf in zip(plan.view.nodes(state), plan.view.leaves, strict=True):
         if leaf.in_records:  # handles
             continue
         if isinstance(x, Padded) and x.cut != leaf.cut:  # a leaf of another plan
@@ -172,7 +171,7 @@ def abstract_inputs(
 
 def abstract_state(plan: ZeroPlan, state: TrainStateLike) -> TrainStateLike:
     """Returns the state as shapes with shardings."""
-    return map_state(lambda x, leaf: _shape(x, leaf.sharding), plan, state)
+    return plan.view.map(lambda x, leaf: _shape(x, leaf.sharding), state)
 
 
 def _shape(x: jax.Array, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -199,7 +199,7 @@ def split_aux(result: PyTree, *, has_aux: bool) -> tuple[PyTree, PyTree]:
 
 def _check_has_rows(state: TrainStateLike, plan: ZeroPlan) -> None:
     """Raises if a program could not read parameters on disk."""
-    on_disk = [x.path for x in plan.flat_params(state.params) if isinstance(x, InRecords)]
+    on_disk = [x.path for x in plan.view.params.flat(state.params) if isinstance(x, InRecords)]
     if on_disk:
         raise ValueError(
             f"{on_disk[0]!r} is on disk (`Offload(params='disk')`), from which only steps called from Python read: "

@@ -27,7 +27,7 @@ from jzero.core.plan.table import format_bytes
 from jzero.core.processes.agree import are_several
 from jzero.core.state.adapter import Loss, Metrics, adapt_sharded
 from jzero.core.state.next_state import check_can_compute, next_state, scaled_grads
-from jzero.core.state.train_state import check_alive, map_state, write_fields
+from jzero.core.state.train_state import check_alive, write_fields
 from jzero.core.step.compiler_options import compiler_options as make_compiler_options
 from jzero.core.step.inputs import (
     Given,
@@ -75,7 +75,7 @@ class ValueAndGrad(Step):
         grads = result.grads
         if inputs.loss_scale is None:  # else 16 bits would lose the small gradients that the scale saved
             grads = [g.astype(leaf.grad.dtype) for g, leaf in zip(grads, plan.leaves, strict=True)]
-        return result.loss, result.aux, changed, plan.stored_grads(grads)
+        return result.loss, result.aux, changed, plan.view.stored_grads(grads)
 
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"
@@ -116,7 +116,7 @@ class TrainStep(Step):
 
     def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> PyTree:
         # Exactly those of the input, so that the next call has the same types and compiles nothing.
-        return map_state(lambda x, leaf: leaf.sharding, plan, state), None
+        return plan.view.map(lambda x, leaf: leaf.sharding, state), None
 
     def choice(
         self,

@@ -117,7 +117,7 @@ def _compares_trees(error: Exception) -> bool:
 def check_grads(plan: ZeroPlan, grads: PyTree) -> None:
     """Raises unless gradients have the structure of the parameters."""
     try:
-        plan.params_treedef.flatten_up_to(grads)
+        plan.view.params.nodes(grads)
     except ValueError as error:
         raise ValueError(
             "The gradients do not have the structure of the parameters. Parameters: "
@@ -127,7 +127,7 @@ def check_grads(plan: ZeroPlan, grads: PyTree) -> None:
 
 def check_params_stored(plan: ZeroPlan, params: PyTree) -> None:
     """Raises if parameters do not have the shape that the plan stores; optax could not add to them."""
-    for i, x in enumerate([] if params is None else plan.flat_params(params)):
+    for i, x in enumerate([] if params is None else plan.view.params.flat(params)):
         leaf = plan.leaves[i].param
         if np.shape(x) != leaf.stored_shape and i not in plan.keys:
             raise ValueError(

@@ -131,14 +131,14 @@ class ZeroTransformation:
           value: The loss, for optimizers that ask for it; `None` if it is not known.
           done: What passes over records computed, if state is there.
         """
-        plan, own, old = self.plan, _to_own_state(self.plan, state), self.plan.flat_params(params)
+        plan, own, old = self.plan, _to_own_state(self.plan, state), self.plan.view.params.flat(params)
         update, before = self.update_of_step(grads, state, params, applied, value)
         results, new = _results(plan, own, run_update(update, before, done), applied)
         stored = [
             x if y is None else y if isinstance(y, InRecords) else _store_new(y, leaf, plan, x)
             for x, y, leaf in zip(old, results, plan.leaves, strict=True)
         ]
-        return plan.stored_params(stored), _to_opt_state(plan, new)
+        return plan.view.params.stored(stored), _to_opt_state(plan, new)
 
     def update_of_step(
         self,
@@ -151,7 +151,7 @@ class ZeroTransformation:
         """Returns the update that `apply` runs, and its inputs, for passes over records; call it inside `jit`."""
         plan, own = self.plan, _to_own_state(self.plan, state)
         trained = frozenset(i for i, leaf in enumerate(plan.leaves) if leaf.trained)
-        before = _before(plan, own, grads, plan.flat_params(params))
+        before = _before(plan, own, grads, plan.view.params.flat(params))
         return WholeUpdate(plan, self.inner, trained), before._replace(applied=applied, value=value)
 
     def with_record_results(
@@ -164,11 +164,11 @@ class ZeroTransformation:
           results: New values by parameter, laid out like gradients.
           chosen: By parameter, the columns that have been updated meanwhile, see `jzero.core.update.columns`.
         """
-        plan, leaves = self.plan, self.plan.flat_params(params)
+        plan, leaves = self.plan, self.plan.view.params.flat(params)
         for i, result in results.items():
             new = with_others(plan, plan.leaves[i], leaves[i], result, chosen.get(i))
             leaves[i] = _store_new(new, plan.leaves[i], plan, leaves[i])
-        return plan.stored_params(leaves)
+        return plan.view.params.stored(leaves)
 
     def loss_scale(self, opt_state: PyTree) -> jax.Array | None:
         """Returns the factor of the loss, in float32; `None` without a loss scale."""
@@ -179,8 +179,8 @@ class ZeroTransformation:
 
     def constrain(self, params: PyTree) -> PyTree:
         """Lays stored parameters out as planned; in a user's loop the compiler may have chosen another layout."""
-        leaves = self.plan.flat_params(params)
-        return self.plan.params_treedef.unflatten(
+        leaves = self.plan.view.params.flat(params)
+        return self.plan.view.params.tree(
             [leaf.param.store(x) for x, leaf in zip(leaves, self.plan.leaves, strict=True)]
         )
 
@@ -188,11 +188,11 @@ class ZeroTransformation:
         """Returns stored parameters in their natural shapes and in the dtype that the loss sees."""
         if self.plan.params_on_disk:
             self._check_in_programs()
-        leaves = self.plan.flat_params(self.constrain(params))
+        leaves = self.plan.view.params.flat(self.constrain(params))
         natural = [
             leaf.param.load(round_to(x, leaf.compute_dtype)) for x, leaf in zip(leaves, self.plan.leaves, strict=True)
         ]
-        return self.plan.params_treedef.unflatten(natural)
+        return self.plan.view.params.tree(natural)
 
 
 def _check_set_mesh(plan: ZeroPlan) -> None:
@@ -210,9 +210,9 @@ def _check_set_mesh(plan: ZeroPlan) -> None:
 @functools.partial(jax.jit, static_argnums=0)
 def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
     plan = tx.plan
-    leaves = plan.flat_params(params)
+    leaves = plan.view.params.flat(params)
     optimizer_inputs = [optimizer_view(leaf.param.load(x), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
-    initial = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(optimizer_inputs)))
+    initial = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.view.params.tree(optimizer_inputs)))
     inner = [round_to(x, leaf.dtype) for x, leaf in zip(initial, plan.inner_leaves, strict=True)]
     masters = [
         None if leaf.master is None else x.astype(leaf.master.dtype)
@@ -234,11 +234,11 @@ def _update(
 ) -> tuple[PyTree, PyTree]:
     plan, own, applied = tx.plan, _to_own_state(tx.plan, state), tx.applied
     with jax.named_scope("zero_update"):
-        grads = plan.flat_params(updates)
+        grads = plan.view.params.flat(updates)
         overflowed = _find_overflows(plan, grads) if applied is None and plan.config.policy.skips else None
         if overflowed is not None:
             applied = ~jnp.any(overflowed)
-        stored = [None] * len(plan.leaves) if params is None else plan.flat_params(tx.constrain(params))
+        stored = [None] * len(plan.leaves) if params is None else plan.view.params.flat(tx.constrain(params))
         # A rounded sum is not determined by the update alone.
         rounded = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.dtype != x.update_dtype}
         new_params = frozenset[int]() if params is None else frozenset(rounded)
@@ -250,7 +250,7 @@ def _update(
         if overflowed is not None:
             new = with_next_loss_scale(own, new, plan.config.policy.loss_scale, overflowed)
         changes = [_change(plan, i, stored[i], x, i in new_params) for i, x in enumerate(results)]
-        result = plan.stored_params(changes) if params is None else jax.tree.structure(params).unflatten(changes)
+        result = plan.view.params.stored(changes) if params is None else jax.tree.structure(params).unflatten(changes)
         return result, _to_opt_state(plan, new, like=state)
 
 
@@ -261,7 +261,7 @@ def _before(plan: ZeroPlan, own: ZeroOptState, grads: Sequence[Grad[L]], params:
     """Returns the inputs of an update that have an entry per parameter or leaf of the optimizer's state."""
     nothing = [None] * len(plan.leaves)
     trained = [g if leaf.trained else None for g, leaf in zip(grads, plan.leaves, strict=True)]
-    masters = nothing if own.masters is None else plan.flat_params(own.masters)
+    masters = nothing if own.masters is None else plan.view.params.flat(own.masters)
     inner = plan.inner_treedef.flatten_up_to(own.inner)
     return Before(trained, params, masters, inner, nothing, own.num_updates)
 
@@ -277,7 +277,7 @@ def _results(
     return after.results, dataclasses.replace(
         own,
         inner=inner,
-        masters=None if own.masters is None else plan.params_treedef.unflatten(masters),
+        masters=None if own.masters is None else plan.view.params.tree(masters),
         num_updates=number,
     )
 
@@ -296,8 +296,8 @@ def _natural(plan: ZeroPlan, x: PyTree) -> PyTree:
     """Returns an argument of the optimizer in natural shapes if it has the structure of the parameters."""
     if jax.tree.structure(x, is_leaf=is_padded) != plan.params_treedef:
         return x
-    leaves = zip(plan.flat_params(x), plan.leaves, strict=True)
-    return plan.params_treedef.unflatten([leaf.grad.load(y) for y, leaf in leaves])
+    leaves = zip(plan.view.params.flat(x), plan.leaves, strict=True)
+    return plan.view.params.tree([leaf.grad.load(y) for y, leaf in leaves])
 
 
 def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: Stored) -> jax.Array:
@@ -353,7 +353,7 @@ def _place_update(update: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Arr
 
 def _to_own_state(plan: ZeroPlan, state: PyTree) -> ZeroOptState:
     """Returns the stored arrays as a `ZeroOptState`; jzero's own fields are `None` if the plan needs none."""
-    leaves = plan.opt_treedef.unflatten(plan.flat_opt_state(state))
+    leaves = plan.view.opt_state.tree(plan.view.opt_state.flat(state))
     return leaves if plan.has_opt_state else ZeroOptState(leaves, None, None, None)
 
 
@@ -362,7 +362,7 @@ def _to_opt_state(plan: ZeroPlan, own: ZeroOptState, *, like: PyTree = None) -> 
     state = own if plan.has_opt_state else own.inner
     if like is not None and not any(map(is_padded, jax.tree.leaves(like, is_leaf=is_padded))):
         return state  # of an NNX optimizer
-    return plan.stored_opt_state(plan.opt_treedef.flatten_up_to(state))
+    return plan.view.opt_state.stored(plan.view.opt_state.nodes(state))
 
 
 def _find_overflows(plan: ZeroPlan, grads: Sequence[jax.Array | None]) -> jax.Array:

@@ -146,7 +146,7 @@ class WholeUpdate:
 
     def __call__(self, x: Before[jax.Array]) -> After[jax.Array]:
         """Returns the new parameters, or their updates, and the new state."""
-        plan, tree = self.plan, self.plan.params_treedef.unflatten
+        plan, tree = self.plan, self.plan.view.params.tree
         knows = any(p is not None for p in x.params)
         optimizer_inputs = (
             [self._optimizer_input(*y) for y in zip(plan.leaves, x.params, x.masters, strict=True)]
@@ -159,7 +159,7 @@ class WholeUpdate:
         returned, new = call_update(
             self.tx, extra_args(x.value, grads), grads, plan.inner_treedef.unflatten(state), params, **given
         )
-        updates = [self._as_update(*y) for y in zip(plan.leaves, plan.flat_params(returned), strict=True)]
+        updates = [self._as_update(*y) for y in zip(plan.leaves, plan.view.params.flat(returned), strict=True)]
         results = [self._result(i, x, *y) for i, y in enumerate(zip(optimizer_inputs, updates, strict=True))]
         inner = [self._new_inner(j, x, y) for j, y in enumerate(plan.inner_treedef.flatten_up_to(new))]
         return After([result for result, _ in results], [master for _, master in results], inner)
