@@ -14,12 +14,12 @@ from jzero.checkpoint.matching import RestoreReport as RestoreReport
 from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
 from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
 from jzero.core.config.keep import Keep as Keep
-from jzero.core.config.leaf_rule import LeafRule as LeafRule
 from jzero.core.config.offload import Offload as Offload
 from jzero.core.config.offload import ZenFlow as ZenFlow
 from jzero.core.config.precision import DynamicLossScale as DynamicLossScale
 from jzero.core.config.precision import Precision as Precision
-from jzero.core.config.quantization import Quantization as Quantization
+from jzero.core.config.zero import LeafRule as LeafRule
+from jzero.core.config.zero import Quantization as Quantization
 from jzero.core.config.zero import ZeroConfig as ZeroConfig
 from jzero.core.disk.files import DiskError as DiskError
 from jzero.core.engine.outputs import Max as Max
@@ -42,7 +42,7 @@ from jzero.core.state.gather import update_params as update_params
 from jzero.core.state.init import init_train_state as init_train_state
 from jzero.core.state.offload import offload_train_state as offload_train_state
 from jzero.core.state.offload import reload_train_state as reload_train_state
-from jzero.core.state.pending import apply_pending as apply_pending
+from jzero.core.state.record_states import apply_pending as apply_pending
 from jzero.core.state.shard import abstract_train_state as abstract_train_state
 from jzero.core.state.shard import plan_train_state as plan_train_state
 from jzero.core.state.shard import shard_train_state as shard_train_state

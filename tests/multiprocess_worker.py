@@ -25,7 +25,7 @@ import optax
 from jax.experimental import multihost_utils
 
 import jzero
-from jzero.checkpoint import sharing
+from jzero.checkpoint import lock
 from jzero.core.disk.files import DiskError
 from jzero.core.processes import agree as _processes
 from jzero.core.processes import presence
@@ -149,13 +149,13 @@ def published(directory: pathlib.Path) -> dict[str, Any]:
 def saved_wrongly(directory: pathlib.Path, state: Any) -> dict[str, Any]:
     """Saves into folders that are not shared; returns what the processes are told."""
     own = directory / f"host{jax.process_index()}"
-    lag, sharing.LAG_S = sharing.LAG_S, 0.2
+    lag, lock.LAG_S = lock.LAG_S, 0.2
     faulthandler.dump_traceback_later(30, exit=True)  # unless folders are compared, orbax waits for minutes
     results: dict[str, Any] = {}
     results["not shared"] = message(lambda: jzero.save_checkpoint(own / "c", state))
     results["not shared by managers"] = message(lambda: jzero.CheckpointManager(own / "run").save(state))
     faulthandler.cancel_dump_traceback_later()
-    sharing.LAG_S = lag
+    lock.LAG_S = lag
     results["left there"] = sorted(str(path) for path in own.rglob("*") if path.name != "jzero.lock")
     return results
 

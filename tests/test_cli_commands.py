@@ -9,7 +9,7 @@ import pytest
 
 import jzero
 from jzero.cli import doctor
-from jzero.cli.disk_report import examine_disk
+from jzero.cli.doctor import examine_disk
 from jzero.machines import topologies
 from tests import pages
 from tests.cli_runs import data_of, folder, message_of, run, text_of  # noqa: F401  # fixtures

@@ -17,9 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 import jzero.data
-from jzero.data.interleave import Lanes
-from jzero.data.order import EpochOrder
-from jzero.data.position import BatchSchedule, Position
+from jzero.data.files import Lanes
+from jzero.data.position import BatchSchedule, EpochOrder, Position
 from tests.data_examples import Source, examples, make, whole_lines, with_noise
 
 

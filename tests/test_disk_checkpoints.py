@@ -20,10 +20,9 @@ import pytest
 import jzero
 from jzero.checkpoint import disk_places
 from jzero.checkpoint.disk_places import in_natural, in_stored
-from jzero.core.layout.box import Box
+from jzero.core.layout.box import Box, record_boxes
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.leaves import StateLeaf
-from jzero.core.layout.records import record_boxes
 from tests.checkpoint_states import assert_same_bits, mesh
 from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
     expected,

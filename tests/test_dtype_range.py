@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jzero
-from jzero.core.layout.dtype_range import describe_misfit
+from jzero.core.layout.casts import describe_misfit
 
 
 @pytest.mark.parametrize(

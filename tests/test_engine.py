@@ -98,7 +98,7 @@ def test_gradients_equal_plain_jax_at_every_stage(stage, devices, options):
 @pytest.mark.slow
 def test_the_loss_has_a_gradient_by_the_batch_too(monkeypatch):
     """Also that of what layers hand on which does not depend on parameters."""
-    monkeypatch.setattr("jzero.core.engine.prefetch.MOST_IN_VAIN", 1.0)
+    monkeypatch.setattr("jzero.core.engine.loops.MOST_IN_VAIN", 1.0)
 
     def loss_fn(p, batch):
         def layer(carry, w):

@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 from optax import contrib
 
 import jzero
-from jzero.core.update.extra_args import call_update
+from jzero.core.update.whole import call_update
 from tests.drawn import to_jax
 
 W = np.random.default_rng(0).normal(size=(5, 23)).astype(np.float32)

@@ -15,7 +15,7 @@ from jzero.core.step import train_step
 from jzero.core.step.inputs import bytes_on_device
 from jzero.core.step.train_step import TrainStep
 from jzero.estimate import keeping
-from jzero.machines import driver, limits
+from jzero.machines import limits
 from jzero.machines.machine import machine
 from tests.shared import whole
 from tests.test_keep import loss_fn, make_batch, make_params, on_one_device
@@ -134,7 +134,7 @@ def test_what_other_processes_hold_is_not_left(monkeypatch, stats, free, limit):
 
 
 def make_driver(fails, held):
-    """Stands in for CUDA's driver, one of whose functions fails; counts what it is not given back."""
+    """Stands in for CUDA's limits, one of whose functions fails; counts what it is not given back."""
 
     def fill(name, place, value):
         place._obj.value = value
@@ -156,7 +156,7 @@ def make_driver(fails, held):
 def test_the_driver_is_asked_for_the_memory_that_nobody_holds(monkeypatch, fails):
     held, device = collections.Counter(), types.SimpleNamespace(local_hardware_id=2)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: make_driver(fails, held))
-    assert driver.free_bytes(device) == (None if fails else 5 * 2**30)
+    assert limits.free_bytes(device) == (None if fails else 5 * 2**30)
     assert not any(held.values())
 
 

@@ -21,7 +21,7 @@ from jzero.cli.decoder import make_loss, make_state
 from jzero.cli.request import PlanRequest
 from jzero.cli.sizes import NAMED, TOLERANCE, count, model_sizes, parse_count
 from jzero.cli.source import load_source
-from jzero.core.plan.state_bytes import BytesPerDevice
+from jzero.core.plan.planned_bytes import BytesPerDevice
 from jzero.core.plan.table import format_bytes
 from tests import cli_models
 from tests.cli_runs import fit_tries_little  # noqa: F401  # a fixture

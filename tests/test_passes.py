@@ -9,13 +9,12 @@ from jax import lax
 
 import jzero
 from jzero.core.base import compat
-from jzero.core.engine.gradient_exits import Reduction
+from jzero.core.engine.gradient_rules import Reduction
 from jzero.core.engine.reduce_early import reduce_early
 from jzero.core.engine.roles import Role
 from jzero.core.engine.trace import LossInputs, trace_loss
 from jzero.core.layout.cut import Cut
-from jzero.core.layout.route import Hop, Route
-from jzero.core.layout.sums import Sums
+from jzero.core.layout.route import Hop, Route, Sums
 from tests import shared
 
 WIDTH = 16

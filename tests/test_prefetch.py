@@ -25,7 +25,7 @@ AMPLE = 2**30
 @pytest.fixture(autouse=True)
 def short_loops_too(monkeypatch):
     """Loops of these tests have few turns, whose last gathers a large share in vain."""
-    monkeypatch.setattr("jzero.core.engine.prefetch.MOST_IN_VAIN", 1.0)
+    monkeypatch.setattr("jzero.core.engine.loops.MOST_IN_VAIN", 1.0)
 
 
 def on(platform, monkeypatch):

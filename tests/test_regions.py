@@ -7,8 +7,8 @@ import numpy as np
 from jzero.core.base import compat
 from jzero.core.jaxpr import primitives
 from jzero.core.jaxpr.flat import flattened
-from jzero.core.jaxpr.products import cost_of, mixes
 from jzero.core.jaxpr.regions import find_regions, flow_of
+from jzero.core.jaxpr.sizes import cost_of, mixes
 from tests.drawn import to_jax
 
 A, B = (4, 6), (5, 3)

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis import schedule, trace_file
+from jzero.analysis import schedule
 from jzero.analysis.hlo import parse_hlo
 from jzero.machines.machine import machine
 
@@ -112,7 +112,7 @@ def test_collectives_have_the_names_of_what_they_are_for(compiled, tmp_path):
 
 
 def test_what_is_left_out_is_told(compiled, tmp_path, monkeypatch):
-    for module in (schedule, trace_file):
+    for module in (schedule, schedule):
         monkeypatch.setattr(module, "MAX_SPANS", 5)
     trace, timeline = saved(compiled, tmp_path / "trace.json")
     own = tracks(trace)["computation"]

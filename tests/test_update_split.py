@@ -13,7 +13,7 @@ import pytest
 
 from jzero.core.base import compat
 from jzero.core.jaxpr.flat import flattened
-from jzero.core.jaxpr.products import mixes
+from jzero.core.jaxpr.sizes import mixes
 from jzero.core.plan.opt_leaves import find_owners
 from jzero.core.update.split import EquationKind, kernel_of, split_update
 from tests.drawn import to_jax

@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 import jzero
 from jzero.core.disk.files import DiskError, UnnamedFile
 from jzero.core.disk.stores import RamStore
-from jzero.core.records import background
-from jzero.core.records.threads import in_thread
+from jzero.core.records import schedules
+from jzero.core.records.schedules import in_thread
 from jzero.core.state.record_states import records_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
@@ -314,7 +314,7 @@ def test_ctrl_c_while_a_step_waits_starts_no_second_update(monkeypatch):
     thread = threading.Thread(target=interrupt)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(RamStore, "write", slow)
-    monkeypatch.setattr(background, "in_thread", counted)
+    monkeypatch.setattr(schedules, "in_thread", counted)
     try:
         state, _ = step(state, models.mlp_batch(48, seed=0))  # its update begins
         with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jzero.core.base.text import Report, format_rows, picked
-from jzero.core.plan.state_bytes import BytesPerDevice
+from jzero.core.plan.planned_bytes import BytesPerDevice
 from jzero.core.plan.table import format_bytes
 
 STEP = "activations, gathered weights, logits"

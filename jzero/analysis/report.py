@@ -13,8 +13,7 @@ from jzero.analysis.collectives import CompiledCollective
 from jzero.analysis.figure import draw
 from jzero.analysis.memory import Memory
 from jzero.analysis.memory_table import MemoryTable
-from jzero.analysis.schedule import Timeline
-from jzero.analysis.trace_file import trace_of
+from jzero.analysis.schedule import Timeline, trace_of
 from jzero.analysis.violations import MATRICES, PlanViolation
 from jzero.core.base.text import Report, as_data, format_rows, picked, table_rows
 from jzero.core.layout.route import bytes_on_port

@@ -20,8 +20,7 @@ from jzero.analysis.replanning import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_programs import check_update_of
 from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.config.offload import Offload
-from jzero.core.config.quantization import Quantization
-from jzero.core.config.zero import ZeroConfig
+from jzero.core.config.zero import Quantization, ZeroConfig
 from jzero.core.engine.recompute import Remat
 from jzero.core.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
 from jzero.core.plan.plan import ZeroPlan

@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 import jax
 
-from jzero.core.layout.box import Box, Index, runs
+from jzero.core.layout.box import Box, Index, record_boxes, runs
 from jzero.core.layout.leaves import StateLeaf
-from jzero.core.layout.records import record_boxes
 from jzero.core.plan.plan import ZeroPlan
 
 

@@ -27,8 +27,7 @@ from jzero.checkpoint.damage import reading
 from jzero.checkpoint.disk_places import PlacedBox, in_natural
 from jzero.checkpoint.disk_saving import masters_on_disk, one_device
 from jzero.core.base.types import DType
-from jzero.core.layout.casts import round_to
-from jzero.core.layout.dtype_range import describe_misfit
+from jzero.core.layout.casts import describe_misfit, round_to
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.processes.agree import succeed_together
 from jzero.core.records.opening import open_records

@@ -34,7 +34,7 @@ from jzero.checkpoint.shards import read_shards
 from jzero.core.base.types import State, TrainStateLike
 from jzero.core.config.precision import is_key
 from jzero.core.config.settings import FLAG, check_fields
-from jzero.core.layout.dtype_range import describe_misfit
+from jzero.core.layout.casts import describe_misfit
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.placement import copy_array, on_device
 from jzero.core.layout.stored import InRecords

@@ -23,6 +23,7 @@ from jzero.checkpoint.disk_places import is_streamed
 from jzero.checkpoint.disk_saving import DiskArray, Snapshot
 from jzero.checkpoint.extras import encode, iterator_position
 from jzero.checkpoint.leaves import TargetLeaf, natural_state
+from jzero.checkpoint.lock import check_shared
 from jzero.checkpoint.orbax_io import (
     EXTRA,
     EXTRA_ARRAYS,
@@ -34,7 +35,6 @@ from jzero.checkpoint.orbax_io import (
     dtype_on_disk,
     handler_registry,
 )
-from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.core.base.text import as_data
 from jzero.core.base.types import State, TrainStateLike
@@ -46,8 +46,7 @@ from jzero.core.plan.state_fields import frozen_fields
 from jzero.core.processes.agree import MEET_S, agree, are_several, check_wait, exchange, succeed_together
 from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import adapt_sharded
-from jzero.core.state.pending import apply_pending
-from jzero.core.state.record_states import records_of
+from jzero.core.state.record_states import apply_pending, records_of
 from jzero.core.state.train_state import check_alive
 
 _THREAD = Uninterrupted()

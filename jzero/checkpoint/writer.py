@@ -15,11 +15,10 @@ from etils import epath
 
 from jzero.checkpoint.contents import find_steps
 from jzero.checkpoint.damage import CheckpointError
-from jzero.checkpoint.lock import DirectoryLock
+from jzero.checkpoint.lock import DirectoryLock, check_shared
 from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import Items, save_error
-from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.core.processes.agree import succeed_together
 

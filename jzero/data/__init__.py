@@ -1,7 +1,7 @@
 """Batches for ZeRO's steps, read with Grain. Each process loads its own rows, in an order independent of their number.
 
-Read `loader`, `iterator`, `position` (in epochs) and `order` (of an epoch), `pipeline` (works ahead) with `examples`
-and `rows`, then `files` with `sequential` and `interleave`.
+Read `loader`, `iterator`, `position` (in epochs, and their order), `pipeline` (works ahead) with `examples` and `rows`,
+then `files`.
 """
 
 try:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
+import heapq
 import json
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jzero.core.config.settings import check, integer
 from jzero.core.processes.agree import exchange
-from jzero.data.interleave import Lanes
-from jzero.data.sequential import SequentialFile
 
 
 class FileSource:
@@ -155,3 +156,72 @@ def _fingerprint(paths: Sequence[str], counts: Sequence[int], interleave: int) -
     # Only the names, since the folder may be elsewhere on another machine.
     files = [[os.path.basename(path), count] for path, count in zip(paths, counts, strict=True)]
     return hashlib.sha256(json.dumps([files, interleave]).encode()).hexdigest()[:16]
+
+
+class SequentialFile:
+    """A file's examples by number; reading in order is cheap, and going back starts the file again.
+
+    Args:
+      read: Yields the examples of a file.
+      path: The file.
+    """
+
+    def __init__(self, read: Callable[[Any], Iterable[Any]], path: Any) -> None:
+        self._read, self._path = read, path
+        self._lock = threading.Lock()
+        self._examples: Iterator[Any] | None = None
+        self._next = 0
+        self._last: Any = None
+
+    def __getitem__(self, number: int) -> Any:
+        with self._lock:
+            if self._examples is None or number < self._next - 1:
+                self._examples, self._next = iter(self._read(self._path)), 0
+            try:
+                while self._next <= number:
+                    self._last = next(self._examples)
+                    self._next += 1
+            except BaseException as error:
+                self._examples = None  # a generator that raised has ended: the next attempt starts again
+                if isinstance(error, StopIteration):
+                    raise IndexError(f"it ends after {self._next} examples") from None
+                raise
+            return self._last
+
+
+class Lanes:
+    """Files dealt out to lanes that take turns: the first example of each lane, then the second of each, and so on.
+
+    A lane is a chain of files; each file goes to the lane that is shortest so far. A lane that has ended is skipped.
+
+    Args:
+      counts: Examples of each file.
+      num_lanes: Number of lanes; with one, the files follow each other.
+    """
+
+    def __init__(self, counts: Sequence[int], num_lanes: int) -> None:
+        lengths = [(0, lane) for lane in range(num_lanes)]
+        self._files: list[list[int]] = [[] for _ in range(num_lanes)]
+        self._starts: list[list[int]] = [[] for _ in range(num_lanes)]
+        for file, count in enumerate(counts):
+            length, lane = lengths[0]
+            heapq.heapreplace(lengths, (length + count, lane))
+            self._files[lane].append(file)
+            self._starts[lane].append(length)
+        self._lengths = np.zeros(num_lanes, np.int64)
+        for length, lane in lengths:
+            self._lengths[lane] = length
+        # Between two of these rounds the same lanes take part; `_before` counts the examples before each.
+        self._rounds = np.unique(np.append(self._lengths, 0))
+        self._before = [int(np.minimum(self._lengths, number).sum()) for number in self._rounds]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Returns the file that holds an example, and the example's number in that file."""
+        phase = bisect.bisect_right(self._before, index) - 1
+        first = int(self._rounds[phase])
+        taking_part = np.flatnonzero(self._lengths > first)
+        further, turn = divmod(index - self._before[phase], len(taking_part))
+        lane, place = int(taking_part[turn]), first + further
+        # If several files start at the same place, all but the last are empty.
+        number = bisect.bisect_right(self._starts[lane], place) - 1
+        return self._files[lane][number], place - self._starts[lane][number]

@@ -14,8 +14,7 @@ import numpy as np
 from absl import flags
 
 from jzero.data.examples import WEIGHTS, Example, ExampleSpec, example_spec, stack
-from jzero.data.order import EpochOrder
-from jzero.data.position import BatchSchedule, Position
+from jzero.data.position import BatchSchedule, EpochOrder, Position
 from jzero.data.rows import LocalRows
 
 PyTree = Any

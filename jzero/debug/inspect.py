@@ -10,16 +10,14 @@ from jax.typing import ArrayLike
 
 from jzero.core.base.types import PyTree, State
 from jzero.core.config.precision import is_key, widen
-from jzero.core.layout.casts import apply_edits
-from jzero.core.layout.dtype_range import describe_misfit
+from jzero.core.layout.casts import apply_edits, describe_misfit
 from jzero.core.layout.leaves import StateLeaf, gather_leaves
 from jzero.core.layout.padded import is_padded
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import other_fields
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.gather import place_given, write_params
-from jzero.core.state.pending import apply_pending
-from jzero.core.state.record_states import kept_in_records, readable
+from jzero.core.state.record_states import apply_pending, kept_in_records, readable
 from jzero.core.state.train_state import check_alive
 
 DEEPSPEED_NAMES = {"exp_avg": "mu", "exp_avg_sq": "nu"}

@@ -16,10 +16,10 @@ from jax.typing import ArrayLike
 from jzero.core.arrays.collectives import fold_keys
 from jzero.core.base.types import DType, PyTree, TrainStateLike
 from jzero.core.config.precision import is_key, scale_by, widen
-from jzero.core.engine.meshes import MeshFacts
 from jzero.core.engine.outputs import Weighted
 from jzero.core.engine.rules import start_walk
 from jzero.core.engine.trace import carried_leaves, param_shape
+from jzero.core.engine.walk import MeshFacts
 from jzero.core.engine.written_variables import Changed, by_field, by_path, unchanged_shape
 from jzero.core.layout.casts import round_to
 from jzero.core.layout.leaves import StateLeaf
@@ -29,7 +29,7 @@ from jzero.core.layout.set_mesh import set_if_explicit
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.adapter import Loss, adapt
 from jzero.core.state.train_state import write_fields
-from jzero.core.update.extra_args import call_update, extra_args
+from jzero.core.update.whole import call_update, extra_args
 
 A = TypeVar("A", jax.Array, jax.ShapeDtypeStruct)
 

@@ -1,6 +1,5 @@
 """What a traced step takes: its memory, collectives and time, without a compiler or a device.
 
-Read `step_memory` with `traced` (the step's trace as operations on buffers), `buffers`, `sizes`, `footprint` (the most
-that lives at once), `postponed` and `record_memory`; then `step_time`, `traced_collectives` and
-`keeping` (chooses what a step keeps).
+Read `step_memory` with `traced` (the step's trace as operations on buffers), `buffers` and `footprint` (the most
+that lives at once); then `step_time`, `traced_collectives` and `keeping` (chooses what a step keeps).
 """

@@ -1,13 +1,27 @@
-"""Computes the memory of a traced program on one device: each buffer counts from its write to its last use."""
+"""Computes the memory of a traced program on one device: each buffer counts from its write to its last use.
+
+[Note: Postponed gradients]
+A weight's gradient has no reader in the rest of the backward pass. The operation that makes it is a product, or a
+reduction, such as that of the cotangents of a bias that all layers add to their scores. XLA's scheduler for GPUs goes
+from the results back to the arguments, so it runs such operations late, and their operands stay in memory until then:
+before the next barrier if a later part of the backward pass waits for the gradient, else after the backward pass.
+
+`estimate_step_memory` takes the larger of this peak and that of loss and gradients, whose program ends before. All
+reduced gradients are on the device, and the shards of new parameters. Beside them either records pass through, or
+parameters that every device stores unsharded are gathered.
+"""
 
 from __future__ import annotations
 
+import bisect
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+from jzero.core.jaxpr.sizes import itemsize
+from jzero.core.plan.plan import ZeroPlan
 from jzero.estimate.buffers import Buffer, BufferKind, BufferOperation, TracedProgram
-from jzero.estimate.postponed import postpone_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,3 +146,70 @@ def _reducing_loops(program: TracedProgram) -> Iterator[tuple[int, TracedProgram
 
 def _reduced_bytes(body: TracedProgram) -> int:
     return sum(x.num_bytes for x in body.transfers if x.kind == "reduce-scatter")
+
+
+def postpone_gradients(program: TracedProgram) -> TracedProgram:
+    """Returns one body of code that makes gradients as late as it may, see [Note: Postponed gradients]."""
+    operations, end = program.operations, len(program.operations)
+    starts = [x.start for x in program.barriers]
+    awaited = {t for x in program.barriers for t in x}  # barriers, and what they wait for
+    place: list[float] = [*range(end), end]
+    reader: dict[int, int] = {}  # of each buffer, the first operation that reads it
+    for t in reversed(range(end)):
+        op = operations[t]
+        if op.backward and op.may_wait:
+            first = min((reader.get(i, end) for i in op.writes), key=place.__getitem__)
+            place[t] = place[first] - 0.5
+            following = bisect.bisect_right(starts, t)
+            if first in awaited and following < len(starts):
+                awaited.add(t)
+                place[t] = min(place[t], starts[following] - 0.5)
+        for i in op.reads:
+            if place[t] < place[reader.get(i, end)]:
+                reader[i] = t
+    late = copy.copy(program)
+    late.operations = [operations[t] for t in sorted(range(end), key=place.__getitem__)]
+    return late
+
+
+def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[BufferKind, int]:
+    """Returns the bytes at the peak of an update on records, by purpose.
+
+    Args:
+      plan: The plan of a state in records.
+      gpu: Whether XLA compiles for GPUs, where it gathers new parameters together.
+      limit: The bytes that its scheduler plans with.
+    """
+    on_device = [leaf.grad for leaf in plan.leaves if leaf.trained and leaf.param.memory != "host"]
+    grads = sum(leaf.bytes_per_device for leaf in on_device)
+    new = sum(math.prod(plan.leaves[i].grad.part_shape) * _result_bytes(plan, i) for i in plan.record_fields)
+    unsharded = [leaf.param for leaf in plan.leaves if leaf.trained and not leaf.param.cut and leaf.grad.cut]
+    sizes = [leaf.bytes_per_device for leaf in unsharded] if gpu else []
+    gathered, moving = regathered_bytes(sizes, limit), _moving_bytes(plan)
+    return {
+        "activations": 0,
+        "gradients": grads,
+        "gathered": gathered if gathered > moving else 0,
+        "working": new + (0 if gathered > moving else moving),
+    }
+
+
+def _moving_bytes(plan: ZeroPlan) -> int:
+    """Returns the bytes of the records that pass through a device at a time."""
+    offload = plan.config.offload
+    if offload.compute == "host":
+        return 0
+    sizes = []
+    for i, fields in plan.record_fields.items():
+        leaf = plan.leaves[i]
+        # Fields pass both ways; the gradient, and a parameter without a master, come in; the new parameter goes out.
+        read = itemsize(leaf.grad.dtype) + (0 if leaf.master else itemsize(leaf.param.dtype))
+        per_element = 2 * sum(itemsize(x.dtype) for x in fields) + read + _result_bytes(plan, i)
+        sizes.append(per_element * max(record.size for record in plan.record_boxes(i)))
+    return (2 * offload.disk_threads + 1) * max(sizes, default=0)
+
+
+def _result_bytes(plan: ZeroPlan, i: int) -> int:
+    """Returns the bytes of an element of a new parameter; one on the host is never complete on the device."""
+    leaf = plan.leaves[i].param
+    return 0 if leaf.memory == "host" else itemsize(leaf.dtype)

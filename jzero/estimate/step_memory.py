@@ -16,13 +16,11 @@ from jzero.core.base.text import Report, format_rows
 from jzero.core.base.types import PyTree, State
 from jzero.core.layout.mesh import AnyMesh, platform_of
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.plan.state_bytes import BytesPerDevice
+from jzero.core.plan.planned_bytes import BytesPerDevice
 from jzero.core.plan.table import format_bytes
 from jzero.core.step.train_step import TrainStep
-from jzero.estimate.buffers import Buffer, Transfer
-from jzero.estimate.footprint import footprint
-from jzero.estimate.record_memory import update_at_peak
-from jzero.estimate.sizes import bytes_of
+from jzero.estimate.buffers import Buffer, Transfer, bytes_of
+from jzero.estimate.footprint import footprint, update_at_peak
 from jzero.estimate.step_time import CollectiveTraffic, StepTime, step_time, traffic_of
 from jzero.estimate.traced import trace_program
 from jzero.machines.machine import Machine

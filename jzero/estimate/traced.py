@@ -40,8 +40,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
 from jzero.core.engine.placed import PLACED, collectives_of, gather_p, operations_of
+from jzero.core.jaxpr.equations import find_needed
 from jzero.core.jaxpr.interpret import Piece, propagate
-from jzero.core.jaxpr.liveness import find_needed
 from jzero.core.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
 from jzero.estimate.buffers import (
     SLICES,
@@ -52,8 +52,11 @@ from jzero.estimate.buffers import (
     Product,
     TracedProgram,
     Transfer,
+    bytes_of,
+    dims_are_adjacent,
+    product_flops,
+    size_of,
 )
-from jzero.estimate.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
 
 FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
 REDUCTIONS = primitives_with(Trait.REDUCTION) | {"gather"}

@@ -1,4 +1,4 @@
 """Bridges to model libraries, which present their objects as train states. Only these modules import the libraries.
 
-Read `flax_state`, then `nnx` with `nnx_changes`.
+Read `flax_state`, then `nnx`.
 """

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jzero.machines.accelerators import GPUS
-from jzero.machines.driver import free_bytes
 from jzero.machines.machine import Machine, machine
 from jzero.machines.topologies import topology_devices
 
@@ -122,3 +122,22 @@ def _least(hardware: Machine | None, device: jax.Device | None, own: int | None 
     bounds += [int(figures["bytes_limit"]) // ROUNDED * ROUNDED] if "bytes_limit" in figures else []
     others = 0 if own is None else max(0, int(figures.get("bytes_in_use", 0)) - own)
     return max(0, min(bounds) - -(-others // ROUNDED) * ROUNDED) if bounds else None
+
+
+def free_bytes(device: jax.Device) -> int | None:
+    """Returns the bytes of a GPU that no process has taken; `None` if CUDA's driver does not say."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    gpu, context, free, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    if cuda.cuDeviceGet(ctypes.byref(gpu), device.local_hardware_id):
+        return None
+    if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu):  # jax's own, which exists
+        return None
+    failed = cuda.cuCtxPushCurrent_v2(context)
+    if not failed:
+        failed = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
+    cuda.cuDevicePrimaryCtxRelease_v2(gpu)
+    return None if failed else free.value

@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 
+from jzero.core.base import text
 from jzero.core.config.settings import FLAG, check, integer, optional
+from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.table import plan_summary
 from jzero.monitor.profiler import StepProfiler
 from jzero.monitor.progress import Bar, Lines, make_display
 from jzero.monitor.readings import PREFIX, fetch, peak_device_bytes, scalars
-from jzero.monitor.run_settings import settings_as_data
 from jzero.monitor.sinks import Sink
 
 
@@ -264,3 +266,16 @@ class Monitor:
     def _check_entered(self) -> None:
         if self._since is None:
             raise RuntimeError("A monitor works inside of `with`: `with jzero.Monitor(...) as monitor:`.")
+
+
+def settings_as_data(value: Any) -> Any:
+    """Returns settings as nested dictionaries and lists of numbers and text.
+
+    A plan becomes its summary, a dataclass (such as a `ZeroConfig`) a dictionary of its fields; of anything else that
+    is no number, text, list or dictionary, its text.
+    """
+    if isinstance(value, ZeroPlan):
+        return {**plan_summary(value), "config": text.as_data(value.config)}
+    if isinstance(value, Mapping):
+        return {str(name): settings_as_data(x) for name, x in value.items()}
+    return text.as_data(value)

@@ -2,5 +2,5 @@
 
 Read `mapping` (what users say), `entries` (what follows from it: which box of which tensor is which box of which
 parameter), `loading`, and `draft` with `exporting` (the two ways to read an entry), then `safetensors_files`,
-`families`, `config` with its tables `model_types` and `rotary`, and `peft`.
+`families`, `config` with its tables `model_types`, and `peft`.
 """

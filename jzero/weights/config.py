@@ -26,10 +26,11 @@ from jzero.weights.model_types import (
     OWN,
     POST_NORMS,
     QK_NORMS,
+    ROTARY,
     SIZE,
     SLIDING,
+    inverse_frequencies,
 )
-from jzero.weights.rotary import ROTARY, inverse_frequencies
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"

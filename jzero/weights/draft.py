@@ -19,7 +19,7 @@ from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.leaves import Keys
 from jzero.core.base.types import DType
 from jzero.core.layout.box import Box, tile
-from jzero.core.layout.dtype_range import describe_misfit
+from jzero.core.layout.casts import describe_misfit
 from jzero.weights.entries import (
     AS_IT_IS,
     Entry,

@@ -21,12 +21,12 @@ from jzero.checkpoint.restoring import PARAMS, Choice, RestoreTarget, check_fit,
 from jzero.checkpoint.shards import place
 from jzero.core.base.types import State
 from jzero.core.layout.box import Box
+from jzero.core.layout.casts import describe_misfit
 from jzero.core.layout.cut import Cut
-from jzero.core.layout.dtype_range import describe_misfit
 from jzero.core.plan.table import format_bytes
 from jzero.core.processes.agree import succeed_together
 from jzero.core.state.adapter import adapt_sharded
-from jzero.core.state.pending import apply_pending
+from jzero.core.state.record_states import apply_pending
 from jzero.core.state.train_state import check_alive
 from jzero.weights.entries import AS_IT_IS, Entry, Problems, Rule, copy_into, match_tensors, names_in, rule_of
 from jzero.weights.families import resolve_mapping

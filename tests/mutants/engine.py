@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "shards_read_by_others",
-        "core/engine/def_use.py",
+        "core/engine/gradient_rules.py",
         "and self._uses[atom] == 1",
         "",
         "test_passes.py::test_what_something_else_reads_is_no_shard",
@@ -99,7 +99,7 @@ MUTANTS = [
     ),
     Mutant(
         "any_loop_stands_between",
-        "core/engine/def_use.py",
+        "core/engine/gradient_rules.py",
         'x.primitive.name == "scan" and mixes(x)',
         'x.primitive.name == "scan"',
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop_over_layers",
@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared_leaf_gathered_twice",
-        "core/engine/shared_leaves.py",
+        "core/engine/lazy.py",
         "i = index.setdefault(x, len(leaves))",
         "i = len(leaves)",
         "test_passes.py::test_a_parameter_that_goes_into_a_call_twice_is_gathered_once",
@@ -207,7 +207,7 @@ MUTANTS = [
     ),
     Mutant(
         "constraints_dropped",
-        "core/engine/meshes.py",
+        "core/engine/walk.py",
         "return constrain_lazy(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)",
         "return x",
         "test_model_axis.py::test_shardings_of_calls_are_constraints",
@@ -223,7 +223,7 @@ MUTANTS = [
     ),
     Mutant(
         "last_turn_gathers_in_vain",
-        "core/engine/prefetch.py",
+        "core/engine/loops.py",
         "MOST_IN_VAIN = 1 / 32",
         "MOST_IN_VAIN = 1.0",
         "test_prefetch.py::test_the_last_turn_gathers_little_in_vain",

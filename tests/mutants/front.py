@@ -6,14 +6,14 @@ MUTANTS = [
     # Data.
     Mutant(
         "data_order_ignores_epoch",
-        "data/order.py",
+        "data/position.py",
         "return _permute(place, self.num_examples, (self.seed, epoch))",
         "return _permute(place, self.num_examples, (self.seed, 0))",
         "test_data_loader.py::test_orders_differ_by_epoch_and_seed_and_are_not_shared",
     ),
     Mutant(
         "windows_are_shuffled_alike_in_each_epoch",
-        "data/order.py",
+        "data/position.py",
         "_permute(offset, size, (self.seed, epoch, number))",
         "_permute(offset, size, (self.seed, 0, number))",
         "test_data_loader.py::test_windows_are_shuffled_inside_and_among_themselves",
@@ -78,7 +78,7 @@ MUTANTS = [
     ),
     Mutant(
         "products_of_experts_take_no_time",
-        "estimate/sizes.py",
+        "estimate/buffers.py",
         '"ragged_dot_general":',
         '"ragged_dot":',
         "test_step_memory.py::test_each_row_of_a_ragged_product_meets_one_matrix",
@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     Mutant(
         "gathered_parameters_keep_their_dtype",
-        "core/state/layouts.py",
+        "core/state/gather.py",
         "cast_dtype(leaf.dtype, dtype)",
         "leaf.dtype",
         "test_gather.py::test_values_are_those_of_numpy",
@@ -180,14 +180,14 @@ MUTANTS = [
     ),
     Mutant(
         "rules_of_outer_blocks_do_not_count",
-        "deepspeed/verdicts.py",
+        "deepspeed/conversion.py",
         'if letter == "."]',
         'if letter == "."][-1:]',
         "test_from_deepspeed_keys.py::test_stage_0_has_nothing_to_offload_or_to_refuse",
     ),
     Mutant(
         "refused_values_give_arguments",
-        "deepspeed/verdicts.py",
+        "deepspeed/conversion.py",
         'if owner and (ruling is None or ruling.verdict == "honoured"):',
         "if owner:",
         "test_from_deepspeed_keys.py::test_stage_3_keys_mean_nothing_before",

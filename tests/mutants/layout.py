@@ -41,9 +41,9 @@ MUTANTS = [
     # Padded leaves, and what an optimizer asks for.
     Mutant(
         "optimizer_leaves_are_stored_arrays",
-        "core/plan/state_layout.py",
-        "return self.opt_treedef.unflatten([leaf.box(x) for",
-        "return self.opt_treedef.unflatten([x for",
+        "core/plan/trees.py",
+        "return self.treedef.unflatten([leaf.box(x) for",
+        "return self.treedef.unflatten([x for",
         "test_padded.py::test_functions_of_parameters_gradients_and_optimizer_state_see_one_shape",
     ),
     Mutant(
@@ -69,14 +69,14 @@ MUTANTS = [
     ),
     Mutant(
         "arguments_that_an_optimizer_refuses_are_errors",
-        "core/update/extra_args.py",
+        "core/update/whole.py",
         "if found is None or found[1] in given or found[1] not in extra:",
         "if True:",
         "test_extra_args.py::test_a_part_of_an_optimizer_gets_the_arguments_that_it_takes",
     ),
     Mutant(
         "notes_on_every_error_of_an_optimizer",
-        "core/update/extra_args.py",
+        "core/update/whole.py",
         "            if _compares_trees(error):\n",
         "            if True:\n",
         "test_extra_args.py::test_an_error_of_an_optimizer_that_has_nothing_to_do_with_its_arguments_is_its_own",
@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     Mutant(
         "optimizer_not_told_the_loss",
-        "core/update/extra_args.py",
+        "core/update/whole.py",
         'return {} if value is None else {"value": value, "grad": grads}',
         "return {}",
         "test_extra_args.py::test_a_train_step_hands_over_the_loss_and_the_gradients",
@@ -198,14 +198,14 @@ MUTANTS = [
     ),
     Mutant(
         "predivide_dropped",
-        "core/layout/sums.py",
+        "core/layout/route.py",
         "return x if self.predivide == 1 else x / self.predivide",
         "return x",
         "test_loss_scale.py::test_sums_over_devices_do_not_overflow",
     ),
     Mutant(
         "gathered_along_other_axes",
-        "core/layout/parts.py",
+        "core/layout/cut.py",
         "    if not before:\n",
         "    if True:\n",
         "test_model_axis.py::test_parts_survive_what_is_done_to_shards",

@@ -176,7 +176,7 @@ MUTANTS = [
     ),
     Mutant(
         "folders_need_not_be_shared",
-        "checkpoint/sharing.py",
+        "checkpoint/lock.py",
         "if jax.process_count() == 1:",
         "if jax.process_count() < 9:",
         "test_multiprocess.py::test_checkpoints_of_two_processes_and_of_one",
@@ -263,7 +263,7 @@ MUTANTS = [
     ),
     Mutant(
         "interrupted_wait_starts_the_update_again",
-        "core/records/background.py",
+        "core/records/schedules.py",
         "            if done.exception() is not None:  # if Ctrl-C ends this, the pass goes on\n"
         "                self._done = None\n",
         "            try:\n                done.result()\n            except BaseException:\n                "

@@ -77,7 +77,7 @@ MUTANTS = [
     ),
     Mutant(
         "late_hops_divide_again",
-        "core/engine/pipelined_reductions.py",
+        "core/engine/placed.py",
         'dataclasses.replace(params["sums"], dtype=None, predivide=1)',
         'dataclasses.replace(params["sums"], dtype=None)',
         "test_two_hops.py::test_late_hops_divide_gradients_once",

@@ -17,8 +17,7 @@ from jax.typing import ArrayLike
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.mesh import batch_axes
-from jzero.core.layout.route import Route
-from jzero.core.layout.sums import Sums, sum_along
+from jzero.core.layout.route import Route, Sums, sum_along
 from jzero.core.plan.plan import ZeroPlan
 
 

@@ -9,11 +9,116 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, ParamSpec, TypeVar
 
-from jzero.core.config.leaf_rule import LeafRule
 from jzero.core.config.offload import Offload, byte_count
-from jzero.core.config.precision import Precision, resolve_precision
-from jzero.core.config.quantization import Quantization
+from jzero.core.config.precision import DTYPE, STATE_DTYPE, DtypeName, Precision, resolve_precision
 from jzero.core.config.settings import FLAG, Setting, check_fields, integer, one_of, optional
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """What travels, or is stored, in blocks of integers, each with a scale: for slow links between devices.
+
+    A block is up to 256 elements at one index of the dimension that is cut, so rounded parameters are the same bits on
+    any number of devices that cut this dimension. NaN and infinity fill their block, so a loss scale still finds them.
+    Vectors and a few other leaves stay as they are; `plan.unquantized` names each with its reason, and
+    `LeafRule(quantize=False)` adds some.
+
+    Attributes:
+      gather: "int8": stage 3 rounds each parameter once per step, on its shard, and gathers the integers (ZeRO++'s
+        qwZ). Forward, backward and recomputation see the same rounded parameter; masters stay exact.
+      reduce: "int8" or "int4": gradients are rounded before they cross nodes, and summed in fp32 (ZeRO++'s qgZ). Sums
+        within a node are exact. Without `ZeroConfig.node_axis`, all devices exchange rounded gradients.
+      frozen: "int8" or "nf4": stage 3 stores parameters that are not trained so. A step gathers the integers. Their
+        dimension of blocks follows from the shape alone, so any number of devices has the same bits. nf4 has 16 levels,
+        quantiles of a normal distribution, and blocks of 64 (QLoRA).
+
+    Raises:
+      ValueError: A field has an impossible value.
+
+    Example:
+      >>> jzero.ZeroConfig(stage=3, quantization=jzero.Quantization(gather="int8")).quantization.reduce
+      'none'
+
+    References:
+      Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, 2023.
+      Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
+    """
+
+    gather: Literal["none", "int8"] = "none"
+    reduce: Literal["none", "int8", "int4"] = "none"
+    frozen: Literal["none", "int8", "nf4"] = "none"
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "gather": one_of("none", "int8"),
+            "reduce": one_of("none", "int8", "int4"),
+            "frozen": one_of("none", "int8", "nf4"),
+        }
+        check_fields(self, allowed, prefix="Quantization.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafRule:
+    """Overrides the default layout of the leaves that match one path.
+
+    Attributes:
+      dim: Dimension (of the natural shape) that the ZeRO axis cuts; padded if the axis size does
+        not divide it. `None` lets the layout choose.
+      persistent: `True` keeps the parameter whole at stage 3, whatever its size (its gradient and
+        optimizer state are still cut); `False` cuts it, however small and odd. `None` lets
+        `persistence_threshold` and `padding_threshold` decide.
+      replicated: `True` keeps parameter, gradient and optimizer state whole at every stage.
+      scan_dim: The dimension that a `lax.scan` runs over, which is never cut; -1 says that there
+        is none. `None` lets the layout infer it from the tree.
+      compute_dtype: The leaf's dtype in the loss, e.g. "float32" for a normalization scale in a
+        16-bit model. `None`: `Precision.compute_dtype`.
+      state_dtype: The stored dtype of optimizer state of the leaf's shape: "bfloat16" (rounded
+        stochastically) or "float32". `None`: `Precision.state_dtype`.
+      offload: `True` puts what `Offload` offloads of the leaf on the host or the disk, `False` keeps it on the device.
+        `None` lets `Offload` decide. Scalars, vectors among parameters, and parameters that stage 3 keeps whole always
+        stay.
+      quantize: `False` keeps the leaf as it is, whatever `Quantization` says.
+
+    Raises:
+      ValueError: A field is out of range, or two fields contradict each other.
+
+    Example:
+      >>> jzero.ZeroConfig(stage=3, rules={"embed/.*": jzero.LeafRule(dim=0)}).stage
+      3
+    """
+
+    dim: int | None = None
+    persistent: bool | None = None
+    replicated: bool = False
+    scan_dim: int | None = None
+    compute_dtype: DtypeName | None = None
+    state_dtype: Literal["bfloat16", "float32"] | None = None
+    offload: bool | None = None
+    quantize: Literal[False] | None = None
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "dim": optional(integer(0)),
+            "persistent": one_of(None, True, False, says="None, True or False"),
+            "replicated": FLAG,
+            "scan_dim": optional(integer(-1)),
+            "compute_dtype": DTYPE,
+            "state_dtype": STATE_DTYPE,
+            "offload": one_of(None, True, False, says="None, True or False"),
+            "quantize": one_of(None, False, says="None or False"),
+        }
+        check_fields(self, allowed, prefix="LeafRule.")
+        if self.replicated and (self.dim is not None or self.persistent is False):
+            raise ValueError(
+                "`LeafRule(replicated=True)` keeps the leaf whole, so `dim` and `persistent=False` contradict "
+                f"it: got dim={self.dim!r}, persistent={self.persistent!r}. Drop one of them."
+            )
+        if self.dim is not None and self.dim == self.scan_dim:
+            raise ValueError(
+                f"`LeafRule.dim` and `LeafRule.scan_dim` are both {self.dim}: a scanned dimension cannot be cut, "
+                "since the loop would gather the whole stack. Cut another dimension."
+            )
+
 
 STAGES = (0, 1, 2, 3)
 PADDING_THRESHOLD = 16_384

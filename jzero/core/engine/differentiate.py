@@ -39,7 +39,7 @@ from jzero.core.engine.recompute import AxisEnv
 from jzero.core.engine.trace import TracedLoss
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.interpret import evaluate
-from jzero.core.layout.sums import Sums
+from jzero.core.layout.route import Sums
 
 Note = Callable[[bool], None]
 
@@ -90,7 +90,7 @@ def differentiate(
     Example:
       >>> from jzero.core.engine.differentiate import differentiate
       >>> from jzero.core.engine.trace import TracedLoss
-      >>> from jzero.core.layout.sums import Sums
+      >>> from jzero.core.layout.route import Sums
       >>> jaxpr = jax.make_jaxpr(lambda w, x: (x @ w).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
       >>> traced = TracedLoss(jaxpr, (jax.ShapeDtypeStruct((), jnp.float32), {}), (1, 0, 1, 0), [], "as_written")
       >>> joint = differentiate(traced, [0], sums=Sums(("data",)), steps=1, loss_scale=[], axis_env=[])

@@ -9,27 +9,41 @@ result. The equations are the transposes of those that `shard_rules` apply to pa
     d:f32[L,D,F] = dynamic_update_slice zeros c i
 
 On shards, this makes [L, D/N, F] from [D/N, F].
+
+    DefUse(jaxpr, reductions)
+
+`gradient_rules` ask it before they let an equation run on shards; `reductions` are of the inputs that are shards.
+
+    GradientExit = Reduction | Unreduced
+
+A whole gradient of one device's rows, [D, F], leaves with a `Reduction` as this device's shard of the sum over all
+devices, [D/N, F]; with an `Unreduced` it leaves as it is, to be reduced later.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 from jzero.core.base import compat
 from jzero.core.base.compat import Atom
-from jzero.core.engine.def_use import DefUse
-from jzero.core.engine.gradient_exits import GradientExit, Reduction, Unreduced
+from jzero.core.base.types import DType
 from jzero.core.engine.shard_rules import widens
+from jzero.core.jaxpr.equations import equations_in
 from jzero.core.jaxpr.primitives import CALLS, REMAT
+from jzero.core.jaxpr.sizes import mixes
+from jzero.core.layout.cut import Cut
+from jzero.core.layout.route import Route, Sums
 
 
 class Passed(NamedTuple):
@@ -158,3 +172,136 @@ GRADIENT_RULES: dict[str, Callable[[DefUse, JaxprEqn, Reduction], Passed | None]
     "sharding_constraint": _constraint,
     "transpose": _transpose,
 }
+
+
+RELABELS = frozenset(
+    ["broadcast_in_dim", "convert_element_type", "copy", "reshard", "sharding_constraint", "transpose"]
+)
+
+
+class DefUse:
+    """The values of a program, with the equations that make and read them.
+
+    Attributes:
+      eqns: The equations.
+      reductions: The inputs that are shards of gradients, each with its reduction.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, reductions: Mapping[Var, Reduction]) -> None:
+        atoms = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
+        # An output is a use, too: a value that is returned and read elsewhere cannot be a shard.
+        self._uses = collections.Counter(v for v in atoms if not isinstance(v, Literal))
+        self._definitions = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self._first: dict[Var, int] = {}  # caches `_find_first_definition`
+        self.eqns, self.reductions = jaxpr.eqns, reductions
+
+    def is_free(self, atom: Atom) -> bool:
+        """Whether nothing else reads a value, so that it can be a shard."""
+        return (
+            not isinstance(atom, Literal)
+            and self._uses[atom] == 1
+            and (atom in self._definitions or atom in self.reductions)
+        )
+
+    def find(self, atom: Atom) -> JaxprEqn | None:
+        """Returns the equation that made a value; `None` for literals and inputs."""
+        return (
+            None if isinstance(atom, Literal) or atom not in self._definitions else self.eqns[self._definitions[atom]]
+        )
+
+    def is_zero(self, atom: Atom) -> bool:
+        """Whether a value is known to be zero."""
+        if isinstance(atom, Literal):
+            return not compat.type_of(atom).shape and bool(compat.value_of(atom) == 0)
+        maker = self.find(atom)
+        return maker is not None and maker.primitive.name == "broadcast_in_dim" and self.is_zero(maker.invars[0])
+
+    @functools.cached_property
+    def _loops(self) -> list[int]:
+        nested = ((i, equations_in(eqn)) for i, eqn in enumerate(self.eqns) if any(compat.contained_jaxprs(eqn)))
+        return [i for i, eqns in nested if any(x.primitive.name == "scan" and mixes(x) for x in eqns)]
+
+    def is_loop_between(self, x: Atom, y: Atom) -> bool:
+        """Whether a loop with products stands between the equations that made two gradients, or makes the second."""
+        first, second = sorted(map(self._find_first_definition, (x, y)))
+        return any(first < i <= second for i in self._loops)  # `<=`: the second may come out of the loop
+
+    def _find_first_definition(self, atom: Atom) -> int:
+        """Returns the index of the first equation that made a summand of a gradient; -1 for inputs and literals."""
+        if isinstance(atom, Literal) or atom not in self._definitions:
+            return -1
+        if atom not in self._first:
+            eqn = self.eqns[self._definitions[atom]]
+            relabels = eqn.primitive.name in RELABELS or eqn.primitive.name == "add_any"
+            self._first[atom] = (
+                min(map(self._find_first_definition, eqn.invars)) if relabels else self._definitions[atom]
+            )
+        return self._first[atom]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A gradient that is reduced where it is made.
+
+    Attributes:
+      path: The parameter.
+      cut: How it is cut.
+      route: How it travels.
+      sums: How it is summed.
+      dtype: The dtype of its shards.
+      by_use: Whether to reduce for each use if a loop stands between the uses.
+      to_host: Whether shards move to host memory at once.
+      is_awaited: Whether a loop, or the first block, waits for it if it is made outside blocks.
+    """
+
+    path: str
+    cut: Cut
+    route: Route
+    sums: Sums
+    dtype: DType
+    by_use: bool
+    to_host: bool = False
+    is_awaited: bool = True
+
+    def place(self, shard: jax.Array) -> jax.Array:
+        """Returns a shard in its destination memory."""
+        return jax.device_put(shard, jax.memory.Space.Host) if self.to_host else shard
+
+    def on_device(self) -> Reduction:
+        """Returns the reduction to device memory, for shards that equations still compute on: hosts only copy."""
+        return dataclasses.replace(self, to_host=False)
+
+    def shard_type(self) -> jax.core.ShapedArray:
+        """Returns the type of its shards. [D/N, F]."""
+        memory = jax.memory.Space.Host if self.to_host else jax.memory.Space.Device
+        return compat.array_type(self.cut.shard_shape, self.dtype, memory)
+
+    def zeros(self) -> jax.Array:
+        """Returns the shard of a gradient that is zero."""
+        return jnp.zeros(self.cut.shard_shape, self.dtype)  # [D/N, F]
+
+    def for_row(self) -> Reduction | None:
+        """Returns the reduction of one row of a stack; `None` if the rows are cut."""
+        # An iteration makes one row, [D, F]. If the stack is cut over its rows, [L/N, D, F], one device holds that row.
+        return None if self.cut.dim == 0 else dataclasses.replace(self, cut=self.cut.drop_leading())
+
+    def for_shape(self, shape: Sequence[int], dims: Sequence[int] | None = None) -> Reduction:
+        """Returns the reduction of an array of another shape, whose dimension `i` was `dims[i]` here."""
+        cut = self.cut.for_shape(shape, range(len(shape)) if dims is None else dims)
+        return dataclasses.replace(self, cut=cut)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreduced:
+    """A whole gradient, or a summand of one, that is reduced later.
+
+    Attributes:
+      path: The parameter.
+      is_awaited: Whether a loop, or the first block, waits for it if it is made outside blocks.
+    """
+
+    path: str
+    is_awaited: bool = True
+
+
+GradientExit: TypeAlias = Reduction | Unreduced

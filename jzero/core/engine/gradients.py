@@ -40,8 +40,8 @@ from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.mesh import batch_axes, num_batch_shards, row_axes
 from jzero.core.layout.placement import memory_of
 from jzero.core.layout.platform import platform_facts
+from jzero.core.layout.route import Sums
 from jzero.core.layout.set_mesh import set_if_explicit
-from jzero.core.layout.sums import Sums
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.traffic import GatherPlan
 

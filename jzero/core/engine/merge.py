@@ -43,7 +43,7 @@ from jzero.core.jaxpr.row_facts import RowFacts
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.mesh import batch_axes
 from jzero.core.layout.placement import overwrite
-from jzero.core.layout.sums import Sums
+from jzero.core.layout.route import Sums
 from jzero.core.plan.plan import ZeroPlan
 
 

@@ -19,7 +19,7 @@ from jzero.core.config.precision import cast, scale_by, wide_dtype
 from jzero.core.layout.mesh import shard_axes
 from jzero.core.layout.placement import memory_of, on_device
 from jzero.core.layout.platform import platform_facts
-from jzero.core.layout.sums import sum_along
+from jzero.core.layout.route import sum_along
 from jzero.core.plan.plan import ZeroPlan
 
 

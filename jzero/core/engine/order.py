@@ -28,9 +28,8 @@ from typing import TypeGuard
 import jax
 
 from jzero.core.config.zero import may_prefetch
-from jzero.core.engine.lazy import Leaf, ShardedParam, is_cut, num_bytes
+from jzero.core.engine.lazy import Leaf, ShardedParam, Value, is_cut, num_bytes
 from jzero.core.engine.placed import can_be_awaited, wait
-from jzero.core.engine.shared_leaves import Value
 from jzero.core.jaxpr.identity import IdDict
 from jzero.core.layout.platform import Wait, platform_facts
 from jzero.core.plan.plan import ZeroPlan

@@ -23,7 +23,7 @@ from jzero.core.arrays.collectives import extreme, mean, sum_over
 from jzero.core.base.text import path_str
 from jzero.core.base.types import DType, PyTree
 from jzero.core.config.precision import wide_dtype, widen
-from jzero.core.layout.sums import Sums
+from jzero.core.layout.route import Sums
 
 
 @jax.tree_util.register_dataclass

@@ -38,9 +38,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr, Atom, J
 from jzero.core.base.types import Params
-from jzero.core.engine.def_use import DefUse
-from jzero.core.engine.gradient_exits import GradientExit, Reduction, Unreduced
-from jzero.core.engine.gradient_rules import GRADIENT_RULES
+from jzero.core.engine.gradient_rules import GRADIENT_RULES, DefUse, GradientExit, Reduction, Unreduced
 from jzero.core.engine.placed import named_p, reduce_p, unreduced_p
 from jzero.core.jaxpr.edit import Editor, params_of_call
 from jzero.core.jaxpr.equations import equations_of
@@ -62,11 +60,11 @@ def reduce_early(jaxpr: J, out_exits: Exits, in_exits: Exits = (), cache: Cache 
       cache: The programs of calls: layers that share one function share its new program, too.
 
     Example:
-      >>> from jzero.core.engine.gradient_exits import Reduction
+      >>> from jzero.core.engine.gradient_rules import Reduction
       >>> from jzero.core.engine.reduce_early import reduce_early
       >>> from jzero.core.layout.route import Hop, Route
       >>> from jzero.core.layout.cut import Cut
-      >>> from jzero.core.layout.sums import Sums
+      >>> from jzero.core.layout.route import Sums
       >>> loss = lambda w, x: (x @ w.astype(jnp.bfloat16)).sum()
       >>> joint = jax.make_jaxpr(jax.grad(loss))(jnp.ones((64, 8)), jnp.ones((2, 64), jnp.bfloat16))
       >>> cut, route = Cut(0, (64, 8), 8), Route((Hop("data", 8),))

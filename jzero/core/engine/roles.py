@@ -25,12 +25,11 @@ import jax.numpy as jnp
 from jzero.core.arrays.collectives import reduce_whole
 from jzero.core.base.types import DType
 from jzero.core.config.precision import is_float8, wide_dtype
-from jzero.core.engine.gradient_exits import GradientExit, Reduction, Unreduced
+from jzero.core.engine.gradient_rules import GradientExit, Reduction, Unreduced
 from jzero.core.engine.placed import reduce_p
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.leaves import LeafPlan
-from jzero.core.layout.route import Leg, Route
-from jzero.core.layout.sums import Sums
+from jzero.core.layout.route import Leg, Route, Sums
 from jzero.core.plan.traffic import GatherPlan
 
 

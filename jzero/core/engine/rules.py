@@ -28,14 +28,22 @@ from jax.sharding import PartitionSpec
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
-from jzero.core.engine.lazy import Deferred, ShardedParam, defer, is_lazy
+from jzero.core.engine.lazy import (
+    Deferred,
+    LazyRows,
+    ShardedParam,
+    SharedLeaves,
+    Static,
+    Value,
+    defer,
+    is_lazy,
+    is_unevaluated,
+)
 from jzero.core.engine.loops import scan
-from jzero.core.engine.meshes import constrain
 from jzero.core.engine.order import Order
 from jzero.core.engine.placed import named_p
 from jzero.core.engine.shard_rules import apply_on_shard
-from jzero.core.engine.shared_leaves import LazyRows, SharedLeaves, Static, Value, is_unevaluated
-from jzero.core.engine.walk import CalledFunction, HeldParameters, Rule, Walk
+from jzero.core.engine.walk import CalledFunction, HeldParameters, Rule, Walk, constrain
 from jzero.core.jaxpr.edit import is_recomputed, params_retraced
 from jzero.core.jaxpr.identity import IdDict
 from jzero.core.jaxpr.interpret import propagate

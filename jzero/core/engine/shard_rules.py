@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.core.base import compat
 from jzero.core.base.types import DType
-from jzero.core.engine.lazy import Deferred, Operand, ShardedParam, is_constant, is_lazy
-from jzero.core.engine.shared_leaves import SharedLeaves
+from jzero.core.engine.lazy import Deferred, Operand, ShardedParam, SharedLeaves, is_constant, is_lazy
 from jzero.core.layout.placement import memory_of
 
 T = TypeVar("T")

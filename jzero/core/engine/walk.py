@@ -25,30 +25,120 @@ A parameter with `stays` is gathered once and kept to its last use, forward or b
 layers still share functions, and in the dtype of a cast if that cast alone reads it there. To the walk, the result of
 an operation on its shard is another parameter, which would be gathered by itself. So a tied head is transposed after
 the gather. A forward loop stacks the rows that it gathers, and the backward loop scans that stack.
+
+    MeshFacts.in_equation(eqn) -> Meshes
+
+An equation that names mesh axes, or has a mesh in a type, must be walked.
+
+[Note: Meshes in types]
+The loss is traced and differentiated outside the step's `shard_map`. The result of a sharding constraint carries its
+mesh in its type, where ZeRO's axes are automatic like all others, and so does everything computed from it. Inside the
+`shard_map`, ZeRO's axes are manual. An equation without jaxprs takes the types of its new inputs. An equation that
+contains jaxprs keeps their types, which then do not match. So the walk enters these equations, or traces them again
+inside the step.
+
+If the mesh has Explicit axes, the loss is traced and differentiated on one that has them, too, and one device along
+ZeRO's: each device has its own rows. So a line of the model may name ZeRO's axes as in a program without jzero, and as
+jax leaves axes of one device out of types, it need not. In the walk all other axes are Auto: `reshard`, and what a line
+says as `out_sharding`, become sharding constraints over these. No jaxpr may keep the mesh of the trace, since XLA ends
+the process where a mesh of another size is in a program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.sharding import NamedSharding
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
 from jzero.core.base.types import DType, Params
-from jzero.core.engine.lazy import Deferred, ParamKey, RowOf, ShardedParam, defer, is_constant, is_cut, is_lazy
-from jzero.core.engine.meshes import MeshFacts, names_mesh
+from jzero.core.engine.lazy import (
+    Deferred,
+    LazyRows,
+    ParamKey,
+    RowOf,
+    ShardedParam,
+    SharedLeaves,
+    Static,
+    Value,
+    defer,
+    is_constant,
+    is_cut,
+    is_lazy,
+    is_unevaluated,
+)
 from jzero.core.engine.order import Order
-from jzero.core.engine.shard_rules import apply_on_shard
-from jzero.core.engine.shared_leaves import LazyRows, SharedLeaves, Static, Value, is_unevaluated
+from jzero.core.engine.placed import PLACED
+from jzero.core.engine.shard_rules import apply_on_shard, constrain_lazy
 from jzero.core.jaxpr.edit import params_retraced
 from jzero.core.jaxpr.equations import reads_of
 from jzero.core.jaxpr.identity import IdDict
 from jzero.core.jaxpr.interpret import evaluate
+
+
+class Meshes(NamedTuple):
+    """Facts about some jaxprs.
+
+    Attributes:
+      named: One names mesh axes, in a constraint or a `shard_map`, so everything around it must be walked.
+      carried: One has a mesh in a type, or depends on the mesh of its trace, see [Note: Meshes in types].
+    """
+
+    named: bool
+    carried: bool
+
+
+class MeshFacts:
+    """Facts about the meshes in the jaxprs of one trace; looks at each jaxpr once."""
+
+    def __init__(self) -> None:
+        self._facts: IdDict[Jaxpr, Meshes] = IdDict()
+
+    def in_equation(self, eqn: JaxprEqn) -> Meshes:
+        """Returns facts about the jaxprs in an equation."""
+        inner = [self.of(jaxpr) for jaxpr in compat.contained_jaxprs(eqn)]
+        return Meshes(any(x.named for x in inner), any(x.carried for x in inner)) if inner else Meshes(False, False)
+
+    def of(self, jaxpr: AnyJaxpr) -> Meshes:
+        """Returns facts about a jaxpr."""
+        opened, _ = compat.open_jaxpr(jaxpr)
+        if opened not in self._facts:
+            inside = [self.in_equation(eqn) for eqn in opened.eqns]
+            named = any(map(names_mesh, opened.eqns)) or any(x.named for x in inside)
+            atoms = itertools.chain(opened.constvars, opened.invars, *((*e.invars, *e.outvars) for e in opened.eqns))
+            # The lowering of these reads the manual axes off the mesh of the trace.
+            asks = any(eqn.primitive in PLACED or eqn.primitive.name == "axis_index" for eqn in opened.eqns)
+            carried = named or asks or any(x.carried for x in inside) or any(map(compat.has_mesh, atoms))
+            self._facts[opened] = Meshes(named, carried)
+        return self._facts[opened]
+
+
+def names_mesh(eqn: JaxprEqn) -> bool:
+    """Whether an equation itself names axes of the mesh."""
+    if eqn.primitive.name in ("sharding_constraint", "shard_map"):
+        return True
+    if eqn.primitive.name == "reshard":
+        return compat.sharding_said(eqn) is not None
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))  # those of a `jit`
+    return any(isinstance(s, NamedSharding) for s in shardings)
+
+
+def constrain(x: Value, sharding: object) -> Value:
+    """Applies a sharding constraint over the axes that are not manual: inside the step, ZeRO's are."""
+    spec = compat.free_spec(sharding.spec) if isinstance(sharding, NamedSharding) else None
+    if spec is None or isinstance(x, LazyRows):
+        return x
+    # The constraint of a lazy parameter applies to its shard, [D/N, F].
+    return constrain_lazy(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)
+
 
 _TRACED_ANEW = frozenset(
     "composite cond custom_linear_solve custom_vmap_call reduce reduce_window scatter scatter-add scatter-max "

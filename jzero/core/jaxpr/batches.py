@@ -26,7 +26,7 @@ from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
 from jzero.core.jaxpr.interpret import open_program, propagate
 from jzero.core.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
-from jzero.core.jaxpr.products import FACTORIZATIONS
+from jzero.core.jaxpr.sizes import FACTORIZATIONS
 
 Dims: TypeAlias = Sequence[int | None]
 

@@ -24,7 +24,7 @@ from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
 from jzero.core.jaxpr.interpret import evaluate, propagate
 from jzero.core.jaxpr.primitives import RUNS, called_jaxpr
-from jzero.core.jaxpr.products import mixes
+from jzero.core.jaxpr.sizes import mixes
 
 FEW = 64
 """Operands of up to so many elements do not join the outputs of a `cond`: coefficients that all parameters share."""

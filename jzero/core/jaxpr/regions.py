@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jzero.core.base import compat
 from jzero.core.base.compat import Atom
 from jzero.core.jaxpr.interpret import Piece
-from jzero.core.jaxpr.products import mixes
+from jzero.core.jaxpr.sizes import mixes
 
 Owners: TypeAlias = frozenset[int]
 IsAnchor: TypeAlias = Callable[[Var, int], bool]

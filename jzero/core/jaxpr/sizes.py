@@ -1,4 +1,7 @@
-"""Bytes of arrays by size and dtype; compilers keep numbers of 4 bits in pairs."""
+"""Bytes of arrays by size and dtype; compilers keep numbers of 4 bits in pairs.
+
+An equation does matrix work if its operands must be whole: `dot_general`, `qr`, a `scan` over such, but not a norm.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
+from jzero.core.base import compat
+from jzero.core.base.compat import AnyJaxpr
 from jzero.core.base.types import DType
+from jzero.core.jaxpr.equations import equations_in, equations_of
+from jzero.core.jaxpr.primitives import CHEAP, Trait, primitives_with
 
 
 def array_bytes(size: int, dtype: DType) -> int:
@@ -32,3 +40,50 @@ def _bits(dtype: DType) -> int:
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).bits)
     return int(jnp.finfo(dtype).bits) if jnp.issubdtype(dtype, jnp.floating) else 8 * int(dtype.itemsize)
+
+
+FACTORIZATIONS = frozenset(
+    "cholesky eigh eig qr geqrf householder_product lu svd schur triangular_solve tridiagonal_solve".split()
+)
+
+
+def mixes(eqn: JaxprEqn) -> bool:
+    """Whether an equation needs whole operands."""
+    if eqn.primitive.name in CHEAP:  # asked of each equation of an update
+        return False
+    # An inner product communicates one scalar, and empty operands nothing.
+    return any(
+        x.primitive.name in primitives_with(Trait.MIXING)
+        and compat.type_of(x.outvars[0]).shape != ()
+        and all(math.prod(compat.type_of(v).shape) for v in x.invars)
+        for x in equations_in(eqn)
+    )
+
+
+def factorizes(jaxpr: AnyJaxpr, *, stacks: bool = False) -> bool:
+    """Whether a program has factorizations; with `stacks`, whether one takes several matrices at once."""
+    eqns = [eqn for eqn in equations_of(jaxpr) if eqn.primitive.name in FACTORIZATIONS]
+    return any(not stacks or any(math.prod(compat.type_of(v).shape[:-2]) > 1 for v in x.invars) for x in eqns)
+
+
+def cost_of(jaxpr: AnyJaxpr) -> float:
+    """Returns the floating-point operations of a program, roughly: exact for products, 10 n³ for factorizations."""
+    return sum(map(_cost, compat.open_jaxpr(jaxpr)[0].eqns))
+
+
+def _cost(eqn: JaxprEqn) -> float:
+    name = eqn.primitive.name
+    inner = [cost_of(x) for x in compat.contained_jaxprs(eqn)]
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = math.prod(compat.type_of(eqn.invars[0]).shape[d] for d in contracted)
+        return 2.0 * depth * math.prod(compat.type_of(eqn.outvars[0]).shape)
+    if inner:
+        return max(inner) if name == "cond" else sum(inner) * eqn.params.get("length", 1)
+    if name in primitives_with(Trait.MIXING):
+        return 10.0 * sum(
+            math.prod(compat.type_of(v).shape) * compat.type_of(v).shape[-1]
+            for v in eqn.invars
+            if compat.type_of(v).shape
+        )
+    return float(sum(math.prod(compat.type_of(v).shape) for v in eqn.outvars if hasattr(v.aval, "shape")))

@@ -1,4 +1,11 @@
-"""How one leaf is cut over devices, padded or packed: arithmetic on shapes, and conversions."""
+"""How one leaf is cut over devices, padded or packed: arithmetic on shapes, and conversions.
+
+[Note: Collectives beside other mesh axes]
+If other mesh axes cut a parameter (tensor parallelism), the compiler handles that in the loss. But it does not split an
+`all_gather` or `psum_scatter` over other axes: it gathers the operand over those first, so every device would send and
+hold the whole parameter. So these two run in a `shard_map` over the other axes, each device on its own part. So does
+the packing of blocks, which would join parts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +22,6 @@ from jax.sharding import PartitionSpec
 
 from jzero.core.base.types import AxisNames, DType
 from jzero.core.layout.blocks import Blocks, pack, packed_size, unpack
-from jzero.core.layout.parts import Axes, apply_to_parts
 
 T = TypeVar("T")
 
@@ -276,3 +282,26 @@ class Cut:
             return x.reshape(*x.shape[: self.dim], -1)
 
         return apply_to_parts(rounded, shard, numbers.axes_beside(), self.axes_beside())
+
+
+Axes: TypeAlias = tuple[AxisNames, ...]
+"""The mesh axes of each dimension."""
+
+
+def apply_to_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, before: Axes, after: Axes) -> jax.Array:
+    """Applies a function to each device's part of an array.
+
+    Args:
+      fn: The function.
+      x: The array.
+      before: The other mesh axes that cut each dimension of `x`, if any.
+      after: Those of the result.
+    """
+    if not before:
+        return fn(x)
+    axes = set(jax.tree.leaves(before))
+    mapped = jax.shard_map(
+        fn, in_specs=PartitionSpec(*before), out_specs=PartitionSpec(*after), axis_names=axes, check_vma=False
+    )
+    result: jax.Array = mapped(x)
+    return result

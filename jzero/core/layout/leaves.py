@@ -18,9 +18,8 @@ from jax.typing import ArrayLike
 
 from jzero.core.base.types import DType
 from jzero.core.jaxpr.sizes import array_bytes
-from jzero.core.layout.casts import apply_edits
+from jzero.core.layout.casts import apply_edits, describe_misfit
 from jzero.core.layout.cut import Cut
-from jzero.core.layout.dtype_range import describe_misfit
 from jzero.core.layout.mesh import HOST_MEMORY, AnyMesh, names_host_memory, num_parts
 from jzero.core.layout.padded import Padded, box, is_padded
 from jzero.core.layout.placement import (

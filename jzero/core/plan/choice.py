@@ -35,7 +35,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from jzero.core.base.types import KeyPath
-from jzero.core.config.leaf_rule import LeafRule
+from jzero.core.config.zero import LeafRule
 from jzero.core.layout.cut import Cut
 
 MAX_PADDING = 0.125

@@ -27,8 +27,8 @@ from jzero.core.base import compat
 from jzero.core.base.types import DType
 from jzero.core.jaxpr.batches import NotSlicedError, slice_program
 from jzero.core.jaxpr.flat import flattened
-from jzero.core.jaxpr.products import cost_of, factorizes, mixes
 from jzero.core.jaxpr.regions import Region, find_regions
+from jzero.core.jaxpr.sizes import cost_of, factorizes, mixes
 from jzero.core.jaxpr.structure import Structures
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.leaves import StateLeaf

@@ -16,9 +16,8 @@ from jax.typing import ArrayLike
 
 from jzero.core.base.text import key_names, path_str
 from jzero.core.base.types import AxisNames, DType, KeyPath, PyTree
-from jzero.core.config.leaf_rule import LeafRule
 from jzero.core.config.precision import Precision, cast_dtype, is_key, wide_dtype
-from jzero.core.config.zero import ZeroConfig
+from jzero.core.config.zero import LeafRule, ZeroConfig
 from jzero.core.jaxpr.sizes import itemsize
 from jzero.core.layout.leaves import LeafPlan, StateLeaf
 from jzero.core.layout.mesh import AnyMesh, axis_size, batch_axes, shard_axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection
-from typing import Self
+from typing import NamedTuple, Self
 
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
@@ -14,7 +14,7 @@ from jzero.core.base.types import DType, PyTree
 from jzero.core.config.precision import is_key
 from jzero.core.config.zero import ZeroConfig
 from jzero.core.jaxpr.sizes import itemsize
-from jzero.core.layout.box import Box
+from jzero.core.layout.box import Box, record_boxes
 from jzero.core.layout.leaves import LeafPlan, StateLeaf
 from jzero.core.layout.mesh import (
     AnyMesh,
@@ -26,10 +26,8 @@ from jzero.core.layout.mesh import (
     shard_axes,
     with_explicit_axes,
 )
-from jzero.core.layout.records import record_boxes
 from jzero.core.layout.route import Route, route_of
 from jzero.core.plan.assignment import NO_MATRICES, MatrixWork
-from jzero.core.plan.kept import Kept
 from jzero.core.plan.trees import StateView, TreeView
 
 
@@ -267,3 +265,27 @@ class StateLayout:
     def all_params(self) -> list[StateLeaf]:
         """Every parameter as stored, trained or not."""
         return [*(leaf.param for leaf in self.leaves), *(leaf for leaf in self.other_leaves if leaf.is_param)]
+
+
+class Kept(NamedTuple):
+    """Values that stay on a device from the forward to the backward pass, though stage 3 could make them anew.
+
+    Attributes:
+      params: The paths of the parameters that stay whole, of those that are partitioned.
+      of_params: How many are partitioned.
+      param_bytes: Their bytes on one device.
+      blocks: How many of the loss's repeated blocks, and of its loops over layers, keep what `Keep` says.
+      of_blocks: How many there are.
+      block_bytes: The bytes that these blocks save on one device for the backward pass.
+      peak: The estimated peak of the step on one device, if the step chose by itself what it keeps.
+      limit: What a step may use of a device, likewise.
+    """
+
+    params: frozenset[str]
+    of_params: int
+    param_bytes: int
+    blocks: int
+    of_blocks: int
+    block_bytes: int
+    peak: int | None = None
+    limit: int | None = None

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple, TypeVar
 import jax.numpy as jnp
 
 from jzero.core.base.types import DType
-from jzero.core.config.leaf_rule import LeafRule
 from jzero.core.config.precision import cast_dtype
+from jzero.core.config.zero import LeafRule
 from jzero.core.jaxpr.sizes import itemsize
 from jzero.core.layout.blocks import LEAST
 from jzero.core.layout.cut import Cut

@@ -29,8 +29,8 @@ from jzero.core.base import compat
 from jzero.core.base.text import path_str
 from jzero.core.base.types import DType, PyTree
 from jzero.core.config.precision import is_key
+from jzero.core.jaxpr.equations import find_needed
 from jzero.core.jaxpr.interpret import propagate
-from jzero.core.jaxpr.liveness import find_needed
 from jzero.core.jaxpr.primitives import CALLS, Trait, called_jaxpr, primitives_with
 from jzero.core.layout.padded import is_padded
 

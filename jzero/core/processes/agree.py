@@ -43,7 +43,7 @@ from jzero.core.base.compat import DistributedClient
 from jzero.core.base.guard import attempt
 from jzero.core.config.settings import check, number
 from jzero.core.layout.mesh import AnyMesh
-from jzero.core.processes import key_value, presence
+from jzero.core.processes import presence
 
 T = TypeVar("T")
 
@@ -313,7 +313,7 @@ class _Comparison:
             time.sleep(LINGER_S)
 
     def _publish(self, name: str, what: object) -> None:
-        key_value.put(self.client, f"{self.key}/{name}", json.dumps(what))
+        presence.put(self.client, f"{self.key}/{name}", json.dumps(what))
 
     def _fetch(self, keys: Mapping[int, str], deadline: float, *, until_failure: bool = False) -> dict[int, Any]:
         """Returns the entries of processes, as far as they exist; if asked, returns as soon as one has failed."""
@@ -322,7 +322,7 @@ class _Comparison:
         while True:
             wait_s = 0.0 if is_last else min(1.0, max(deadline - time.monotonic(), 0.0))
             for i in missing:
-                text = key_value.get(self.client, f"{self.key}/{keys[i]}", wait_s)
+                text = presence.get(self.client, f"{self.key}/{keys[i]}", wait_s)
                 if text is None:
                     wait_s = 0.0
                 else:

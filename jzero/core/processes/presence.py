@@ -16,7 +16,6 @@ import jax
 
 from jzero.core.base import compat
 from jzero.core.base.compat import DistributedClient
-from jzero.core.processes import key_value
 
 LISTEN_S = 3.0
 """How often a process looks whether others have given it up."""
@@ -32,20 +31,20 @@ def join(client: DistributedClient, process: int) -> None:
 
 def ended(client: DistributedClient, processes: Sequence[int]) -> list[int]:
     """Returns those of the processes that have ended."""
-    return [i for i in processes if key_value.get(client, _ended_key(i)) is not None]
+    return [i for i in processes if get(client, _ended_key(i)) is not None]
 
 
 def give_up(client: DistributedClient, processes: Sequence[int], why: str) -> None:
     """Tells processes that this one does not wait for them any more."""
     for i in processes:
-        key_value.put(client, _given_up_key(i), why)
+        put(client, _given_up_key(i), why)
 
 
 def _listen(client: DistributedClient, process: int, ends: threading.Event) -> None:
     """Logs, once, why others have given this process up. It cannot raise: Python may be waiting for a collective."""
     while not ends.wait(LISTEN_S) and client is compat.distributed_client():
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            why = key_value.get(client, _given_up_key(process))
+            why = get(client, _given_up_key(process))
             if why is not None:
                 logging.getLogger("jzero").error(
                     "Others do not wait for process %s any more, which may now wait for them for ever. %s", process, why
@@ -58,7 +57,7 @@ def _end(client: DistributedClient, process: int, pid: int, ends: threading.Even
         ends.set()
         listener.join()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            key_value.put(client, _ended_key(process), "")
+            put(client, _ended_key(process), "")
 
 
 def _ended_key(process: int) -> str:
@@ -67,3 +66,18 @@ def _ended_key(process: int) -> str:
 
 def _given_up_key(process: int) -> str:
     return f"jzero/given_up/{process}"
+
+
+def put(client: DistributedClient, key: str, text: str) -> None:
+    """Stores a text under a key."""
+    client.key_value_set(key, text, allow_overwrite=True)
+
+
+def get(client: DistributedClient, key: str, wait_s: float = 0.0) -> str | None:
+    """Waits for the text under a key; `None` if none comes."""
+    try:
+        return client.blocking_key_value_get(key, int(wait_s * 1000)) if wait_s else client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
+            return None
+        raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jzero.core.disk.files import check_folder
 from jzero.core.disk.pipeline import Pipeline
 from jzero.core.disk.stores import DiskStore, RamStore, Store
-from jzero.core.layout.records import field_offsets
+from jzero.core.layout.box import field_offsets
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.records.records import Records, layout
 from jzero.core.records.schedules import AtOnce, Delayed

@@ -20,10 +20,9 @@ from jax.typing import ArrayLike
 
 from jzero.core.disk.pipeline import Pipeline
 from jzero.core.disk.rows import RowReader, StoredRow
-from jzero.core.layout.box import Box
+from jzero.core.layout.box import Box, field_offsets
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.placement import Memory
-from jzero.core.layout.records import field_offsets
 from jzero.core.layout.stored import InRecords
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.table import format_bytes

@@ -26,12 +26,10 @@ from jzero.core.base.types import State
 from jzero.core.config.precision import scale_by, wide_dtype
 from jzero.core.disk.pipeline import RunStats
 from jzero.core.processes.agree import succeed_together
-from jzero.core.records.background import copying
 from jzero.core.records.columns import DeviceColumns, DevicePart
-from jzero.core.records.programs import RecordUpdate
 from jzero.core.records.records import Record, Records, first_holders
-from jzero.core.records.run import PartsOnHost, RecordPass, StepArrays, host_cpu
-from jzero.core.records.schedules import NOTHING, Gradients, Schedule, Stepped, apply_now
+from jzero.core.records.run import PartsOnHost, RecordPass, RecordUpdate, StepArrays, host_cpu
+from jzero.core.records.schedules import NOTHING, Gradients, Schedule, Stepped, apply_now, copying
 from jzero.core.update.columns import choose_columns
 from jzero.core.update.program import UpdateProgram
 from jzero.core.update.run import Done, Operands

@@ -1,6 +1,6 @@
 """Train states: creates, shards, gathers, edits, moves and updates them. Nothing here calls a loss.
 
 Read `train_state`, `adapter` (the states of each library), `shard` and `gather` (the public calls), `request` (plans,
-places), `layouts` (where gathered leaves go), `init` (creates states in shards) with `initializers`, `next_state`
-(applies gradients), `record_states` and `pending` (state in records), then `offload`, `disk_space` and `model_size`.
+places), `init` (creates states in shards), `next_state` (applies gradients), `record_states` (state in records), then
+`offload`, `disk_space` and `model_size`.
 """

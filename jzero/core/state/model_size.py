@@ -11,7 +11,7 @@ import numpy as np
 
 from jzero.core.base.text import key_names
 from jzero.core.base.types import PyTree, TrainStateLike
-from jzero.core.config.leaf_rule import LeafRule
+from jzero.core.config.zero import LeafRule
 from jzero.core.plan.choice import find_scan_dims
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import frozen_fields, missing_fields

@@ -14,7 +14,7 @@ from jzero.core.plan.plan import ZeroPlan
 from jzero.core.processes.agree import agree, check_wait
 from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import adapt
-from jzero.core.state.pending import apply_pending
+from jzero.core.state.record_states import apply_pending
 from jzero.core.state.request import Placement, check_has_devices
 
 

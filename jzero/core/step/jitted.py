@@ -31,8 +31,8 @@ from jzero.core.engine.recompute import Remat
 from jzero.core.engine.trace import TracedLoss
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.set_mesh import from_program, in_own_mesh
-from jzero.core.plan.kept import Kept
 from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.state_layout import Kept
 from jzero.core.state.adapter import A_LOSS, Loss, adapt_sharded, plan_of
 from jzero.core.state.record_states import detached, for_loss, run_on_rows
 from jzero.core.state.train_state import check_alive

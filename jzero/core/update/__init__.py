@@ -2,7 +2,6 @@
 
 Read `whole` (the update as one function), `split` (what its jaxpr needs: elements, sums, whole arrays) and `program`
 (the update analysed, as a value), then who runs it: `run` (on the devices), `chunks` (state on the host), `columns`
-(columns of state in records, on the devices), `owned` (each matrix on one device) with `exchange` (moves unlike ones),
-and `gathered` (matrices on all devices); `jzero.core.records` runs it on records. `extra_args` passes the arguments
-that an optimizer takes beside gradients, and `transformation` wraps the user's optimizer.
+(columns of state in records, on the devices), `owned` (each matrix on one device); `jzero.core.records` runs it
+on records. `transformation` wraps the user's optimizer.
 """

@@ -24,10 +24,10 @@ from jax.extend.core import Var
 from jzero.core.base import compat
 from jzero.core.base.compat import Atom
 from jzero.core.base.types import DType, PyTree
+from jzero.core.jaxpr.equations import find_needed
 from jzero.core.jaxpr.flat import flattened
-from jzero.core.jaxpr.liveness import find_needed
-from jzero.core.jaxpr.products import mixes
 from jzero.core.jaxpr.references import check_references
+from jzero.core.jaxpr.sizes import mixes
 from jzero.core.jaxpr.structure import Structures
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.placement import memory_of

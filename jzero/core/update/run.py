@@ -7,6 +7,11 @@ Otherwise its `UpdateProgram` is evaluated step by step: matrix work of one para
 [Note: Matrices on one device each]; other matrix work on all devices, over operands that each of them gathers once;
 what is elementwise in a parameter with state on the host in passes over chunks, see [Note: Streaming an update]. What
 is elementwise in a parameter with state in records was computed before, see `jzero.core.records`.
+
+    Everywhere(plan)(eqn, operands) -> results      arrays in natural shape
+
+Matrix work that cannot be divided runs so, see
+[Note: Matrices on one device each], also inside of a `cond`.
 """
 
 from __future__ import annotations
@@ -19,19 +24,24 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn, Var
+from jax.sharding import PartitionSpec
 
 from jzero.core.base import compat
-from jzero.core.base.compat import Atom
+from jzero.core.base.compat import AnyJaxpr, Atom
 from jzero.core.base.types import DType
 from jzero.core.jaxpr.identity import IdDict
-from jzero.core.jaxpr.products import mixes
+from jzero.core.jaxpr.interpret import evaluate
+from jzero.core.jaxpr.primitives import RUNS, called_jaxpr
+from jzero.core.jaxpr.sizes import mixes
 from jzero.core.layout.casts import can_represent, positions_of, round_to
 from jzero.core.layout.leaves import StateLeaf
+from jzero.core.layout.mesh import batch_axes
 from jzero.core.layout.placement import memory_of
 from jzero.core.layout.stored import InRecords, Stored
+from jzero.core.plan.plan import ZeroPlan
 from jzero.core.update.chunks import Pass, reduce_pass, run_pass
-from jzero.core.update.gathered import Everywhere
 from jzero.core.update.owned import compute_owned
 from jzero.core.update.program import (
     Input,
@@ -274,3 +284,40 @@ class Run:
 
 def _is_flat(leaf: StateLeaf) -> bool:
     return leaf.cut is not None and leaf.cut.flat
+
+
+class Everywhere:
+    """Applies equations to arrays on the devices of a plan, to whole ones if they mix elements."""
+
+    def __init__(self, plan: ZeroPlan) -> None:
+        self.plan = plan
+        self._gathered: IdDict[jax.Array, jax.Array] = IdDict()
+
+    def __call__(self, eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
+        """Returns the results of an equation."""
+        if not mixes(eqn):
+            return compat.bind(eqn, inputs)
+        if eqn.primitive.name in RUNS:
+            return evaluate(called_jaxpr(eqn), inputs, self)
+        if eqn.primitive.name == "cond":
+            return list(lax.switch(inputs[0], [self._function(x) for x in eqn.params["branches"]], *inputs[1:]))
+        fn = jax.shard_map(
+            lambda *xs: tuple(compat.bind(eqn, xs)),
+            mesh=self.plan.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names=set(batch_axes(self.plan.config)),
+            check_vma=False,
+        )
+        return list(fn(*map(self._gather, inputs)))
+
+    def _function(self, jaxpr: AnyJaxpr) -> Callable[..., list[jax.Array]]:
+        return lambda *inputs: evaluate(jaxpr, inputs, self)
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        """Returns an array whole on every device; the same one for each use."""
+        if not jnp.ndim(x):
+            return x
+        if x not in self._gathered:
+            self._gathered[x] = lax.with_sharding_constraint(x, self.plan.whole_sharding)
+        return self._gathered[x]

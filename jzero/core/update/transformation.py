@@ -34,9 +34,19 @@ from jzero.core.plan.opt_state import ZeroOptState, with_next_loss_scale
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.planner import own_opt_state
 from jzero.core.update.columns import with_others
-from jzero.core.update.extra_args import Transformation, check_grads, check_params_stored
 from jzero.core.update.run import Done, run_update
-from jzero.core.update.whole import NOTHING, After, Before, Functions, Grad, WholeUpdate, optimizer_view
+from jzero.core.update.whole import (
+    NOTHING,
+    After,
+    Before,
+    Functions,
+    Grad,
+    Transformation,
+    WholeUpdate,
+    check_grads,
+    check_params_stored,
+    optimizer_view,
+)
 
 L = TypeVar("L", bound=Like)
 NO_ELEMENTS = np.zeros((0,), np.float32)
