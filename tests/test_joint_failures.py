@@ -8,7 +8,7 @@ import pytest
 import jzero
 from jzero.checkpoint.damage import DamageError
 from jzero.core.disk.files import DiskError
-from jzero.core.processes import agree
+from jzero.core.processes import exchange
 
 
 class TwoTextsError(ValueError):
@@ -45,9 +45,9 @@ def fails(error):
 )
 def test_one_class_in_all_processes(here, there, raised, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(agree, "_gather", lambda text: [text, sent(there)])
+    monkeypatch.setattr(exchange, "_gather", lambda text: [text, sent(there)])
     with pytest.raises(raised) as caught:
-        agree.succeed_together(lambda: fails(here))
+        exchange.succeed_together(lambda: fails(here))
     assert type(caught.value) is raised
     assert caught.value is here or f"process 1: {type(there).__name__}: " in str(caught.value)
 
@@ -55,7 +55,7 @@ def test_one_class_in_all_processes(here, there, raised, monkeypatch):
 @pytest.mark.parametrize("error", [TwoTextsError("here", ""), KeyboardInterrupt("here"), ValueError("here")])
 def test_the_process_that_failed_raises_its_own_error(error, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(agree, "_gather", lambda text: [text, ""])
+    monkeypatch.setattr(exchange, "_gather", lambda text: [text, ""])
     with pytest.raises(type(error)) as caught:
-        agree.succeed_together(lambda: fails(error))
+        exchange.succeed_together(lambda: fails(error))
     assert caught.value is error

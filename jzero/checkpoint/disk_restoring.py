@@ -29,7 +29,7 @@ from jzero.checkpoint.disk_saving import masters_on_disk, one_device
 from jzero.core.base.types import DType
 from jzero.core.layout.casts import describe_misfit, round_to
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.processes.agree import succeed_together
+from jzero.core.processes.exchange import succeed_together
 from jzero.core.records.opening import open_records
 from jzero.core.records.records import Records
 

@@ -17,7 +17,7 @@ import jax
 from etils import epath
 
 from jzero.checkpoint.damage import CheckpointError, is_there
-from jzero.core.processes.agree import exchange, succeed_together
+from jzero.core.processes.exchange import exchange, succeed_together
 
 LOCK_FILE = "jzero.lock"
 

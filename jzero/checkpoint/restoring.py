@@ -42,7 +42,8 @@ from jzero.core.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import frozen_fields
 from jzero.core.plan.table import format_bytes
-from jzero.core.processes.agree import agree, succeed_together
+from jzero.core.processes.agree import agree
+from jzero.core.processes.exchange import succeed_together
 from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import StateAdapter, adapt_sharded
 from jzero.core.state.record_states import kept_in_records, records_of

@@ -43,7 +43,8 @@ from jzero.core.layout.stored import ChangingReader, InRecords, Stored
 from jzero.core.plan.opt_state import ZeroOptState
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import frozen_fields
-from jzero.core.processes.agree import MEET_S, agree, are_several, check_wait, exchange, succeed_together
+from jzero.core.processes.agree import MEET_S, agree, are_several, check_wait
+from jzero.core.processes.exchange import exchange, succeed_together
 from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.record_states import apply_pending, records_of

@@ -20,7 +20,7 @@ from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import Items, save_error
 from jzero.checkpoint.uninterrupted import Uninterrupted
-from jzero.core.processes.agree import succeed_together
+from jzero.core.processes.exchange import succeed_together
 
 SUPERSEDED = "superseded"
 """The folder for later steps, if training resumes from an earlier one."""

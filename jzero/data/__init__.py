@@ -1,6 +1,6 @@
 """Batches for ZeRO's steps, read with Grain. Each process loads its own rows, in an order independent of their number.
 
-Read `loader`, `iterator`, `position` (in epochs, and their order), `pipeline` (works ahead) with `examples` and `rows`,
+Read `loader`, `iterator`, `position` (in epochs, and their order), `pipeline` (works ahead) with `examples`,
 then `files`.
 """
 

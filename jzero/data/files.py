@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jzero.core.config.settings import check, integer
-from jzero.core.processes.agree import exchange
+from jzero.core.processes.exchange import exchange
 
 
 class FileSource:

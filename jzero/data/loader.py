@@ -16,9 +16,8 @@ from jzero.core.config.zero import ZeroConfig
 from jzero.core.layout.mesh import make_mesh
 from jzero.core.processes.agree import agree
 from jzero.data.iterator import LoaderIterator
-from jzero.data.pipeline import BatchPipeline, OrderedExamples
+from jzero.data.pipeline import BatchPipeline, OrderedExamples, local_rows
 from jzero.data.position import MAX_SHUFFLED, BatchSchedule, EpochOrder, Position
-from jzero.data.rows import local_rows
 
 
 def make_loader(

@@ -22,7 +22,7 @@ from jzero.core.layout.box import Box
 from jzero.core.layout.placement import on_device
 from jzero.core.layout.stored import Stored
 from jzero.core.plan.state_fields import frozen_fields
-from jzero.core.processes.agree import succeed_together
+from jzero.core.processes.exchange import succeed_together
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.train_state import check_alive
 from jzero.weights.draft import Boxes, Decode, Form, draft_export

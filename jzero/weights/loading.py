@@ -24,7 +24,7 @@ from jzero.core.layout.box import Box
 from jzero.core.layout.casts import describe_misfit
 from jzero.core.layout.cut import Cut
 from jzero.core.plan.table import format_bytes
-from jzero.core.processes.agree import succeed_together
+from jzero.core.processes.exchange import succeed_together
 from jzero.core.state.adapter import adapt_sharded
 from jzero.core.state.record_states import apply_pending
 from jzero.core.state.train_state import check_alive

@@ -14,7 +14,7 @@ from jzero.checkpoint.contents import absolute
 from jzero.checkpoint.damage import CheckpointError
 from jzero.core.base.types import State
 from jzero.core.config.settings import check, integer, number
-from jzero.core.processes.agree import succeed_together
+from jzero.core.processes.exchange import succeed_together
 from jzero.core.state.adapter import plan_of
 from jzero.weights.config import ADAPTER_CONFIG
 from jzero.weights.draft import Form, shapes_there

@@ -215,7 +215,7 @@ MUTANTS = [
     ),
     Mutant(
         "each_length_of_a_text_compiles_a_program",
-        "core/processes/agree.py",
+        "core/processes/exchange.py",
         "np.zeros(1 << max(10, int(sizes.max() - 1).bit_length()), np.uint8)",
         "np.zeros(int(sizes.max()), np.uint8)",
         "test_exchange.py::test_texts_of_many_lengths_compile_few_programs",

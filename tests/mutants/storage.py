@@ -13,14 +13,14 @@ MUTANTS = [
     ),
     Mutant(
         "failures_of_others_are_not_heard",
-        "core/processes/agree.py",
+        "core/processes/exchange.py",
         "    if not kinds:",
         "    if error is None:",
         "test_multiprocess.py::test_checkpoints_of_two_processes_and_of_one",
     ),
     Mutant(
         "damage_that_others_found_is_no_damage",
-        "core/processes/agree.py",
+        "core/processes/exchange.py",
         "joint = RuntimeError if joint is Exception else joint",
         "joint = RuntimeError",
         "test_multiprocess.py::test_checkpoints_of_two_processes_and_of_one",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from jzero.core.engine.roles import Parameter
 from jzero.core.engine.rules import start_walk
 from jzero.core.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
 from jzero.core.engine.waits import wait_for_gradients
+from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.mesh import batch_axes, num_batch_shards, row_axes
 from jzero.core.layout.placement import memory_of
@@ -43,6 +45,7 @@ from jzero.core.layout.platform import platform_facts
 from jzero.core.layout.route import Sums
 from jzero.core.layout.set_mesh import set_if_explicit
 from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.state_layout import Kept
 from jzero.core.plan.traffic import GatherPlan
 
 
@@ -359,3 +362,20 @@ class _LocalStep:
         carry, aux = lax.scan(body, (start, none_yet, state), jnp.arange(steps))  # aux: [steps, ...]
         (sums, grads), divisor, state = carry
         return (sums, divisor, state, aux), grads
+
+
+def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> Kept:
+    """Returns what a step keeps on one device between its passes."""
+    params = [(leaf.param, leaf.compute_dtype) for leaf in plan.leaves]
+    params += [(x, x.compute_dtype) for x in plan.other_leaves if x.compute_dtype is not None]
+    cut = [(leaf, dtype) for leaf, dtype in params if leaf.cut is not None]
+    stay = [(leaf, dtype) for leaf, dtype in cut if keep.keeps(leaf.path) or not plan.regathers]
+    total = traced.num_blocks(plan)
+    return Kept(
+        params=frozenset(leaf.path for leaf, _ in stay),
+        of_params=len(cut),
+        param_bytes=sum(array_bytes(math.prod(leaf.shape), dtype) for leaf, dtype in stay),
+        blocks=min(keep.blocks, total),
+        of_blocks=total,
+        block_bytes=bytes_of_kept_blocks(traced, plan, micro) if keep.blocks and total else 0,
+    )

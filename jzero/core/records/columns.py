@@ -11,7 +11,7 @@ import numpy as np
 
 from jzero.core.disk.pipeline import Pipeline
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.processes.agree import succeed_together
+from jzero.core.processes.exchange import succeed_together
 from jzero.core.records.records import Record, Records, first_holders
 
 DevicePart: TypeAlias = tuple[int, jax.Device]

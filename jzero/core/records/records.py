@@ -26,7 +26,7 @@ from jzero.core.layout.placement import Memory
 from jzero.core.layout.stored import InRecords
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.table import format_bytes
-from jzero.core.processes.agree import succeed_together
+from jzero.core.processes.exchange import succeed_together
 
 Parts: TypeAlias = Mapping[jax.Device, ArrayLike]
 """The parts of an array, by the first device that has each."""

@@ -53,7 +53,7 @@ import numpy as np
 from jzero.core.base.types import PyTree, State
 from jzero.core.disk.pipeline import Pipeline, RunStats
 from jzero.core.disk.stores import CopyingStore
-from jzero.core.processes.agree import succeed_together
+from jzero.core.processes.exchange import succeed_together
 from jzero.core.records.records import Pending, Records
 from jzero.core.records.run import RecordPass, RecordUpdate, StepArrays
 from jzero.core.update.run import Done

@@ -25,7 +25,7 @@ from jax import lax
 from jzero.core.base.types import State
 from jzero.core.config.precision import scale_by, wide_dtype
 from jzero.core.disk.pipeline import RunStats
-from jzero.core.processes.agree import succeed_together
+from jzero.core.processes.exchange import succeed_together
 from jzero.core.records.columns import DeviceColumns, DevicePart
 from jzero.core.records.records import Record, Records, first_holders
 from jzero.core.records.run import PartsOnHost, RecordPass, RecordUpdate, StepArrays, host_cpu

@@ -25,7 +25,7 @@ from jzero.core.layout.stored import PLACES, TO_COPY, InRecords
 from jzero.core.plan.opt_state import DiskState
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.trees import TreeView
-from jzero.core.processes.agree import succeed_together
+from jzero.core.processes.exchange import succeed_together
 from jzero.core.records.opening import open_records
 from jzero.core.records.records import Records, handle_shape
 from jzero.core.records.run import RecordUpdate

@@ -25,14 +25,11 @@ from jzero.core.base import compat
 from jzero.core.base.types import Jitted, PyTree, State, TrainStateLike
 from jzero.core.config.keep import Keep
 from jzero.core.config.settings import FLAG, NAMES, Setting, check, integer, one_of
-from jzero.core.engine.gradients import WHOLE_BATCH, MicroBatches, bytes_of_kept_blocks
+from jzero.core.engine.gradients import WHOLE_BATCH, MicroBatches, kept_by
 from jzero.core.engine.merge import MERGES
 from jzero.core.engine.recompute import Remat
-from jzero.core.engine.trace import TracedLoss
-from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.set_mesh import from_program, in_own_mesh
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.plan.state_layout import Kept
 from jzero.core.state.adapter import A_LOSS, Loss, adapt_sharded, plan_of
 from jzero.core.state.record_states import detached, for_loss, run_on_rows
 from jzero.core.state.train_state import check_alive
@@ -416,20 +413,3 @@ class Step:
         """Returns `remat`; if it is `None`, its default for this plan and loss: "cheap" or "as_written"."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         return self._chosen(train_state, batch, rng).loss.trace(train_state, batch, rng)[0].remat
-
-
-def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> Kept:
-    """Returns what a step keeps on one device between its passes."""
-    params = [(leaf.param, leaf.compute_dtype) for leaf in plan.leaves]
-    params += [(x, x.compute_dtype) for x in plan.other_leaves if x.compute_dtype is not None]
-    cut = [(leaf, dtype) for leaf, dtype in params if leaf.cut is not None]
-    stay = [(leaf, dtype) for leaf, dtype in cut if keep.keeps(leaf.path) or not plan.regathers]
-    total = traced.num_blocks(plan)
-    return Kept(
-        params=frozenset(leaf.path for leaf, _ in stay),
-        of_params=len(cut),
-        param_bytes=sum(array_bytes(math.prod(leaf.shape), dtype) for leaf, dtype in stay),
-        blocks=min(keep.blocks, total),
-        of_blocks=total,
-        block_bytes=bytes_of_kept_blocks(traced, plan, micro) if keep.blocks and total else 0,
-    )

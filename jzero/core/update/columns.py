@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero.core.layout.leaves import LeafPlan, StateLeaf
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.update.chunks import Part, first_index
-from jzero.core.update.program import RecordKernel
+from jzero.core.update.kernels import RecordKernel
 from jzero.core.update.run import Operands
 
 

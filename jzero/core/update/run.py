@@ -42,10 +42,10 @@ from jzero.core.layout.placement import memory_of
 from jzero.core.layout.stored import InRecords, Stored
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.update.chunks import Pass, reduce_pass, run_pass
+from jzero.core.update.kernels import RecordKernel
 from jzero.core.update.owned import compute_owned
 from jzero.core.update.program import (
     Input,
-    RecordKernel,
     UpdateProgram,
     inputs_of,
     off_device_params,
