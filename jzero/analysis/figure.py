@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jzero._extras import import_extra
 from jzero.analysis.schedule import Timeline
+from jzero.core.base.extras import import_extra
 
 # Okabe and Ito's palette, which color-blind readers can distinguish.
 COLOURS = {

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jzero._extras import import_extra
+from jzero.core.base.extras import import_extra
 from jzero.monitor.readings import PREFIX
 
 MIB, GIB = 2**20, 2**30

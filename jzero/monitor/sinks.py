@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jzero._extras import import_extra
+from jzero.core.base.extras import import_extra
 from jzero.core.base.text import plain
 
 Sink = Callable[[int, Mapping[str, float]], Any]

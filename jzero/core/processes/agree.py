@@ -288,11 +288,16 @@ class _Comparison:
         )
 
 
+def others_failed(failures: Sequence[str]) -> str:
+    """Returns what a process says that stops since others failed."""
+    return "Other processes failed, so this one stops, too:\n" + "\n".join(x[:MAX_COLUMNS] for x in failures[:3])
+
+
 def _describe_failed(entries: Mapping[int, _Message]) -> ValueError:
     failed = [
         f"  process {i}: {message.failure} (in {message.where})" for i, message in entries.items() if message.failure
     ]
-    return ValueError(_others_failed(failed))
+    return ValueError(others_failed(failed))
 
 
 def _describe_elsewhere(entries: Mapping[int, _Message]) -> ValueError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jzero.core.processes.agree import MAX_COLUMNS
+from jzero.core.processes.agree import others_failed
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def exchange(attempt: Callable[[], Any]) -> list[Any]:
     if error is not None and _error_class(name) is joint:
         raise error
     failures = [f"process {i}: {why}" for i, (kind, why) in enumerate(answers) if kind]
-    raise joint(_others_failed(failures)) from error
+    raise joint(others_failed(failures)) from error
 
 
 def _error_class(name: str) -> type[Exception]:
@@ -73,7 +73,3 @@ def _gather(text: str) -> list[str]:
     buffer[: len(data)] = data
     rows = np.asarray(multihost_utils.process_allgather(buffer)).reshape(len(sizes), -1)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _others_failed(failures: Sequence[str]) -> str:
-    return "Other processes failed, so this one stops, too:\n" + "\n".join(x[:MAX_COLUMNS] for x in failures[:3])
