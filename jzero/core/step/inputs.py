@@ -166,12 +166,8 @@ def abstract_inputs(
     check_batch(batch, plan)
     check_rng(rng)
     batch = jax.tree.map(lambda x: _shape(x, split if x.ndim else replicated), batch)
-    return abstract_state(plan, state), batch, None if rng is None else _shape(rng, replicated)
-
-
-def abstract_state(plan: ZeroPlan, state: TrainStateLike) -> TrainStateLike:
-    """Returns the state as shapes with shardings."""
-    return plan.view.map(lambda x, leaf: _shape(x, leaf.sharding), state)
+    state = plan.view.map(lambda x, leaf: _shape(x, leaf.sharding), state)
+    return state, batch, None if rng is None else _shape(rng, replicated)
 
 
 def _shape(x: jax.Array, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -32,8 +32,6 @@ from jzero.core.step.compiler_options import compiler_options as make_compiler_o
 from jzero.core.step.inputs import (
     Given,
     Placed,
-    abstract_state,
-    bytes_on_device,
     has_tracers,
     optional_rng,
     placed_dtype,
@@ -160,7 +158,7 @@ class TrainStep(Step):
         own = None
         if hardware is None:
             jax.block_until_ready(state)  # until then, the program that makes it takes memory, too
-            own = bytes_on_device(abstract_state(plan, state))
+            own = sum(leaf.bytes_per_device for leaf in plan.view.leaves if leaf.memory == "device")
         limit, hardware = attempt(memory_to_spend, plan.mesh, hardware, own) or (0, None)
         if runs and limit is not None:
             limit = self._agreement.least(plan, batch, rng, functools.partial(int, limit))
