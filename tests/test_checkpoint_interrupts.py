@@ -246,5 +246,5 @@ def test_a_forked_process_has_neither_handlers_nor_hooks(tmp_path):
     )
     assert (ran.returncode, ran.stdout) == (1, "[0]\n"), ran.stderr
     assert "\nValueError: mine\n" in ran.stderr
-    assert ran.stderr.count("Error") == 1, ran.stderr
+    assert ran.stderr.count("Error:") == 1, ran.stderr
     assert jzero.inspect_checkpoint(tmp_path / "unclosed", verify=True).damaged == {}, "complete in spite of the error"
