@@ -1,26 +1,23 @@
-"""One training step, by jzero and by what a user would write instead: AdamW, bf16 compute, fp32 masters.
+"""One training step, by jzero and by what a user would write instead: bf16 with fp32 masters, AdamW by default.
 
-Every engine trains the same loss on the same batch with the layout of parameters and optimizer state of jzero's plan
-(but see `gspmd`), so that what differs is who decides about communication:
-
-* `jzero`: `make_train_step`; `jzero as written` with `remat="as_written"`, which keeps what plain jax keeps of
-  activations; `jzero, XLA ahead` with `prefetch_bytes=0` and `compiler_options="recommended"`, so that not jzero but
-  the compiler gathers ahead in loops; `jzero tuned`, of unrolled models, with smaller buckets:
-  `all_gather_bucket_bytes` of 4 MiB and `reduce_bucket_bytes` of 8 MiB.
-* `replicated`: `jax.jit`, everything on every device. The stage does not matter.
-* `gspmd`: `jax.jit` with jzero's layout as sharding constraints on parameters, gradients (from stage 2 on) and
-  optimizer state, but for stacks of layers, which are cut on their largest dimension: with jzero's choice GSPMD takes
-  a fifth more memory and sends more. Parameters are cast before they can be gathered.
-* `map_variables`: stage 3 by hand: `shard_map`, every module gathers its own parameters (`nn.map_variables`).
+* `jzero`: `make_train_step` and a sharded train state, as a user writes them: it keeps what fits.
+* `cheap`: the same with `remat="cheap"`: it gathers parameters again and recomputes cheap activations.
+* `keeping`: the same, but it keeps for the backward pass what `strong` keeps: all activations that the model does not
+  recompute (`remat="as_written"`) and whole parameters (`reshard_after_forward=False`).
+* `strong`: what a user who knows GSPMD writes: parameters and optimizer state cut on the largest dimension that the
+  devices divide, but not on that of a scan, and what is small in a layer left whole; parameters cast before they are
+  gathered; gradients laid out like them; activations cut by rows at the start of each block. What is recomputed is up
+  to the model.
+* `plain`: `jax.jit`, everything but the batch whole on each device. The stage does not matter.
 """
 
 from __future__ import annotations
 
-import re
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -28,14 +25,16 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jzero
-from benchmarks.gpt import AXIS, GPT, init_of, loss_of, placed
+from benchmarks.family_models import Constrain, Family, Gather
+from jzero.core.engine.recompute import Remat
 
-ENGINES = ("jzero", "jzero as written", "jzero, XLA ahead", "jzero tuned", "replicated", "gspmd", "map_variables")
+AXIS = "data"
 TX = optax.adamw(1e-4)
+SMALL = 100_000  # parameters of a layer of up to so many elements stay whole, by hand
 
 
 class Engine(NamedTuple):
-    """A jitted `step(state, batch) -> (state, loss)`, what makes its state from a key, and the state as shapes."""
+    """A jitted `step(state, batch)`, what makes its state from a key, and the state as shapes."""
 
     step: Any
     make: Callable[[jax.Array], Any]
@@ -43,139 +42,135 @@ class Engine(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the engines beside jzero train: bf16 parameters (none at stage 3), fp32 masters, optax's state."""
+    """What the steps beside jzero's train: bf16 parameters (none at stage 3), fp32 masters, optax's state."""
 
     params: Any
     masters: Any
     opt_state: Any
 
 
-def make_engine(name: str, model: GPT, stage: int, mesh: Mesh) -> Engine:
-    """Returns an engine."""
-    if name == "jzero, XLA ahead":
-        return _jzero(model, stage, mesh, "recommended", prefetch_bytes=0)
-    if name == "jzero tuned":
-        return _jzero(model, stage, mesh, all_gather_bucket_bytes=4 * 2**20, reduce_bucket_bytes=8 * 2**20)
-    if name == "jzero as written":
-        return _jzero(model, stage, mesh, remat="as_written")
-    if name == "jzero":
-        return _jzero(model, stage, mesh)
-    if name == "map_variables":
-        return _map_variables(model, mesh)
-    return _jit(model, 0 if name == "replicated" else stage, mesh)
+def gathered_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows of all devices, and the numbers of this device's, in a loss that sees only these."""
+    return lax.all_gather(x, AXIS, tiled=True), lax.axis_index(AXIS) * len(x) + jnp.arange(len(x))
 
 
-def _plain(model: GPT) -> Callable[[jax.Array], Any]:
-    init = init_of(model)
-    return lambda key: jzero.TrainState.create(params=init(key), tx=TX)
+def all_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the same in a loss that sees all rows."""
+    return x, jnp.arange(len(x))
 
 
-def _shapes(model: GPT) -> Any:
-    shapes = jax.eval_shape(_plain(model), jax.random.key(0))
-    return shapes.replace(params=placed(shapes.params, model.mesh))
+def loss_of(
+    family: Family, constrain: Constrain = lambda x: x, gather: Gather = gathered_rows
+) -> Callable[..., jax.Array]:
+    """Returns `loss(params, batch)`."""
+    more = (gather,) if family.gathers else ()
+    return lambda params, batch: family.loss(params, batch, constrain, *more)
 
 
-def _jzero(
-    model: GPT, stage: int, mesh: Mesh, compiler_options: Any = None, remat: Any = None, **fields: Any
+def batch_of(family: Family, mesh: Mesh) -> Any:
+    """Returns the shapes of a batch, cut by rows."""
+    rows = NamedSharding(mesh, PartitionSpec(AXIS))
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)
+    return jax.tree.map(place, family.batch(family.rows * mesh.shape[AXIS]))
+
+
+def jzero_step(
+    family: Family, stage: int, mesh: Mesh, *, remat: Remat | None = None, tx: optax.GradientTransformation = TX
 ) -> Engine:
-    config = jzero.ZeroConfig(stage=stage, precision="bf16", **fields)
-    step = jzero.make_train_step(loss_of(model), compiler_options=compiler_options, remat=remat)
-    make = lambda key: jzero.init_train_state(_plain(model), key, config=config, mesh=mesh)
-    shapes = _shapes(model)
-    return Engine(step, make, jzero.abstract_train_state(shapes, config=config, mesh=mesh))
+    """Returns jzero's step; with `remat="as_written"`, it keeps activations and whole parameters."""
+    config = jzero.ZeroConfig(stage=stage, precision="bf16", reshard_after_forward=remat != "as_written")
+    make = lambda key: jzero.TrainState.create(params=family.init(key), tx=tx)
+    shapes = jax.eval_shape(make, jax.random.key(0))
+    step = jzero.make_train_step(loss_of(family), remat=remat)
+    start = functools.partial(jzero.init_train_state, make, config=config, mesh=mesh)
+    return Engine(step, start, jzero.abstract_train_state(shapes, config=config, mesh=mesh))
 
 
-def _layouts(model: GPT, stage: int, mesh: Mesh, *, largest: bool = False) -> tuple[Any, Any, Any]:
-    """Returns the shardings of parameters, masters (and gradients), and optimizer state.
-
-    With `largest` stacks of layers are cut on their largest dimension, not on the first.
-    """
-    shapes = _shapes(model)
-    plan = jzero.plan_train_state(shapes, config=jzero.ZeroConfig(stage=stage), mesh=mesh)
-    if largest:
-        stacks = [leaf.param for leaf in plan.leaves if leaf.scan_dim == 0]
-        largest_free = lambda x: max(
-            (d for d in range(1, len(x.shape)) if not any(x.base[d : d + 1])), key=lambda d: x.shape[d]
-        )
-        rules = {re.escape(x.path): jzero.LeafRule(dim=largest_free(x), scan_dim=0) for x in stacks}
-        plan = jzero.plan_train_state(shapes, config=jzero.ZeroConfig(stage=stage, rules=rules), mesh=mesh)
-    named = lambda tree: jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
-    if any(jax.tree.leaves(plan.padding)):
-        raise ValueError("The engines beside jzero do not pad: choose sizes that the number of devices divides.")
-    return named(plan.params), named(plan.grads), named(plan.opt_state)
+def layout_of(path: Any, x: jax.ShapeDtypeStruct, mesh: Mesh) -> NamedSharding:
+    """Returns the layout of a parameter by hand, or of a moment of it."""
+    stacked = any(getattr(key, "key", None) == "stack" for key in path)
+    dims = [d for d in range(stacked, x.ndim) if x.shape[d] % mesh.shape[AXIS] == 0]
+    if math.prod(x.shape[stacked:]) <= SMALL or not dims:
+        return NamedSharding(mesh, PartitionSpec())
+    largest = max(dims, key=lambda d: x.shape[d])
+    return NamedSharding(mesh, PartitionSpec(*[AXIS if d == largest else None for d in range(x.ndim)]))
 
 
-def _started(model: GPT, stage: int, layouts: tuple[Any, Any, Any]) -> tuple[Callable[[jax.Array], Any], Any]:
-    param_layout, layout, opt_layout = layouts
+def narrow(tree: Any) -> Any:
+    """Returns a tree in bf16."""
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+
+def updated(
+    masters: Any, opt_state: Any, grads: Any, tx: optax.GradientTransformation = TX
+) -> tuple[Any, Any, jax.Array]:
+    """Returns new masters, the new optimizer state, and the norm of the gradients."""
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    updates, opt_state = tx.update(grads, opt_state, masters)
+    return optax.apply_updates(masters, updates), opt_state, optax.global_norm(grads)
+
+
+def strong_step(family: Family, stage: int, mesh: Mesh, *, tx: optax.GradientTransformation = TX) -> Engine:
+    """Returns the step by hand."""
+    rows = NamedSharding(mesh, PartitionSpec(AXIS))
+    loss_fn = loss_of(family, lambda x: lax.with_sharding_constraint(x, rows), all_rows)
 
     def start(key: jax.Array) -> State:
-        masters = init_of(model)(key)
-        params = None if stage in (0, 3) else jax.tree.map(lambda x: x.astype(jnp.bfloat16), masters)
-        return State(params, masters, TX.init(masters))
+        masters = family.init(key)
+        return State(None if stage == 3 else narrow(masters), masters, tx.init(masters))
 
-    shardings = State(None if stage in (0, 3) else param_layout, layout, opt_layout)
-    shapes = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(start, jax.random.key(0)),
-        shardings,
-    )
-    return jax.jit(start, out_shardings=shardings), shapes
+    shapes = jax.eval_shape(start, jax.random.key(0))
+    layout = jax.tree_util.tree_map_with_path(functools.partial(layout_of, mesh=mesh), shapes)
+    replicated = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), shapes.params)
+    layout = layout._replace(params=replicated)
 
-
-def _jit(model: GPT, stage: int, mesh: Mesh) -> Engine:
-    loss_fn, layouts = loss_of(model), _layouts(model, stage, mesh, largest=True)
-    param_layout, layout, opt_layout = layouts
-    make, like = _started(model, stage, layouts)
-    fixed = lambda tree, layout: jax.tree.map(lax.with_sharding_constraint, tree, layout)
-    narrow = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
-
-    def step(state: State, batch: jax.Array) -> tuple[State, jax.Array]:
+    def step(state: State, batch: Any) -> tuple[State, Any]:
         params = state.params
         if params is None:
-            params = fixed(narrow(state.masters), layout)
+            params = lax.with_sharding_constraint(narrow(state.masters), layout.masters)
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         if stage >= 2:
-            grads = fixed(grads, layout)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        updates, opt_state = TX.update(grads, state.opt_state, state.masters)
-        masters = fixed(optax.apply_updates(state.masters, updates), layout)
-        new = None if state.params is None else fixed(fixed(narrow(masters), layout), param_layout)
-        return State(new, masters, fixed(opt_state, opt_layout)), loss
+            grads = lax.with_sharding_constraint(grads, layout.masters)
+        masters, opt_state, norm = updated(state.masters, state.opt_state, grads, tx)
+        params = None
+        if state.params is not None:
+            params = lax.with_sharding_constraint(narrow(masters), layout.masters)
+        return State(params, masters, opt_state), {"loss": loss, "grad_norm": norm}
 
-    out = jax.tree.map(lambda x: x.sharding, like)
-    return Engine(jax.jit(step, donate_argnums=0, out_shardings=(out, None)), make, like)
+    jitted = jax.jit(step, donate_argnums=0, in_shardings=(layout, rows), out_shardings=(layout, None))
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return Engine(jitted, jax.jit(start, out_shardings=layout), jax.tree.map(place, shapes, layout))
 
 
-def _map_variables(model: GPT, mesh: Mesh) -> Engine:
-    layouts = _layouts(model, 3, mesh)
-    _, layout, opt_layout = layouts
-    make, like = _started(model, 3, layouts)
-    hand = GPT(model.size, model.scan, model.remat, fsdp=True)
-    loss_fn = loss_of(hand)
-    names = lambda x, s: nn.Partitioned(x, names=(*s.spec, *[None] * (x.ndim - len(s.spec))))
+def plain_step(family: Family, mesh: Mesh | None = None, *, tx: optax.GradientTransformation = TX) -> Engine:
+    """Returns a step of plain `jax.jit`, on one device, or with everything but the batch whole on each of a mesh."""
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
-    def local(masters: Any, batch: jax.Array) -> Any:
-        boxed = jax.tree.map(names, masters, layout)
-        loss, grads = jax.value_and_grad(loss_fn)(boxed, batch)
+    def start(key: jax.Array) -> State:
+        masters = family.init(key)
+        return State(None, masters, tx.init(masters))
 
-        def reduced(box: nn.Partitioned) -> jax.Array:  # the transpose of a gather has summed what was cut
-            total = box.value if AXIS in box.names else lax.psum(box.value, AXIS)
-            return total / lax.axis_size(AXIS)
+    def step(state: State, batch: Any) -> tuple[State, Any]:
+        loss, grads = jax.value_and_grad(loss_of(family, gather=all_rows))(narrow(state.masters), batch)
+        masters, opt_state, norm = updated(state.masters, state.opt_state, grads, tx)
+        return State(None, masters, opt_state), {"loss": loss, "grad_norm": norm}
 
-        grads = jax.tree.map(reduced, grads, is_leaf=lambda x: isinstance(x, nn.Partitioned))
-        return lax.pmean(loss, AXIS), grads
-
-    specs = jax.tree.map(lambda s: s.spec, layout)
-    value_and_grad = jax.shard_map(
-        local, mesh=mesh, in_specs=(specs, PartitionSpec(AXIS)), out_specs=(PartitionSpec(), specs), check_vma=False
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
+    like = jax.tree.map(place, jax.eval_shape(start, jax.random.key(0)))
+    return Engine(
+        jax.jit(step, donate_argnums=0, out_shardings=replicated), jax.jit(start, out_shardings=replicated), like
     )
 
-    def step(state: State, batch: jax.Array) -> tuple[State, jax.Array]:
-        loss, grads = value_and_grad(state.masters, batch)
-        updates, opt_state = TX.update(grads, state.opt_state, state.masters)
-        return State(None, optax.apply_updates(state.masters, updates), opt_state), loss
 
-    out = State(None, layout, opt_layout)
-    return Engine(jax.jit(step, donate_argnums=0, out_shardings=(out, None)), make, like)
+def engine_of(name: str, family: Family, stage: int, mesh: Mesh, *, tx: optax.GradientTransformation = TX) -> Engine:
+    """Returns an engine by its name."""
+    if name == "plain":
+        return plain_step(family, mesh, tx=tx)
+    if name == "strong":
+        return strong_step(family, stage, mesh, tx=tx)
+    remat: dict[str, Remat | None] = {
+        "jzero": None,
+        "cheap": "cheap" if stage == 3 else None,
+        "keeping": "as_written",
+    }
+    return jzero_step(family, stage, mesh, remat=remat[name], tx=tx)

@@ -31,19 +31,17 @@ def in_turns(
     runs: Mapping[K, Callable[[], Any]],
     repeats: int,
     *,
-    before: Callable[[], Any] = lambda: None,
     until: float = math.inf,
 ) -> dict[K, list[float]]:
     """Returns the seconds of each call of each run.
 
-    `before` is called before each and not counted. No turn but the first begins after `until` of `time.monotonic`.
+    No turn but the first begins after `until` of `time.monotonic`.
     """
     times: dict[K, list[float]] = {name: [] for name in runs}
     for i in range(repeats):
         if i and time.monotonic() > until:
             break
         for name, run in runs.items():
-            before()
             started = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - started)

@@ -11,9 +11,8 @@ import json
 import pathlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
-Figures = dict[str, Any]
+from benchmarks.tables import Figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Job:
         """Seconds that are left."""
         return self.started + self.seconds - time.monotonic()
 
-    def tell(self, program: str, **figures: Any) -> None:
+    def tell(self, program: str, **figures: object) -> None:
         """Adds a line."""
         add_line(self.lines, self.part, program, figures)
 

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 import jzero
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.machine import STATE_BYTES, host_bytes, memory_limit, scale
-from benchmarks.offload import MIB, copy_rates, least_traffic, trained
+from benchmarks.offload import copy_rates, least_traffic, trained
+from benchmarks.tables import MIB
 from benchmarks.turns import ratio
 
 VARIANTS = ("optimizer", "parameters, too", "in 64 MiB")

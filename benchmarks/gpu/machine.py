@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 import jax
 
-from benchmarks.families import FAMILIES
 from benchmarks.family_models import Family, gpt
 from benchmarks.gpu.job import Job
+from benchmarks.models import FAMILIES
 from jzero.cli.doctor import examine
 
 SMALL = {

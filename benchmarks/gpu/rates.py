@@ -17,9 +17,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jzero
-from benchmarks.gpt import AXIS
-from benchmarks.gpu.job import Figures, Job
+from benchmarks.engines import AXIS
+from benchmarks.gpu.job import Job
 from benchmarks.gpu.machine import scale
+from benchmarks.tables import Figures
 from benchmarks.turns import in_turns
 from jzero.machines.limits import this_machine
 from jzero.machines.machine import Machine

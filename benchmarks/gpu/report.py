@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu.job import Figures
-from benchmarks.gpu.tables import GB, MIB, MS, Column, fixed, number, plan, quotient, short, span, table
+from benchmarks.tables import GB, MIB, MS, Column, Figures, fixed, number, plan, quotient, short, span, table
 
 Part = dict[str, Figures]
 

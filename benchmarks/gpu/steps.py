@@ -18,10 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jzero
-from benchmarks.engines import Engine
-from benchmarks.families import batch_of, engine_of
+from benchmarks.engines import AXIS, Engine, batch_of, engine_of
 from benchmarks.family_models import Family
-from benchmarks.gpt import AXIS
 from benchmarks.gpu.job import Job, figures_of
 from benchmarks.gpu.machine import memory_limit, model
 from benchmarks.gpu.rates import measured_machine

@@ -1,4 +1,4 @@
-"""`jzero.fit` against its own compiled candidates: `python -m benchmarks.fit_check`.
+"""`jzero.fit` against its own compiled candidates: `python -m tests.accuracy.fit_check`.
 
 Each of three models gets seven budgets of memory. `choice` is what `fit` returns by default; `reckoned` is that of
 `confirm=False`. `best` is the fastest that fits if `fit` compiles until five fit instead of three, and all that it
@@ -11,7 +11,6 @@ that are there are not compiled again, by `fit` neither.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib
@@ -23,17 +22,14 @@ from unittest import mock
 import jax
 
 import jzero
-from benchmarks.engines import TX
-from benchmarks.families import loss_of
+from benchmarks.common import GIB, complete, lines_of, parser_of
+from benchmarks.engines import TX, loss_of
 from benchmarks.family_models import LLAMA_125M, Family, gpt, llama, moe
-from benchmarks.lines import add_line, lines_of
 from jzero.analysis import confirm
 from jzero.analysis.candidates import Candidate, Fit
 from jzero.analysis.search import Search
 from jzero.estimate.step_memory import StepMemory
 from jzero.machines.machine import machine
-
-GIB = 2**30
 
 
 class Model(NamedTuple):
@@ -75,9 +71,9 @@ class Figures:
         key = key_of(self.model, self.topology, x)
         if key not in self.lines:
             candidate = self.compile(search, x)
-            line = {"key": key, "peak": candidate.compiled_peak, "seconds": candidate.compiled_seconds}
-            self.lines[key] = line | {"jax": jax.__version__}
-            add_line(self.path, self.lines[key])
+            line = {"peak": candidate.compiled_peak, "seconds": candidate.compiled_seconds, "jax": jax.__version__}
+            complete(self.path, [key], lambda key: line)
+            self.lines[key] = {"key": key, **line}
         return self.with_figures(x)
 
     def with_figures(self, x: Candidate) -> Candidate:
@@ -157,7 +153,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, bool]]:
 
 def main() -> None:
     """Prints the tables; exits with 1 if a choice is not the best."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--topology", default="h200:8")
     parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("fit_check.jsonl"))

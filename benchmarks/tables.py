@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from benchmarks.gpu.job import Figures
-
+Figures = dict[str, Any]
 Show = Callable[[Figures], str]
 Column = tuple[str, Show]
 

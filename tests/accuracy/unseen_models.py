@@ -1,4 +1,4 @@
-"""Models of `benchmarks.estimates` that no rule of the estimate was made from.
+"""Models of `tests.accuracy.estimates` that no rule of the estimate was made from.
 
 They are as those of `family_models`, whose letters of shapes they use; P is the width of a head, K chunks of C steps.
 """
@@ -30,7 +30,7 @@ from benchmarks.family_models import (
     stacked,
     tokens,
 )
-from benchmarks.unseen_grids import adm, clip_b16, evoformer, mixer, resnet
+from tests.accuracy.unseen_grids import adm, clip_b16, evoformer, mixer, resnet
 
 
 def dreamer(*, width: int = 1536, states: int = 32, classes: int = 32, seq_len: int = 64) -> Family:

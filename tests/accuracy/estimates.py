@@ -1,4 +1,4 @@
-"""Estimated beside compiled peaks of many models' steps: `python -m benchmarks.estimates --topology h200:8`.
+"""Estimated beside compiled peaks of many models' steps: `python -m tests.accuracy.estimates --topology h200:8`.
 
 The families, from which the rules of the estimate were made, and the models of `unseen_models`, from which none was.
 Each line of the result file is one model at one stage: the peak that `jzero.estimate_step_memory` reckons from the
@@ -9,7 +9,6 @@ change of the estimate. `--table before.jsonl after.jsonl` prints such files sid
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import pathlib
 import time
@@ -18,12 +17,11 @@ from typing import Any
 import jax
 
 import jzero
-from benchmarks.by_compilation import MIB
-from benchmarks.families import FAMILIES, batch_of, engine_of
-from benchmarks.gpt import AXIS
-from benchmarks.lines import add_line, lines_of
-from benchmarks.unseen_models import UNSEEN
+from benchmarks.common import MIB, complete, lines_of, parser_of
+from benchmarks.engines import AXIS, batch_of, engine_of
+from benchmarks.models import FAMILIES
 from jzero.machines.topologies import topology_devices
+from tests.accuracy.unseen_models import UNSEEN
 
 MODELS = {**FAMILIES, **UNSEEN}
 STAGES = (3, 0, 1, 2)
@@ -32,11 +30,12 @@ TOO_LARGE = {"llama_8b": (0, 1, 2)}
 WITHIN = 0.1
 
 
-def line_of(name: str, stage: int, topology: str, peak: int | None = None) -> dict[str, Any]:
+def line_of(key: str, peak: int | None = None) -> dict[str, Any]:
     """Returns the figures of one family at one stage; compiles it unless its peak is given."""
+    topology, name, stage = key.split("/")
     family = MODELS[name]()
     mesh = jzero.make_mesh(devices=topology_devices(topology), **{AXIS: -1})
-    step, _, like = engine_of("cheap", family, stage, mesh)
+    step, _, like = engine_of("cheap", family, int(stage), mesh)
     batch, where = batch_of(family, mesh), {"topology": topology, "mesh": mesh}
     started = time.process_time()
     reckoned = jzero.estimate_step_memory(step, like, batch, **where)
@@ -74,7 +73,7 @@ def mark(ratio: float) -> str:
 
 def main() -> None:
     """Compiles what is not in the result file yet, estimates a file's programs anew, or prints files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--topology", default="h200:8")
     parser.add_argument("--stage", type=int, nargs="*", choices=STAGES, default=STAGES)
     parser.add_argument("--family", nargs="*", choices=list(MODELS), default=list(MODELS))
@@ -89,11 +88,8 @@ def main() -> None:
     peaks = {x["key"]: x["compiled"] for x in lines_of(options.again)} if options.again else {}
     for stage, name in itertools.product(options.stage, options.family):
         key = f"{options.topology}/{name}/{stage}"
-        done = key in {x["key"] for x in lines_of(options.out)} or stage in TOO_LARGE.get(name, ())
-        if done or (options.again and key not in peaks):
-            continue
-        line = {"key": key, **line_of(name, stage, options.topology, peaks.get(key))}
-        add_line(options.out, line)
+        if stage not in TOO_LARGE.get(name, ()) and (key in peaks or not options.again):
+            complete(options.out, [key], lambda key: line_of(key, peaks.get(key)))
 
 
 if __name__ == "__main__":
