@@ -1,46 +1,35 @@
-"""Time per step against DeepSpeed and FSDP2: `python -m benchmarks.torch_peers --scripts DIR --torch PYTHON`.
+"""Time per step against DeepSpeed and FSDP2: `python -m benchmarks.torch_peers --torch PYTHON`.
 
-Four processes with one CPU device each, gloo over loopback, one thread per process; the same model, weights, batches.
-`DIR` holds `model_spec.py`, `run_deepspeed.py` and `run_fsdp2.py` (the runs that `tests/data/deepspeed_runs.json` was
-recorded with); `PYTHON` has torch and deepspeed. jzero and the peers run in turns, `--rounds` times; the table has the
-best round of each and the ratio of the medians of the rounds. Losses of the first steps are compared.
+Four processes with one CPU device each, gloo over loopback, one thread per process; the model, weights and batches of
+`benchmarks/peers/`. `PYTHON` has torch and deepspeed (`peers/train.py` says how to install them). jzero and the peers
+run in turns, `--rounds` times; the table has the median of the rounds, the best, and the ratio of the
+medians. The first steps do not count. Losses after the last step stand beside.
 """
 
 from __future__ import annotations
 
 import argparse
-import glob
-import importlib.util
 import json
 import os
 import pathlib
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from typing import Any
 
-PROCESSES, WARM = 4, 5
-THREADS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
+from benchmarks.common import free_port, parser_of
 
-
-def free_port() -> int:
-    """Returns a port that nobody listens at."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def model_spec(scripts: pathlib.Path) -> Any:
-    """Returns the module that describes model and batches."""
-    spec = importlib.util.spec_from_file_location("model_spec", scripts / "model_spec.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+ROOT = pathlib.Path(__file__).parents[1]
+WARM = 5
+THREADS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+RUNS = {
+    "jzero, stage 2": ("jzero", 2),
+    "DeepSpeed, stage 2": ("deepspeed", 2),
+    "jzero, stage 3": ("jzero", 3),
+    "DeepSpeed, stage 3": ("deepspeed", 3),
+    "FSDP2, stage 3": ("fsdp2", 3),
+}
 
 
 def work(options: argparse.Namespace) -> None:
@@ -51,33 +40,24 @@ def work(options: argparse.Namespace) -> None:
     from jax.experimental import multihost_utils
 
     import jzero
+    from benchmarks import peers
     from tests import deepspeed_model
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{options.port}", PROCESSES, options.worker)
-    spec = model_spec(options.scripts)
-    config, opt = spec.CONFIGS["bench"], spec.OPT
-    weights = spec.init_weights(config)
-    tokens = spec.make_tokens(config, steps=options.steps)
-    names = [name.removeprefix("blocks.0.") for name in weights if name.startswith("blocks.0.")]
-    stacked = {
-        f"blocks.{name}": np.stack([weights.pop(f"blocks.{i}.{name}") for i in range(config["layers"])])
-        for name in names
-    }
-    params = deepspeed_model.nested(weights | stacked)
-    tx = optax.adamw(opt["lr"], *opt["betas"], eps=opt["eps"], weight_decay=opt["weight_decay"])
-    state = jzero.TrainState.create(params=params, tx=tx)
-    state = jzero.shard_train_state(
-        state, config=jzero.ZeroConfig(stage=options.stage, precision=options.dtype, persistence_threshold=0)
-    )
-    loss_fn = lambda params, batch: deepspeed_model.loss_fn(params, batch, config["heads"])
-    step = jzero.make_train_step(loss_fn, clip_norm=opt["clip"], remat="as_written")  # peers keep activations
-    rows = tokens.shape[1] // PROCESSES
-    mine = slice(options.worker * rows, (options.worker + 1) * rows)
+    jax.distributed.initialize(f"127.0.0.1:{options.port}", peers.PROCESSES, options.worker)
+    weights = peers.weights()
+    blocks = {name: [weights.pop(f"blocks.{i}.{name}") for i in range(peers.LAYERS)] for name in peers.BLOCK}
+    params = deepspeed_model.nested(weights | {f"blocks.{name}": np.stack(x) for name, x in blocks.items()})
+    (b1, b2), others = peers.ADAMW["betas"], {name: x for name, x in peers.ADAMW.items() if name != "betas"}
+    plain = jzero.TrainState.create(params=params, tx=optax.adamw(peers.LEARNING_RATE, b1, b2, **others))
+    config = jzero.ZeroConfig(stage=options.stage, precision=options.dtype, persistence_threshold=0)
+    state = jzero.shard_train_state(plain, config=config)
+    loss_fn = lambda params, batch: deepspeed_model.loss_fn(params, batch, peers.HEADS)
+    step = jzero.make_train_step(loss_fn, clip_norm=peers.CLIP, remat="as_written")  # peers keep activations
     sharding = jax.sharding.NamedSharding(jzero.plan_of(state).mesh, jax.sharding.PartitionSpec("data"))
     times, losses = [], []
-    for rows_of_step in tokens:
-        batch = jax.make_array_from_process_local_data(sharding, np.asarray(rows_of_step[mine], np.int32))
+    for rows in peers.tokens(options.steps).astype(np.int32):
+        batch = jax.make_array_from_process_local_data(sharding, rows[peers.own_rows(options.worker)])
         multihost_utils.sync_global_devices("step")
         started = time.perf_counter()
         state, metrics = step(state, batch)
@@ -85,87 +65,66 @@ def work(options: argparse.Namespace) -> None:
         jax.block_until_ready(state)
         times.append(time.perf_counter() - started)
     if options.worker == 0:
-        print(json.dumps({"median_s": statistics.median(times[WARM:]), "losses": losses}))
+        print(json.dumps({"times": times, "losses": losses}))
 
 
-def run_jzero(stage: int, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the first of four jzero processes prints."""
-    port = free_port()
-    flags = "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1"
-    environment = {**os.environ, **THREADS, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, "-m", "benchmarks.torch_peers", "--scripts", str(options.scripts)]
-    command += ["--stage", str(stage), "--dtype", dtype, "--steps", str(options.steps), "--port", str(port)]
-    workers = [
-        subprocess.Popen([*command, "--worker", str(i)], env=environment, stdout=subprocess.PIPE, text=True)
-        for i in range(PROCESSES)
-    ]
-    outputs = [worker.communicate()[0] for worker in workers]
-    if any(worker.returncode for worker in workers):
-        raise RuntimeError(f"A process of jzero failed: {[worker.returncode for worker in workers]}")
-    return dict(json.loads(outputs[0].splitlines()[-1]))
-
-
-def run_torch(script: str, arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Returns times and losses of a peer."""
-    with tempfile.TemporaryDirectory() as folder:
-        spec = model_spec(options.scripts)
-        config = spec.CONFIGS["bench"]
-        data = pathlib.Path(folder)
-        import numpy as np
-
-        np.savez(data / "bench_init.npz", **spec.init_weights(config))
-        np.savez(data / "bench_tokens.npz", tokens=spec.make_tokens(config, steps=options.steps))
-        environment = {**os.environ, **THREADS, "ORACLE_OUT": folder, "ORACLE_DATA": folder}
-        launch = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(PROCESSES)]
-        launch += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-        tail = ["--variant", "bench", "--no-params", "--steps", str(options.steps)]
-        command = [options.torch, *launch, str(options.scripts / script), *arguments, *tail]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        for path in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):  # what DeepSpeed leaves behind is memory
-            pathlib.Path(path).unlink()
-        results = list(data.glob("*.json"))
-        if done.returncode or not results:
-            raise RuntimeError(f"{script} failed:\n{done.stderr[-2000:]}")
-        report = json.loads(results[0].read_text())
-        return {"median_s": report["step_time"]["median_s"], "losses": report["losses"]}
+def run(engine: str, stage: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the times and losses that the first of four processes prints."""
+    arguments = ["--stage", str(stage), "--dtype", options.dtype, "--steps", str(options.steps)]
+    port, environment = str(free_port()), {**os.environ, **THREADS}
+    if engine == "jzero":
+        flags = "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1"
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        commands = [
+            [sys.executable, "-m", "benchmarks.torch_peers", *arguments, "--port", port, "--worker", str(i)]
+            for i in range(4)
+        ]
+    else:
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-addr", "127.0.0.1"]
+        launch += ["--master-port", port, "-m", "benchmarks.peers.train", "--engine", engine]
+        commands = [[options.torch, *launch, *arguments]]
+    pipe = subprocess.PIPE
+    started = [subprocess.Popen(x, env=environment, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) for x in commands]
+    outputs = [process.communicate() for process in started]
+    for path in pathlib.Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):  # what DeepSpeed leaves is memory
+        path.unlink()
+    for process, (_, errors) in zip(started, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{process.args} failed:\n{errors[-2000:]}")
+    (line,) = [x for x in outputs[0][0].splitlines() if x.startswith("{")]
+    found = json.loads(line)
+    return {**found, "median": statistics.median(found["times"][WARM:] or found["times"])}
 
 
 def main() -> None:
     """Runs everything in turns and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", type=pathlib.Path, required=True)
-    parser.add_argument("--torch", help="a Python with torch and deepspeed")
+    parser = parser_of(__doc__)
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python with torch and deepspeed; without, only jzero runs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--stage", type=int, default=3, help=argparse.SUPPRESS)
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", default=[], help="parts of names of rows, such as FSDP2")
+    for name in ("--stage", "--worker", "--port"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         work(options)
         return
-    dtype = ["--dtype", options.dtype]
-    runs = {
-        "jzero, stage 2": lambda: run_jzero(2, options.dtype, options),
-        "DeepSpeed, stage 2": lambda: run_torch("run_deepspeed.py", ["--stage", "2", *dtype], options),
-        "jzero, stage 3": lambda: run_jzero(3, options.dtype, options),
-        "DeepSpeed, stage 3": lambda: run_torch("run_deepspeed.py", ["--stage", "3", *dtype], options),
-        "FSDP2": lambda: run_torch("run_fsdp2.py", ["--mode", "fsdp", *dtype], options),
-    }
+    runs = {name: x for name, x in RUNS.items() if options.torch or x[0] == "jzero"}
+    runs = {name: x for name, x in runs.items() if not options.only or any(y in name for y in options.only)}
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     for _ in range(options.rounds):
-        for name, run in runs.items():
-            results[name].append(run())
-            print(f"{name}: {1e3 * results[name][-1]['median_s']:.0f} ms", file=sys.stderr, flush=True)
+        for name, (engine, stage) in runs.items():
+            results[name].append(run(engine, stage, options))
+            print(f"{name}: {1e3 * results[name][-1]['median']:.0f} ms", file=sys.stderr, flush=True)
     print(f"\n| {options.dtype} | ms per step, median of rounds (best) | of jzero | loss after {options.steps} steps |")
     print("|---|---|---|---|")
     for name, rounds in results.items():
-        peers = results["jzero, stage 2" if name.endswith("2") and "FSDP" not in name else "jzero, stage 3"]
-        times = [r["median_s"] for r in rounds]
-        ratio = statistics.median(times) / statistics.median(r["median_s"] for r in peers)
+        times = [x["median"] for x in rounds]
+        peers = [x["median"] for x in results.get(f"jzero, stage {RUNS[name][1]}", [])]
+        ratio = f"{statistics.median(times) / statistics.median(peers):.2f}" if peers else ""
         median, best = 1e3 * statistics.median(times), 1e3 * min(times)
-        print(f"| {name} | {median:.0f} ({best:.0f}) | {ratio:.2f} | {rounds[0]['losses'][-1]:.6f} |")
+        print(f"| {name} | {median:.0f} ({best:.0f}) | {ratio} | {rounds[0]['losses'][-1]:.6f} |")
 
 
 if __name__ == "__main__":
