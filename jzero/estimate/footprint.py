@@ -31,7 +31,7 @@ class Footprint:
     Attributes:
       peak: The peak in bytes.
       at_peak: The bytes at the peak, by purpose.
-      kept: The buffers that the forward pass saves for the backward pass.
+      residuals: The buffers that the forward pass saves for the backward pass.
     """
 
     peak: int

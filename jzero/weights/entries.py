@@ -38,7 +38,7 @@ class Entry:
       tensor: The name of the tensor.
       box: The box of it.
       permute: The order of its dimensions in the parameter.
-      path: The parameter.
+      path: The key path of the parameter.
       part: The box of that.
       num_stacked: How many leading dimensions of the parameter are those of a stack.
     """
@@ -129,7 +129,7 @@ def entries_of(path: str, shape: Shape, rule: Rule, tensors: Mapping[str, Shape]
     """Returns the entries of a parameter, and why they do not make it; an empty text if they do.
 
     Args:
-      path: The parameter.
+      path: The key path of the parameter.
       shape: Its shape.
       rule: What makes it.
       tensors: The shapes of the tensors, by name; all that the rule names must be there.

@@ -104,13 +104,7 @@ def _padded_size(sublanes: int, lanes: int) -> int:
 
 
 def for_each_chunk(body: Callable[[Chunk, T], T], carry: T, pieces: Pieces) -> T:
-    """Returns `carry` after `carry = body(chunk, carry)` for each chunk, inside a trace.
-
-    Args:
-      body: Takes a chunk and `carry`.
-      carry: A pytree of arrays in the view's shape, or of any other.
-      pieces: How arrays are split.
-    """
+    """Returns `carry` after `carry = body(chunk, carry)` for each chunk, inside a trace."""
     size, length = pieces.view[pieces.dim], pieces.length
     count = size // length
     if count == 1:

@@ -116,7 +116,6 @@ class UnnamedFile:
 
     Attributes:
       name: The folder, for messages.
-      num_bytes: The size.
       is_direct: Whether reads and writes go past the page cache.
       fallbacks: What the file system cannot do, with its reason; empty on common local ones.
 

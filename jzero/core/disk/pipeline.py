@@ -41,8 +41,6 @@ class RunStats(NamedTuple):
     Attributes:
       seconds: All of it.
       waited_seconds: Of these, how long the calling thread waited: for a record, or at the end for the writers.
-      read_bytes: Bytes read.
-      written_bytes: Bytes written.
     """
 
     seconds: float
@@ -61,7 +59,6 @@ class Pipeline:
       threads: How many records are read at a time, and how many written.
 
     Attributes:
-      store: The same.
       buffers: All memory that records take, `2 · threads + 1` times uint8 `[max(store.sizes)]`.
     """
 

@@ -39,8 +39,6 @@ class StoredRow(NamedTuple):
     Attributes:
       records: The records at whose heads its elements are, in their order.
       counts: How many elements each has.
-      shape: Its shape.
-      dtype: Its dtype.
     """
 
     records: tuple[int, ...]
@@ -62,7 +60,6 @@ class _Lane:
     Attributes:
       rows: Their numbers.
       expected: Those that the program will take, after what is read ahead.
-      ahead: What is read ahead.
     """
 
     def __init__(self, rows: Sequence[int]) -> None:

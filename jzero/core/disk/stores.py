@@ -37,9 +37,6 @@ class Store(abc.ABC):
       heads: How many bytes at the beginning of each record can be read without the rest, likewise; none by default.
 
     Attributes:
-      num_slots: How many slots it has.
-      sizes: The same.
-      heads: The same.
       offsets: Where each record begins in a slot.
       num_bytes: Bytes of one slot.
       slot: The current slot, 0 or 1.
@@ -124,11 +121,7 @@ class Store(abc.ABC):
 
 
 class Pin:
-    """A generation of a store, which can be read until `release`, or the end of the last reference.
-
-    Attributes:
-      generation: Which.
-    """
+    """A generation of a store, which can be read until `release`, or the end of the last reference."""
 
     def __init__(self, store: Store, slot: int, generation: int) -> None:
         self._store, self._slot, self.generation = store, slot, generation
@@ -237,9 +230,7 @@ class IoStats(NamedTuple):
     """Traffic of a store since it was made.
 
     Attributes:
-      read_bytes: Bytes read.
       read_seconds: Seconds in which at least one read was under way, so that their quotient is a rate.
-      written_bytes: Bytes written.
       write_seconds: Likewise.
     """
 

@@ -183,7 +183,6 @@ class DefUse:
     """The values of a program, with the equations that make and read them.
 
     Attributes:
-      eqns: The equations.
       reductions: The inputs that are shards of gradients, each with its reduction.
     """
 
@@ -244,10 +243,8 @@ class Reduction:
     """A gradient that is reduced where it is made.
 
     Attributes:
-      path: The parameter.
-      cut: How it is cut.
+      path: The key path of its parameter; inside a function that layers share, which result it is.
       route: How it travels.
-      sums: How it is summed.
       dtype: The dtype of its shards.
       by_use: Whether to reduce for each use if a loop stands between the uses.
       to_host: Whether shards move to host memory at once.
@@ -296,7 +293,7 @@ class Unreduced:
     """A whole gradient, or a summand of one, that is reduced later.
 
     Attributes:
-      path: The parameter.
+      path: The key path of its parameter; inside a function that layers share, which result it is.
       is_awaited: Whether a loop, or the first block, waits for it if it is made outside blocks.
     """
 

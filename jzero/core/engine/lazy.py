@@ -90,7 +90,7 @@ class ShardedParam:
       wire_dtype: The dtype of the gather: the shard is cast to it first.
       dtype: The dtype of the value: the gathered array is cast to it. Never narrower than `wire_dtype`.
       row_of: In the body of a loop, the stack that it comes from.
-      path: The parameter.
+      path: Its key path; inside a function that layers share, which input it is.
       on_disk: The dtype of its rows on disk, which the gather reads; `None` if it is in memory.
       stays: Whether it stays whole from its first to its last use, in both passes.
     """
@@ -186,7 +186,6 @@ class Deferred:
 
     Attributes:
       inputs: ShardedParam values, or arrays of one element.
-      operation: The operation.
     """
 
     inputs: tuple[Operand, ...]

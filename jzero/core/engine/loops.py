@@ -107,7 +107,6 @@ class _Loop:
 
     Attributes:
       consts: The constants of all iterations; parameters that each iteration uses whole are gathered before the loop.
-      carried: The carried values.
       values: The scanned inputs, each made of some of `stacks`.
       stacks: The distinct arrays and lazy stacks that the loop slices.
       params: The lazy ones among `stacks`, by index.

@@ -292,7 +292,7 @@ def merge_written(x: jax.Array, before: jax.Array, written: Written, sums: Sums,
     Args:
       x: Its value after the loss, on this device and in its natural shape.
       before: Its value before the loss, as this device stores it.
-      written: The variable.
+      written: Which variable, with its layout and its rule.
       sums: How values are summed over devices.
       plan: The plan of the state.
     """

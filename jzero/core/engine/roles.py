@@ -38,7 +38,6 @@ class Role(NamedTuple):
 
     Attributes:
       is_sharded: Whether its value is held as a shard.
-      cuts_gradient: Whether its gradient is cut.
       reduces_early: Whether its gradient is reduced where it is made.
     """
 
@@ -63,7 +62,6 @@ class Parameter:
       route: How its gradient travels.
       sums: How its gradient is summed.
       reduce_last: Whether gradients are reduced once, after all micro-batches.
-      stage: The stage.
       to_host: Whether its gradient moves to the host as soon as it is reduced.
       reduces_once: Whether its gradient is reduced between nodes once, after all micro-batches.
     """

@@ -114,12 +114,9 @@ def _carried(eqn: JaxprEqn) -> list[Var]:
 
 
 def _find_awaited(jaxpr: Jaxpr, inputs: Sequence[bool | None], awaited: dict[Var, bool]) -> list[bool | None]:
-    """Returns for each output, if it is a gradient, whether it is awaited outside blocks; else `None`.
+    """Returns for each output of a program, if it is a gradient, whether it is awaited outside blocks; else `None`.
 
-    Args:
-      jaxpr: The program.
-      inputs: The same for its inputs.
-      awaited: Gets the same for all gradients that the program makes.
+    `inputs` says the same of its inputs; `awaited` gets it for all gradients that the program makes.
     """
 
     def apply(eqn: JaxprEqn, into: list[bool | None]) -> list[bool | None]:

@@ -88,12 +88,7 @@ def params_of_call(eqn: JaxprEqn, jaxpr: AnyJaxpr, is_changed: Sequence[bool] = 
 
 
 def params_retraced(eqn: JaxprEqn, function_of: Callable[[Jaxpr], Callable[..., PyTree]]) -> Params:
-    """Returns the parameters of an equation that hold jaxprs, each traced again in the context of the caller.
-
-    Args:
-      eqn: The equation.
-      function_of: Given a jaxpr, returns the function to trace in its place.
-    """
+    """Returns the parameters of an equation that hold jaxprs, each traced again, as `function_of` it, by the caller."""
 
     def anew(jaxpr: Jaxpr) -> AnyJaxpr:
         closed = jax.make_jaxpr(function_of(jaxpr))(*map(compat.shape_struct_of, jaxpr.in_avals))

@@ -59,8 +59,6 @@ class _Graph:
     """A flat jaxpr, with the equations that make and read each variable, and the parameters that it belongs to.
 
     Attributes:
-      eqns: Its equations.
-      outputs: Its results.
       reads: The variables that each equation reads, once each.
       producers: For each variable, the equation that makes it.
       readers_of: The equations that read it.

@@ -46,7 +46,6 @@ class EquationRun(NamedTuple):
     Attributes:
       invars: Earlier variables that it reads.
       outvars: Its results that later equations, or the jaxpr's outputs, read.
-      eqns: Its equations.
       is_block: Whether it is one of the repeated blocks.
     """
 

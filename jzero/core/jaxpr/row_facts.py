@@ -42,7 +42,6 @@ class Cause(NamedTuple):
     """The equation that combined rows.
 
     Attributes:
-      primitive: Its primitive.
       how: "rows": it combines different rows; "ratio": it divides by a sum over rows; "sum": it applies some other
         function to a sum over rows that is not linear.
       source: The line of the program, e.g. `train.py:12 (loss_fn)`; empty if it is not known.
@@ -59,7 +58,6 @@ class RowFacts(NamedTuple):
     Attributes:
       differs: Whether devices may have different values.
       reads: Whether it is made from rows, be it through a collective that makes it equal on all devices.
-      kind: How it depends on rows.
       row_dims: The dimensions along which elements belong to different rows; negative ones are passes of a scan.
       rows: How many rows the batch has.
       cause: The equation that combined rows, or ceases to be linear with the next function.

@@ -1,6 +1,6 @@
 """How the result of each primitive depends on rows, given its operands: `rule(eqn, operands) -> facts`, or a list.
 
-A rule runs only if some operand depends on rows. An operation without a rule is `Kind.UNKNOWN`.
+A rule runs only if some operand depends on rows. An operation without a rule is `RowKind.UNKNOWN`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ have one element per row, and whether it is a sum over rows (or a mean, see `gro
     lambda w, x: jnp.log((x @ w).mean())  differs, couples rows
 
 One pass over the equations follows each value by the rules of `row_rules`. The results of an operation that it does not
-know, or whose rule fails, are `Kind.UNKNOWN`: a check never stops a program. `differs` is true unless it is known to be
-false.
+know, or whose rule fails, are `RowKind.UNKNOWN`: a check never stops a program. `differs` is true unless it is known to
+be false.
 """
 
 from __future__ import annotations

@@ -39,9 +39,7 @@ class CanonicalJaxpr(NamedTuple):
     """An open jaxpr with scopes and fold-in constants factored out, so that repeated layers compare equal.
 
     Attributes:
-      constvars: Constants, as in a jaxpr.
       invars: Inputs; those for `numbers` come last.
-      outvars: Outputs.
       eqns: Equations, with `names` removed from their scopes.
       names: The scopes that all equations share.
       numbers: Literals folded into random keys, now inputs.

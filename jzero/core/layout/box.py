@@ -5,8 +5,8 @@ Whatever takes a part of an array names it by a `Box`: a shard with its padding,
 section of a tensor in a file. A *natural* array ends where its padding begins, so what a shard holds of it is
 `shard & Box.whole(natural)`, and where that lies in the shard is `.within(shard)`.
 
-A *record* holds one box of one device's part of a parameter: all its fields on disk (master, moments), one after
-the other, each padded to whole pages, so that one request reads or writes it. Its elements are consecutive in the part.
+A *record* holds one box of one device's part of a parameter: its fields (master, moments), one after the other, each
+padded to whole pages, so that one request reads or writes it. Its elements are consecutive in the part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Box(NamedTuple):
 
     Attributes:
       start: Index of its first element, per dimension.
-      shape: Its shape.
     """
 
     start: tuple[int, ...]

@@ -108,14 +108,10 @@ Array: TypeAlias = jax.Array | np.ndarray
 
 
 def describe_misfit(x: Array, dtype: DType) -> str:
-    """Describes the numbers of an array that a dtype cannot hold; returns an empty string if all fit.
+    """Describes the numbers of an array, of any sharding, that a dtype cannot hold; returns "" if all fit.
 
     Integers must be in its range, numbers that become integers must be whole, and finite numbers must stay finite.
     Real numbers fit complex dtypes; booleans and keys are not numbers. Values of traced arrays are not checked.
-
-    Args:
-      x: A NumPy or jax array, of any sharding.
-      dtype: The dtype of the cast.
 
     Example:
       >>> from jzero.core.layout.casts import describe_misfit

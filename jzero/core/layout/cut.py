@@ -292,8 +292,8 @@ def apply_to_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, before: A
     """Applies a function to each device's part of an array.
 
     Args:
-      fn: The function.
-      x: The array.
+      fn: Takes one device's part of `x`, and returns that of the result.
+      x: The array, whole.
       before: The other mesh axes that cut each dimension of `x`, if any.
       after: Those of the result.
     """

@@ -47,7 +47,6 @@ class StateLeaf:
     Attributes:
       path: Its key path, such as `"decoder/layer_0/kernel"`.
       shape: Its natural shape.
-      dtype: Its dtype.
       mesh: The mesh; may be abstract.
       axes: ZeRO's axes of the mesh, along which devices hold different shards.
       base: Its spec over mesh axes other than ZeRO's.

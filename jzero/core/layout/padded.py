@@ -91,7 +91,6 @@ class Padded(metaclass=_SaysWhatToDo):
 
     Attributes:
       stored: The stored array, or a placeholder for it.
-      path: The key path of the leaf.
       cut: How it is stored.
     """
 
@@ -297,7 +296,7 @@ def unbox(x: object) -> Any:
 
 
 Leaf: TypeAlias = jax.Array | Padded | InRecords | jax.ShapeDtypeStruct
-"""A leaf of a state: an array, a padded one as a node, the place of one on disk, or the shape of any of these."""
+"""A leaf of a state: an array, a padded one as a node, the place of one in records, or the shape of any of these."""
 
 
 def is_padded(x: object) -> TypeGuard[Padded]:

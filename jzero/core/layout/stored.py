@@ -38,7 +38,6 @@ class InRecords:
     Attributes:
       path: The leaf's path in the optimizer state, as in the plan.
       shape: The shape of the stored array.
-      dtype: Its dtype.
       records: Where its values are; `None` for shapes, and inside of programs.
       reader: Reads it for one state; `None` in states themselves. `jzero.core.state.record_states.readable` sets it.
     """
@@ -109,7 +108,6 @@ class ChangingReader:
     """Changes leaves after they are read.
 
     Attributes:
-      reader: Reads them.
       change: Takes a leaf as stored, and returns the changed one.
     """
 

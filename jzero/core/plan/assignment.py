@@ -81,7 +81,6 @@ class MatrixKind(NamedTuple):
 
     Attributes:
       shape: The shape of one.
-      num: Their number.
       flops: Floating-point operations of one.
       paths: The parameters that they are, or are slices of.
     """

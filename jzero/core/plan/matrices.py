@@ -48,7 +48,6 @@ class Port:
       dims: Its dimensions that number the units.
       cut: Where the array is cut while it travels.
       unit: How one unit, whose size is 1 in `dims`, is cut then; `None` if each unit lies where it is computed.
-      dtype: Its dtype.
     """
 
     leaf: StateLeaf

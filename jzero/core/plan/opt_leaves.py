@@ -153,14 +153,7 @@ def find_owners(
 def owners_by_flow(
     update: OptimizerUpdate, owners: Sequence[int | None], state: Sequence[ArrayLike], num_params: int
 ) -> list[int | None]:
-    """Returns the parameters of optimizer leaves, completed by the one whose gradient and state alone move a leaf.
-
-    Args:
-      update: The update of the optimizer.
-      owners: The parameter of each optimizer leaf, as far as the structure tells.
-      state: The optimizer's leaves.
-      num_params: The number of parameters.
-    """
+    """Returns `owners`, completed by the parameters whose gradient and state alone move an optimizer leaf."""
     unknown = [j for j, (x, i) in enumerate(zip(state, owners, strict=True)) if i is None and _is_array(x)]
     if not unknown or (jaxpr := update.jaxpr) is None:
         return list(owners)

@@ -107,13 +107,7 @@ def initial_loss_scale(rules: DynamicLossScale, num_leaves: int) -> LossScaleSta
 
 
 def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: jax.Array) -> LossScaleState:
-    """Returns the loss scale after a step, by DeepSpeed's rules, see `DynamicLossScale`.
-
-    Args:
-      state: The loss scale of the step.
-      rules: The rules by which it changes.
-      overflowed: One boolean per parameter leaf.
-    """
+    """Returns the loss scale after a step, by DeepSpeed's rules; `overflowed` has one boolean per parameter leaf."""
     overflow = jnp.any(overflowed)
     good_steps = jnp.where(overflow, 0, state.good_steps + 1)
     # The first good step after an overflow, or at the start, does not count.

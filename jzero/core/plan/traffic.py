@@ -97,11 +97,7 @@ class UnquantizedLeaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """How each parameter reaches the loss and each gradient returns, and the bytes of both.
-
-    Attributes:
-      plan: The plan.
-    """
+    """How each parameter reaches the loss and each gradient returns, and the bytes of both."""
 
     plan: StateLayout
 

@@ -153,7 +153,6 @@ class OptimizerUpdate:
     """The update of an optimizer, traced when a rule of the plan first reads it: optax takes 1 ms per leaf.
 
     Attributes:
-      tx: The optax transformation.
       params: The parameters as it sees them, as shapes.
     """
 

@@ -62,7 +62,6 @@ class StateView:
 
     Attributes:
       params: The parameters, gradients or masters.
-      opt_state: The optimizer state.
       leaves: The layout of each leaf of the state.
     """
 

@@ -24,7 +24,6 @@ class DeviceColumns:
     """The columns that the devices update in each step.
 
     Attributes:
-      records: The records of the state.
       chosen: The columns by parameter, int32 [parts · K].
       on_device: What they have, one array per field, [..., N · K, ...].
     """
@@ -64,12 +63,7 @@ class DeviceColumns:
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
 
     def move(self, pipeline: Pipeline, chosen: Mapping[int, jax.Array]) -> dict[DevicePart, list[np.ndarray]]:
-        """Writes the columns on the devices into records; returns those that are chosen now, by field.
-
-        Args:
-          pipeline: Reads and writes the records.
-          chosen: The columns to return.
-        """
+        """Writes the columns on the devices into records; returns those that are chosen now, by field."""
         columns_of = {(i, s.device): jax.device_get(s.data) for i, x in chosen.items() for s in x.addressable_shards}
         columns_read: dict[DevicePart, list[np.ndarray]] = {}
 

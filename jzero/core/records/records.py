@@ -36,10 +36,10 @@ QUIET_S = 30.0
 
 
 class Record(NamedTuple):
-    """A record on disk.
+    """Which box of a parameter a record holds.
 
     Attributes:
-      param: The parameter.
+      param: The number of its parameter in the plan.
       device: The device whose part it belongs to; the first of this process if several have the same part.
       first: The index of the part's first element in the stored array.
       place: Its place in the part.
@@ -57,13 +57,7 @@ class Record(NamedTuple):
 
 
 def first_holders(plan: ZeroPlan, leaf: StateLeaf, *, everywhere: bool = False) -> dict[jax.Device, jax.Device]:
-    """Returns for each device the first one with the same part of a leaf, of this process or of all.
-
-    Args:
-      plan: The plan.
-      leaf: The leaf.
-      everywhere: Whether devices of other processes count, too.
-    """
+    """Returns for each device the first one with the same part of a leaf, of this process or, `everywhere`, of all."""
     sharding = leaf.device_sharding
     index_of = sharding.devices_indices_map(leaf.stored_shape)
     mine = sharding.addressable_devices
@@ -109,7 +103,6 @@ class Records:
     """The records of one state.
 
     Attributes:
-      plan: The plan of the state.
       index: What each record of the store holds.
       pipeline: Reads and writes the records of its store.
       pending: What later steps apply.
@@ -169,7 +162,7 @@ class Records:
         """Writes the records of parameters into the other slot; `store.commit` is left to the caller.
 
         Args:
-          fields_of: Returns the fields of a parameter on disk, as stored.
+          fields_of: Returns the fields of a parameter, as stored.
           params: The parameters.
         """
         for i in params:
@@ -209,7 +202,7 @@ class Records:
         self.pipeline.store.commit()
 
     def place_of(self, path: str) -> tuple[int, int]:
-        """Returns the parameter, and the number of the field, of a leaf on disk."""
+        """Returns the parameter, and the number of the field, of a leaf in records."""
         return next(
             (i, k) for i, fields in self.plan.record_fields.items() for k, x in enumerate(fields) if x.path == path
         )
@@ -269,9 +262,6 @@ class Records:
 
 class StateRows:
     """Reads the rows of a state's parameters.
-
-    Args:
-      records: The records of the state.
 
     Attributes:
       reader: Reads them while a program runs.

@@ -74,8 +74,6 @@ class Stepped(NamedTuple):
     """A step that is done.
 
     Attributes:
-      state: The state.
-      metrics: Its metrics.
       stats: What a pass over records took, if one counts.
       waited: Seconds that the step waited for it.
     """

@@ -144,7 +144,6 @@ class LoweredInit(NamedTuple):
     Attributes:
       programs: The lowered programs, each of which makes some leaves from the key.
       rebuild: Makes the state of their outputs; takes them one after another, and writes those for the disk at once.
-      plan: The plan of the state.
     """
 
     programs: list[jax.stages.Lowered]

@@ -145,13 +145,7 @@ def restrict(state: S, trainable: PyTree | str | None) -> S:
 
 
 def with_optimizer(state: S, params: PyTree, tx: Optimizer) -> S:
-    """Returns a plain state whose optimizer is `tx`, its own or that restricted to some parameters.
-
-    Args:
-      state: The state.
-      params: Its parameters or their shapes.
-      tx: The optimizer.
-    """
+    """Returns a plain state whose optimizer is `tx`, its own or one for some parameters; `params` may be shapes."""
     if tx is state.tx:
         return state
     assert isinstance(tx, MaskedTransformation)

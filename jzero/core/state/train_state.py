@@ -118,13 +118,7 @@ def check_alive(tree: PyTree) -> None:
 
 
 def require_planned_memory(state: TrainStateLike, plan: ZeroPlan, *, with_opt_state: bool = True) -> None:
-    """Raises unless the arrays of a traced state are in the memory that the plan gives them.
-
-    Args:
-      state: A sharded train state, whose arrays are tracers.
-      plan: Its plan.
-      with_opt_state: Whether to check the optimizer state, too.
-    """
+    """Raises unless the arrays of a traced state are in the memory that the plan gives them."""
     on_host: list[StateLeaf] = []
     on_devices: list[StateLeaf] = []
 

@@ -72,14 +72,7 @@ def check_stored(state: TrainStateLike, plan: ZeroPlan) -> None:
 
 
 def check_donated(state: TrainStateLike, leaves: Sequence[object], batch: PyTree, rng: jax.Array | None) -> None:
-    """Raises if an array of a donated state is also another argument, or occurs twice: XLA may crash the process.
-
-    Args:
-      state: The state.
-      leaves: Its leaves.
-      batch: The batch as the user passed it.
-      rng: The key as the user passed it.
-    """
+    """Raises if an array of a donated state occurs twice, or also in what the user passes beside it: XLA may crash."""
     ids = set(map(id, leaves))
     if len(ids) == len(leaves) and ids.isdisjoint(map(id, jax.tree.leaves((batch, rng)))):
         return  # the fast path of each call

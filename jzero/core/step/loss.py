@@ -48,7 +48,6 @@ class StepLoss:
       differentiates: Whether the step trains: it needs the optimizer state, and keeps what the loss changes.
       mutable: The fields of the state that the loss changes.
       merge: How the values that devices write become one, by pattern.
-      micro: The micro-batches.
       remat: What the backward pass recomputes.
       checks_rows: Whether to check how the results depend on rows.
     """

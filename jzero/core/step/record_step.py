@@ -3,7 +3,7 @@
     gradients  loss and reduced gradients; keeps the state
     scalars    what the passes over records read beside them: counters, factors, norms
     records    new records and parameters, see `jzero.core.records.run`
-    finish     the new state, from the parameters and everything near; takes over the memory of the old one
+    finish     the new state, from all that was computed; takes over the memory of the old one
 
 When gradients count is in the state's records, see `jzero.core.records.schedules`. Until `finish` has begun nothing has
 changed: an error, or Ctrl-C, leaves the state as it was. See [Note: Records outside of a program].

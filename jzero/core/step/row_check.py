@@ -35,7 +35,6 @@ class Result(NamedTuple):
       name: Its name in messages: "loss", or `aux['accuracy']`.
       mark: How it is reduced: `Weighted`, or a kind of `Marked`; `None` if it is averaged.
       shape: Its shape and dtype.
-      facts: How it depends on rows.
     """
 
     name: str

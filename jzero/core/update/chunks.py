@@ -69,7 +69,6 @@ class Part(NamedTuple):
     """A part of a leaf as stored, inside of a program of one device.
 
     Attributes:
-      leaf: The leaf.
       along: Returns the index of each element of the part along a dimension of the stored array.
     """
 
@@ -139,14 +138,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
 
 
 def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
-    """Returns one number over all elements of a pass's only result, 0-d; call it inside `jit`.
-
-    Args:
-      plan: The plan.
-      x: The pass.
-      how: A primitive of `REDUCTIONS`.
-      dtype: The number's dtype.
-    """
+    """Returns one number over all elements of a pass's only result, by `REDUCTIONS[how]`, 0-d; inside `jit`."""
     reduce, join, neutral = REDUCTIONS[how]
 
     def compute(part: Part, here: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> jax.Array:

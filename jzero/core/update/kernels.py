@@ -34,7 +34,6 @@ class SumTarget(NamedTuple):
       number: Its number among all sums over parameters in records.
       how: A primitive of `REDUCTIONS`.
       num_factors: How many results are multiplied first.
-      dtype: Its dtype.
     """
 
     number: int
@@ -47,7 +46,7 @@ class Field(NamedTuple):
     """An input that stays as it is stored until a kernel reads it.
 
     Attributes:
-      param: The parameter.
+      param: The number of its parameter.
       leaf: The layout of the parameter's gradient, in which all its fields are stored.
       source: Where a pass over records finds it.
     """
@@ -61,8 +60,7 @@ class RecordKernel(NamedTuple):
     """What a pass computes from each record of a parameter.
 
     Attributes:
-      param: The parameter.
-      kernel: The elementwise function.
+      param: The number of its parameter.
       sources: Where its operands come from.
       targets: What becomes of its results: the number of the field that it replaces, the dtype of a new parameter or
         its update, or a sum over several results.

@@ -61,9 +61,7 @@ class UpdateProgram:
     """An update, analysed.
 
     Attributes:
-      plan: The plan.
       split: Its jaxpr, and the kinds of its equations.
-      consts: The constants of the jaxpr.
       inputs: The variable of each input.
       fields: The inputs that are fields.
       results: The index of each result among the outputs of the jaxpr.

@@ -120,8 +120,6 @@ class Run:
     """Evaluates a program on arrays; inside `jit`.
 
     Args:
-      program: The program.
-      inputs: Its inputs.
       sums: Numbers over parameters in records, as far as they are known.
 
     Attributes:

@@ -83,8 +83,6 @@ class Kernel(NamedTuple):
     """An elementwise function: from fields, arrays of their shape and numbers to arrays of their shape.
 
     Attributes:
-      reads: The variables that it reads.
-      eqns: Its equations.
       outs: The variables or literals that it returns.
     """
 
@@ -145,12 +143,7 @@ class Split(NamedTuple):
 
 
 def split_update(jaxpr: Jaxpr, fields: Mapping[Var, int]) -> Split:
-    """Splits a flat, open jaxpr.
-
-    Args:
-      jaxpr: The jaxpr.
-      fields: The inputs that are fields, and their parameters.
-    """
+    """Splits a flat, open jaxpr; `fields` are its inputs that are fields, and the number of each one's parameter."""
     elements: dict[Var, int | None] = dict(fields)
     kinds: list[EquationKind] = []
     producers: dict[Var, int] = {}

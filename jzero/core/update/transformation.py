@@ -62,7 +62,6 @@ class ZeroTransformation:
 
     Attributes:
       inner: The user's transformation.
-      plan: The plan of the state.
       applied: If the state has its own `apply_gradients`: whether the train step applies its result, a 0-d boolean.
         Otherwise `None`: `update` then skips non-finite gradients if the precision policy says so.
       value: If the state has its own `apply_gradients`: the loss of the train step, for optimizers that ask for it.

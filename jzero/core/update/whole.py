@@ -123,7 +123,6 @@ class After(NamedTuple, Generic[X_co]):
     Attributes:
       results: For each parameter its new value or its update, as `WholeUpdate.new_params` says; `None` if the optimizer
         returned none, or if it is not trained.
-      masters: The new masters.
       inner: The new leaves of the optimizer's state.
     """
 
@@ -137,7 +136,6 @@ class WholeUpdate:
     """The update of a plan's parameters by an optimizer: a function of arrays in natural shapes.
 
     Attributes:
-      plan: The plan.
       tx: The user's transformation.
       new_params: Numbers of the parameters whose results are new parameters; those of the others are updates.
       functions: Further arguments of the optimizer that are functions.
