@@ -84,6 +84,8 @@ def choose_kept(
 ) -> KeepingStep | None:
     """Returns the step that keeps what fits, see [Note: Kept by default]; `None` if that is nothing.
 
+    `None`, too, if the estimate fails: `attempt` logs it, and the step stays at "cheap", which needs no estimate.
+
     Args:
       step: A step whose user said nothing about recomputation.
       arguments: Its state, batch and key, as shapes.

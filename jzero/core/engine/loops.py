@@ -111,7 +111,10 @@ class _Loop:
       stacks: The distinct arrays and lazy stacks that the loop slices.
       params: The lazy ones among `stacks`, by index.
       last_hops: By index of a stacked result: the hop of its reduction that runs one iteration later.
-      restored: For each stacked result, a function that makes it from the stacked arrays; set by `iteration`.
+      restored: For each stacked result, a function that makes it from the stacked arrays. Each trace of `iteration`
+        sets it, and so does one that is thrown away (that of `_choose_prefetched`, and jax may trace a body twice).
+        Only `scan` reads it, after `run`: then it is of the last trace, the one in the program.
+      gathered_rows: What the last traced `iteration` gathered. Only `_choose_prefetched` reads it, after its own trace.
     """
 
     def __init__(self, walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> None:
@@ -149,7 +152,7 @@ class _Loop:
         values = [x.row([next(left) for _ in x.stacks]) for x in self.values]
         carried = [x.start if y is None else y for x, y in zip(self.carried, carry, strict=True)]
         outputs = inner(self.jaxpr, [*self.consts, *carried, *values])
-        self.gathered_rows = inner.gathered_rows  # what the iteration gathered, for `_choose_prefetched`
+        self.gathered_rows = inner.gathered_rows
         # A carry has the same type in every iteration, so it cannot be lazy; unchanged values leave it.
         new: Carry = [*inner.gather([None if x.is_fixed else y for x, y in zip(self.carried, outputs, strict=False)])]
         kept_rows: dict[int, jax.Array] = {}

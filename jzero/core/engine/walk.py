@@ -212,7 +212,8 @@ class Walk:
       held: The whole parameters that are kept.
       pipelines_reductions: Whether loops run the hops between nodes of their reductions in the next iteration.
       depth: How many loops enclose this walk.
-      gathered_rows: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
+      gathered_rows: The stacks whose rows were gathered, with the dtypes of the gathers, in their order: complete once
+        the body of the loop has been evaluated. Walks of blocks and calls inside of it add to the same list.
       meshes: Mesh facts about the jaxprs of this trace.
       functions: Functions of this trace's calls, by jaxpr and the inputs that were gathered before.
       warned: Shapes of the stacks that users were warned about.

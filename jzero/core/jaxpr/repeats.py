@@ -107,6 +107,8 @@ def aval_bytes(aval: jax.core.ShapedArray) -> int:
 
 
 _PARTS: weakref.WeakKeyDictionary[Jaxpr, list[EquationRun]] = weakref.WeakKeyDictionary()
+"""The parts of a jaxpr, while it lives. Only `split_into_parts` reads and writes it, at any time: jaxprs do not change,
+so entries are never stale. Callers share the lists, and must not change them."""
 
 
 def split_into_parts(jaxpr: Jaxpr) -> list[EquationRun]:

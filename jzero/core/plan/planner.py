@@ -190,6 +190,8 @@ def _make_plan(
 
 
 _PLANS: weakref.WeakKeyDictionary[ZeroPlan, weakref.ref[ZeroPlan]] = weakref.WeakKeyDictionary()
+"""The first of equal plans, while it lives. Only `_first_of_equal` reads and writes it, for complete plans. What it
+returns equals what was asked for, so a missing entry (two threads that plan at once) costs time, never a result."""
 
 
 def _first_of_equal(plan: ZeroPlan) -> ZeroPlan:

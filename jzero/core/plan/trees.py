@@ -1,4 +1,10 @@
-"""One view of a state: its trees as lists of leaves, and back. Nothing else takes a state apart."""
+"""One view of a state: its trees as lists of leaves, and back. Nothing else takes a state apart.
+
+A state is trees wherever others see it: users, jax (arguments and results of programs), optax and checkpoints. In these
+trees padded leaves are nodes. In between (engine, update, records, transfers) it is lists: parameters, gradients and
+masters in the order of `plan.leaves`, the optimizer's state in that of `plan.opt_leaves`, a whole state in that of
+`plan.view.leaves`. Lists hold stored arrays; a number that names a parameter is its place in `plan.leaves`.
+"""
 
 from __future__ import annotations
 

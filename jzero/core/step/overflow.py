@@ -54,7 +54,9 @@ class OverflowWatch:
     """
 
     def __init__(self) -> None:
-        # By the `id` of the scale that the next step starts from; the scale is kept so that its `id` stays unique.
+        # By the `id` of the scale that the next step starts from; the scale is kept so that its `id` stays unique. Only
+        # `is_exhausted` reads and writes it, once after each step, in the thread that called the step. A state that
+        # this step did not return (a new or restored one) has no entry: its run starts anew.
         self._runs: dict[int, tuple[jax.Array, collections.deque[jax.Array]]] = {}
 
     def is_exhausted(self, old: TrainStateLike, new: TrainStateLike, metrics: Mapping[str, PyTree]) -> bool:

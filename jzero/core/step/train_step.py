@@ -80,7 +80,8 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"
 """In the message of an error: a device has too little memory left."""
 
 Choose: TypeAlias = "Callable[[TrainStep, tuple[TrainStateLike, PyTree, PyTree], Machine | None, int], Chosen | None]"
-"""Chooses what a step keeps: of the step, its arguments as shapes, the machine, and what it may use of a device."""
+"""Chooses what a step keeps: of the step, its arguments as shapes, the machine, and what it may use of a device.
+`None`, if nothing fits or an estimate fails, leaves it at "cheap"."""
 
 
 class TrainStep(Step):
