@@ -244,14 +244,14 @@ def test_bar_in_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(monitor_module, "peak_device_bytes", lambda: 3 * 2**30)
+    monkeypatch.setattr(monitor_module, "peak_device_bytes", lambda: 3 * 2**20)
     with jzero.Monitor(total_steps=50, every=2, start_step=40, show=("loss", "validation")) as monitor:
         for _ in range(4):
             monitor.log({"loss": 2.5})
         monitor.write({"validation": 1.5})
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
     last = text.strip().splitlines()[-1]
-    assert re.match(r"44/50 \S+ loss 2\.5  validation 1\.5  \S+ m?s/step  3\.00 GiB 0:00:\d\d", last), last
+    assert re.match(r"44/50 \S+ loss 2\.5  validation 1\.5  \S+ m?s/step  3\.00 MiB 0:00:\d\d", last), last
     for thread in threading.enumerate():
         if "rich" in type(thread).__module__:
             thread.join(10)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jzero.core.base.extras import import_extra
+from jzero.core.plan.table import format_bytes
 from jzero.monitor.readings import PREFIX
 
-MIB, GIB = 2**20, 2**30
 NEEDS = "Progress needs rich: `pip install 'jzero[monitor]'`, or say `Monitor(progress=False)`."
 
 
@@ -93,7 +93,7 @@ def describe_progress(values: Mapping[str, float], shown: Sequence[str]) -> str:
         parts.append(f"{values['perf/tokens_per_second']:,.0f} tokens/s")
     if any(name.startswith(PREFIX) for name in values):
         peak = values.get("perf/peak_device_bytes")
-        parts.append("memory unknown" if peak is None else _bytes(peak))
+        parts.append("memory unknown" if peak is None else format_bytes(peak))
     if values.get("perf/skipped_steps"):
         parts.append(f"{values['perf/skipped_steps']:.0f} skipped")
     return "  ".join(parts)
@@ -101,7 +101,3 @@ def describe_progress(values: Mapping[str, float], shown: Sequence[str]) -> str:
 
 def _seconds(x: float) -> str:
     return f"{x:.2f} s" if x >= 1 else f"{1000 * x:.1f} ms"
-
-
-def _bytes(x: float) -> str:
-    return f"{x / GIB:.2f} GiB" if x >= GIB else f"{x / MIB:.0f} MiB"
