@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.core.base.text import Report, format_number, wrapped
+from jzero.core.base.text import Report, Table, format_number, printed
 
 
 @pytest.mark.parametrize(
@@ -75,19 +75,23 @@ def reports(tmp_path_factory):
 
 
 def test_terminals_get_lines_that_fit():
-    text = "A title of a report, and more\n\nkey      value\nlong     " + "some words " * 8 + "\nshort    one"
-    inside = wrapped(text, 50).splitlines()
+    table = Table([("key", "value"), ("long", "some words " * 8), ("shorter", "one")], left=2)
+    parts = ["A title of a report, and more", "", table]
+    inside = printed(parts, 50).splitlines()
     assert inside[2:4] == ["key      value", "long     some words some words some words some"]
     assert inside[4] == "         words some words some words some words"
-    under = wrapped(text, 30).splitlines()
+    under = printed(parts, 30).splitlines()
     assert under[:2] == ["A title of a report, and more", ""]
     assert under[2:5] == ["key      value", "long", "    some words some words some"]
-    assert wrapped("  " + "word " * 8, 20).splitlines() == ["  word word word", "    word word word", "    word word"]
-    assert wrapped(text, 200) == text
+    assert printed(["  " + "word " * 8], 20).splitlines() == ["  word word word", "    word word word", "    word word"]
+    assert [len(line.rstrip()) for line in printed(parts).splitlines()] == [29, 0, 14, 96, 12]
 
 
 def test_no_report_loses_a_word(reports):
     assert Tables(reports["ZeroPlan"]._repr_html_()).tables[0][0][:2] == ["bytes per device", "params"]
+    (leaves,) = Tables(reports["CheckpointInfo"]._repr_html_()).tables
+    assert leaves[0] == ["leaf", "dtype", "shape", "bytes"]
+    assert len(leaves) == 1 + len(reports["CheckpointInfo"].leaves), "the line below is no row"
     for name, report in reports.items():
         shown = Tables(report._repr_html_())
         words = [
@@ -99,7 +103,7 @@ def test_no_report_loses_a_word(reports):
 
 def test_every_report_is_shown_by_notebooks():
     classes = [getattr(jzero, name) for name in jzero.__all__ if isinstance(getattr(jzero, name), type)]
-    told = [x for x in classes if "__str__" in vars(x) and dataclasses.is_dataclass(x)]
+    told = [x for x in classes if {"__str__", "parts"} & {*vars(x)} and dataclasses.is_dataclass(x)]
     assert {"ZeroPlan", "AnalysisReport", "Fit"} <= {x.__name__ for x in told}
     assert [x.__name__ for x in told if not hasattr(x, "_repr_html_")] == []
 

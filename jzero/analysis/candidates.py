@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jzero.analysis.memory_table import MemoryTable
-from jzero.core.base.text import Report, format_number, format_rows, picked, table_rows
+from jzero.core.base.text import Part, Report, Table, format_number, picked
 from jzero.core.config.keep import Keep
 from jzero.core.config.zero import ZeroConfig
 from jzero.core.engine.recompute import Remat
@@ -221,7 +221,8 @@ class Fit(Report):
         need = f"{describe_candidate(least)} with {format_bytes(least.peak)} per device"
         return f"{self.machine}: nothing fits. The least is {need}, {excess}."
 
-    def __str__(self) -> str:
+    def parts(self) -> list[Part]:
+        """Returns the headline, the candidates and the notes."""
         columns = {
             "stage": lambda x: str(x.config.stage) + ", kept" * _keeps(x),
             "verdict": lambda x: x.verdict,
@@ -240,9 +241,9 @@ class Fit(Report):
             "host": lambda x: format_bytes(x.memory.host) if x.memory.host else "",
             "disk": lambda x: f"{format_number(x.disk_seconds, 3)} s" if x.memory.disk else "",
         }
-        cells = {title: [show(x) for x in self.tried] for title, show in columns.items()}
-        table = format_rows(table_rows(cells, optional=OPTIONAL), left=5)
-        return "\n".join([self._headline(), self.workload, "", *table, *([""] if self.notes else []), *self.notes])
+        rows = [[show(x) for show in columns.values()] for x in self.tried]
+        table = Table([tuple(columns), *rows], left=5, optional=OPTIONAL)
+        return [self._headline(), self.workload, "", table, *([""] if self.notes else []), *self.notes]
 
 
 OPTIONAL = ("secondary", "compiled", "of it", "ms", "compiled ms", "host", "disk")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jzero.core.base.text import Report, format_rows, picked
+from jzero.core.base.text import Part, Report, Table, picked
 from jzero.core.plan.planned_bytes import BytesPerDevice
 from jzero.core.plan.table import format_bytes
 
@@ -77,7 +77,8 @@ class MemoryTable(Report):
             "on_disk": self.disk,
         }
 
-    def __str__(self) -> str:
+    def parts(self) -> list[Part]:
+        """Returns the ledger."""
         most = max(self.states_bytes, self.estimated_peak or 0, self.compiled_peak or 0)
         unit = next(name for name, size in UNITS.items() if 2 * most >= size or size == 1)
 
@@ -98,7 +99,7 @@ class MemoryTable(Report):
         if self.limit is not None:
             rows.append(("device", "usable", format_bytes(self.limit), self._verdict(self.limit)))
         rows += [(f"on {name}", "exact", show(x), "") for name, x in (("host", self.host), ("disk", self.disk)) if x]
-        return "\n".join(format_rows(rows, left=2, last_left=True))
+        return [Table(rows, left=2, last_left=True)]
 
     def _verdict(self, limit: int) -> str:
         free = self.left or 0

@@ -15,11 +15,11 @@ from jzero.analysis.memory import Memory
 from jzero.analysis.memory_table import MemoryTable
 from jzero.analysis.schedule import Timeline, trace_of
 from jzero.analysis.violations import MATRICES, PlanViolation
-from jzero.core.base.text import Report, as_data, format_rows, picked, table_rows
+from jzero.core.base.text import Part, Report, Table, as_data, picked
 from jzero.core.layout.route import bytes_on_port
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.table import format_bytes, plan_summary
-from jzero.estimate.step_memory import StepMemory, activation_lines
+from jzero.estimate.step_memory import StepMemory, activation_table
 
 NO_PLAN = "no argument of the function is a state sharded by jzero. Pass `plan=` to `analyze`."
 
@@ -180,24 +180,26 @@ class AnalysisReport(Report):
             )
         pathlib.Path(path).write_text(json.dumps(trace_of(self.timeline, self._heading()[0])))
 
-    def __str__(self) -> str:
-        return "\n".join([*self._heading(), *self._memory_lines(), *self._collective_lines(), *self._remarks()])
+    def parts(self) -> list[Part]:
+        """Returns memory, collectives and notes."""
+        return [*self._heading(), *self._memory_lines(), *self._collective_lines(), *self._remarks()]
 
     def _heading(self) -> list[str]:
         plan = f", ZeRO stage {self.plan.config.stage} over {self.plan.num_shards}" if self.plan else ""
         return [f"Compiled for {self.machine}: {self.num_devices} devices{plan}"]
 
-    def _memory_lines(self) -> list[str]:
+    def _memory_lines(self) -> list[Part]:
         sizes = as_data(self.memory).items()
-        lines = ["", "memory per device", *(f"  {name:12}{format_bytes(size):>12}" for name, size in sizes)]
+        rows = [(name, format_bytes(size), "") for name, size in sizes]
         if self.estimated is None:
-            return lines
+            return ["", "memory per device", Table(rows, left=1, indent=2)]
         off = f"{self.estimated.peak / self.memory.peak - 1:+.1%} off"
         off = "like" if off[1:] == "0.0% off" else off
-        lines.append(f"  {'estimated':12}{format_bytes(self.estimated.peak):>12}  from the trace, {off} the peak")
-        return [*lines, "", *activation_lines(self.estimated.activations)]
+        rows.append(("estimated", format_bytes(self.estimated.peak), f"from the trace, {off} the peak"))
+        table = Table(rows, left=1, last_left=True, indent=2)
+        return ["", "memory per device", table, "", activation_table(self.estimated.activations)]
 
-    def _collective_lines(self) -> list[str]:
+    def _collective_lines(self) -> list[Part]:
         found = self.collectives
         columns = {
             "collective": [r.kind for r in found],
@@ -211,8 +213,9 @@ class AnalysisReport(Report):
             "sent": [format_bytes(r.sent_bytes) for r in found],
             "per port": [format_bytes(r.nic_bytes) if r.nic_bytes else "" for r in found],
         }
-        rows = table_rows(columns, optional=("level", "use", "per port"))
-        lines = ["", *(format_rows(rows, left=rows[0].index("per step")) if found else ["no collectives"])]
+        rows = [tuple(columns), *zip(*columns.values(), strict=True)]
+        table = Table(rows, left=6, optional=("level", "use", "per port"))
+        lines: list[Part] = ["", table if found else "no collectives"]
         total = f"{self.communication_elements:,} elements per step"
         size = sum(leaf.param.size for leaf in self.plan.leaves) if self.plan else 0
         lines.append(total + (f" = {self.communication_elements / size:.2f} × {size:,} parameters" if size else ""))

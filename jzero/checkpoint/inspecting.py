@@ -14,7 +14,7 @@ from jzero.checkpoint.damage import REMEDY, CheckpointError
 from jzero.checkpoint.format_1 import check_leaf
 from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
 from jzero.checkpoint.restoring import read_extra
-from jzero.core.base.text import Report, format_rows, picked
+from jzero.core.base.text import Part, Report, Table, picked, printed
 from jzero.core.config.settings import FLAG, check
 from jzero.core.plan.table import format_bytes
 
@@ -51,16 +51,17 @@ class CheckpointInfo(Report):
         """Bytes of all arrays, uncompressed."""
         return sum(leaf.num_bytes for leaf in self.leaves)
 
-    def __str__(self) -> str:
-        return self.table()
-
     def table(self, *, max_rows: int | None = 60) -> str:
         """Returns the checkpoint as text.
 
         Args:
           max_rows: Leaves to list; the rest is only counted. `None` for all.
         """
-        lines = [f"checkpoint: {self.directory}"]
+        return printed(self.parts(max_rows=max_rows))
+
+    def parts(self, *, max_rows: int | None = 60) -> list[Part]:
+        """Returns what `table` prints."""
+        lines: list[Part] = [f"checkpoint: {self.directory}"]
         if self.steps:
             lines.append(f"steps there: {', '.join(map(str, self.steps))}")
         if self.notes:
@@ -78,12 +79,12 @@ class CheckpointInfo(Report):
         lines.append(f"position of a data iterator: {'yes' if self.has_data_iterator else 'no'}")
         rows = [("leaf", "dtype", "shape", "bytes")]
         rows += [(x.path, str(x.dtype), str(list(x.shape)), format_bytes(x.num_bytes)) for x in self.leaves]
-        lines += ["", *format_rows(rows, left=3, max_rows=max_rows)]
+        lines += ["", Table(rows, left=3, max_rows=max_rows)]
         lines.append(f"{len(self.leaves)} leaves, {format_bytes(self.num_bytes)}")
         if self.damaged is not None:
             lines.append(f"{len(self.leaves)} leaves read, {len(self.damaged)} damaged")
             lines += [f"  {path}: {what}" for path, what in self.damaged.items()]
-        return "\n".join(lines)
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the checkpoint as plain data."""

@@ -13,7 +13,7 @@ from etils import epath
 from jzero.checkpoint.contents import StoredLeaf
 from jzero.checkpoint.leaves import TargetLeaf
 from jzero.checkpoint.orbax_io import dtype_on_disk
-from jzero.core.base.text import Report
+from jzero.core.base.text import Part, Report
 from jzero.core.base.types import DType
 from jzero.core.layout.leaves import StateLeaf
 
@@ -49,14 +49,15 @@ class RestoreReport(Report):
     renamed: tuple[tuple[str, str], ...]
     cast: tuple[tuple[str, str, str], ...]
 
-    def __str__(self) -> str:
-        lines = [f"Restored {len(self.restored)} leaves from {self.directory}"]
+    def parts(self) -> list[Part]:
+        """Returns the leaves by what became of them."""
+        lines: list[Part] = [f"Restored {len(self.restored)} leaves from {self.directory}"]
         lines += _format_list("missing in the checkpoint, kept as they were", self.missing)
         lines += _format_list("only in the checkpoint, not read", self.unexpected)
         lines += _format_list("not asked for, kept as they were", self.skipped)
         lines += _format_list("renamed", [f"{old} → {new}" for old, new in self.renamed])
         lines += _format_list("cast", [f"{path}: {old} → {new}" for path, old, new in self.cast])
-        return "\n".join(lines)
+        return lines
 
 
 def _format_list(title: str, entries: Sequence[str], max_lines: int = 20) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from jzero.analysis.memory_table import MemoryTable
 from jzero.cli.request import PlanRequest
 from jzero.cli.source import ModelSource
-from jzero.core.base.text import Report, picked
+from jzero.core.base.text import Part, Report, picked
 from jzero.core.config.offload import Offload
 from jzero.core.config.zero import ZeroConfig
 from jzero.core.plan.table import format_bytes
@@ -56,11 +56,12 @@ class Account(Report):
     sizes: dict[str, Any] | None
     result: Report | None
 
-    def __str__(self) -> str:
-        lines = [*self.title, str(self.ledger)]
+    def parts(self) -> list[Part]:
+        """Returns the ledger, then the result."""
+        lines = [*self.title, *self.ledger.parts()]
         if self.deepspeed_bytes is not None:
             lines.append(f"DeepSpeed's formula: {format_bytes(self.deepspeed_bytes)} ({self._why_other()})")
-        return "\n".join(lines if self.result is None else [*lines, "", str(self.result)])
+        return lines if self.result is None else [*lines, "", *self.result.parts()]
 
     def _why_other(self) -> str:
         terms = TERMS[self.config.stage, self.config.offload]

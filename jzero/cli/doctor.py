@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jzero
-from jzero.core.base.text import Report, format_rows
+from jzero.core.base.text import Part, Report, Table
 from jzero.core.config.offload import Offload
 from jzero.core.config.settings import check, number
 from jzero.core.config.zero import ZeroConfig
@@ -97,7 +97,8 @@ class DoctorReport(Report):
         """Whether no check failed."""
         return all(check.status != "failed" for check in self.checks)
 
-    def __str__(self) -> str:
+    def parts(self) -> list[Part]:
+        """Returns a table of each kind."""
         lines = ["versions", *_rows([(name, version or "not installed") for name, version in self.versions.items()])]
         lines += ["", "devices", *_rows([_device_row(group) for group in self.devices])]
         compilers = [(kind, f"needs {missing}" if missing else "installed") for kind, missing in self.compilers.items()]
@@ -105,7 +106,7 @@ class DoctorReport(Report):
         lines += ["", "checks", *_rows([dataclasses.astuple(check) for check in self.checks])]
         if self.disk is not None:
             lines += ["", "disk", *_rows(self.disk.rows())]
-        return "\n".join(lines)
+        return lines
 
 
 def examine(disk: str | None = None, disk_bytes: float = 2**31) -> DoctorReport:
@@ -326,8 +327,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"  {line}" for line in format_rows(rows, left=len(rows[0]))] if rows else []
+def _rows(rows: Sequence[Sequence[str]]) -> list[Part]:
+    return [Table(rows, left=len(rows[0]), indent=2)] if rows else []
 
 
 BYTES_PER_PARAMETER = 12

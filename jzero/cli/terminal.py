@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import math
 import os
 import pathlib
 import re
@@ -14,9 +15,12 @@ import sysconfig
 import threading
 import traceback as tracebacks
 from collections.abc import Iterator
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from jzero.core.base.text import Report
 
 EXPECTED = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 """Errors that users can cause, from the library, jax and the file system; their messages need no traceback."""
@@ -28,19 +32,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print only JSON to stdout.")
 Traceback = Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")]
 
 
-class _Result(Protocol):
-    def to_json(self) -> str: ...
-
-
-def show(result: _Result, as_json: bool) -> None:
+def show(result: Report, as_json: bool) -> None:
     """Prints a result as text or JSON. A terminal gets lines that fit it."""
-    text = result.to_json() if as_json else in_flags(str(result))
-    is_terminal = sys.stdout.isatty() and not as_json
-    if is_terminal:
-        from jzero.core.base.text import wrapped  # imports jax, which `--help` does without
+    from jzero.core.base.text import printed  # imports jax, which `--help` does without
 
-        text = wrapped(text, shutil.get_terminal_size().columns)
-    typer.echo(text)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    typer.echo(result.to_json() if as_json else printed(result.parts(), width, in_flags))
 
 
 def warn(text: str) -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jzero.core.base.text import Report, format_rows
+from jzero.core.base.text import Part, Report, Table
 
 Row: TypeAlias = Sequence[str]
 
@@ -141,7 +141,8 @@ class EquivalenceReport(Report):
         if over:
             raise AssertionError(" ".join(over) + f"\n\n{self}")
 
-    def __str__(self) -> str:
+    def parts(self) -> list[Part]:
+        """Returns both tables."""
         skipped = [i for i, x in enumerate(self.steps) if not x.applied]
         head = [
             f"jzero (ZeRO stage {self.stage}, N={self.num_shards}) against one device with plain optax, "
@@ -155,8 +156,7 @@ class EquivalenceReport(Report):
         leaves: list[Row] = [("leaf", "absolute", "relative", "drift")]
         worst_first = sorted(self.leaves, key=lambda leaf: leaf.relative, reverse=True)
         leaves += [(x.path, f"{x.absolute:.2g}", f"{x.relative:.2g}", f"{x.drift:.2g}") for x in worst_first]
-        tables = ["\n".join(format_rows(rows, left=1, max_rows=MAX_ROWS)) for rows in (steps, leaves)]
-        return "\n\n".join(["\n".join(head), *tables])
+        return [*head, "", Table(steps, left=1, max_rows=MAX_ROWS), "", Table(leaves, left=1, max_rows=MAX_ROWS)]
 
 
 def leaf_deviation(path: str, ours: np.ndarray, reference: np.ndarray, before: np.ndarray) -> LeafDeviation:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, get_args
 
-from jzero.core.base.text import Report
+from jzero.core.base.text import Part, Report
 from jzero.core.config.settings import check, integer, number, one_of
 
 Formulas = Literal["documented", "deepspeed-0.19"]
@@ -91,24 +91,20 @@ class MemoryEstimate(Report):
     additional_buffer_factor: float
     formulas: Formulas
 
-    def __str__(self) -> str:
+    def parts(self) -> list[Part]:
+        """Returns DeepSpeed's text."""
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
         gpus = f"{self.num_gpus_per_node} GPU{'s' if self.num_gpus_per_node > 1 else ''}"
         model = f"{int(self.total_params / 1e6)}M total params"
         if self.largest_layer_params is not None:
             model += f", {int(self.largest_layer_params / 1e6)}M largest layer params"
-        return "\n".join(
-            [
-                "Estimated memory needed for params, optim states and gradients for a:",
-                f"HW: Setup with {nodes}, {gpus} per node.",
-                f"SW: Model with {model}.",
-                "  per CPU  |  per GPU |   Options",
-                *(
-                    f" {row.cpu_bytes / 2**30:7.2f}GB | {row.gpu_bytes / 2**30:6.2f}GB | {row.options}"
-                    for row in self.rows
-                ),
-            ]
-        )
+        return [
+            "Estimated memory needed for params, optim states and gradients for a:",
+            f"HW: Setup with {nodes}, {gpus} per node.",
+            f"SW: Model with {model}.",
+            "  per CPU  |  per GPU |   Options",
+            *(f" {row.cpu_bytes / 2**30:7.2f}GB | {row.gpu_bytes / 2**30:6.2f}GB | {row.options}" for row in self.rows),
+        ]
 
 
 Needs = tuple[float, float, *tuple[bool, ...]]

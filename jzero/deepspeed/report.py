@@ -12,7 +12,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from jzero.core.base.text import Report, format_rows, picked
+from jzero.core.base.text import Part, Report, Table, picked
 from jzero.deepspeed.auto_values import trainer_name
 from jzero.deepspeed.key import NOT_SET, KeyVerdict, Verdict
 
@@ -119,28 +119,20 @@ class DeepSpeedReport(Report):
             "undecided": [row.key for row in self.undecided],
         }
 
-    def __str__(self) -> str:
+    def parts(self) -> list[Part]:
+        """Returns a table for each verdict."""
         counts = collections.Counter(row.verdict for row in self.rows)
         head = ", ".join(
             f"{counts[verdict]} {IN_WORDS[verdict]}" for verdict in IN_WORDS if verdict != "open" or self.open
         )
-        return "\n".join(
-            [f"DeepSpeed configuration: {head}", *self._open_lines(), self._batch(), self._settings(), *self._tables()]
-        )
-
-    def _tables(self) -> list[str]:
-        """One table for each verdict, with the same columns."""
-        cells: list[tuple[str, str, str]] = []
-        starts = []
-        for verdict, words in IN_WORDS.items():
-            if rows := [row for row in self.rows if row.verdict == verdict]:
-                starts.append(len(cells))
-                cells += [
-                    (words, "value", "note"),
-                    *((row.key, _short(row.value), row.note) for row in rows),
-                ]
-        lines = format_rows(cells, left=3)
-        return [text for i, line in enumerate(lines) for text in (["", line] if i in starts else [line])]
+        rows = {words: [row for row in self.rows if row.verdict == verdict] for verdict, words in IN_WORDS.items()}
+        tables = [
+            Table([(words, "value", "note"), *((row.key, _short(row.value), row.note) for row in rows)], left=3)
+            for words, rows in rows.items()
+            if rows
+        ]
+        parts = [f"DeepSpeed configuration: {head}", *self._open_lines(), self._batch(), self._settings()]
+        return [*parts, *(part for table in tables for part in ("", table))]
 
     def _open_lines(self) -> list[str]:
         """Undecided keys, first."""

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.core.base import compat
-from jzero.core.base.text import Report, format_rows
+from jzero.core.base.text import Part, Report, Table
 from jzero.core.base.types import PyTree, State
 from jzero.core.layout.mesh import AnyMesh, platform_of
 from jzero.core.plan.plan import ZeroPlan
@@ -129,7 +129,8 @@ class StepMemory(Report):
         """The bytes that the forward pass saves for the backward pass."""
         return sum(row.num_bytes for row in self.activations)
 
-    def __str__(self) -> str:
+    def parts(self) -> list[Part]:
+        """Returns the terms, what moves, and the activations."""
         terms = {
             "parameters": self.params,
             "optimizer state": self.opt_state,
@@ -140,8 +141,10 @@ class StepMemory(Report):
             **({"on the host": self.host} if self.host else {}),
             **({"on disk, two copies": self.disk} if self.disk else {}),
         }
-        lines = ["estimated per device"]
-        lines += [f"  {name:28}{format_bytes(num_bytes):>12}" for name, num_bytes in terms.items()]
+        lines: list[Part] = [
+            "estimated per device",
+            Table(zip(terms, map(format_bytes, terms.values()), strict=True), left=1, indent=2),
+        ]
         planned = f"planned: {format_bytes(self.planned_bytes)}"
         lines += ["", f"gathered per step: {format_bytes(self.gathered_bytes)} ({planned})"]
         lines += gathers_more(self.gathered_bytes, self.planned_bytes)
@@ -149,8 +152,7 @@ class StepMemory(Report):
             lines.append(f"sent per step: {', '.join(sent_over(self.sent_by_axes))}")
         if self.time is not None:
             lines += ["", f"time of a step: {self.time}"]
-        lines += ["", *activation_lines(self.activations)]
-        return "\n".join(lines)
+        return [*lines, "", activation_table(self.activations)]
 
 
 def sent_over(sent_by_axes: Mapping[str, int]) -> list[str]:
@@ -169,7 +171,7 @@ def gathers_more(gathered: int, planned: int) -> list[str]:
     ]
 
 
-def activation_lines(rows: Iterable[ActivationRow], max_rows: int = 12) -> list[str]:
+def activation_table(rows: Iterable[ActivationRow], max_rows: int = 12) -> Table:
     """Returns the table of activations by layer."""
     rows = list(rows)
     cells = [(row.layer, str(row.times), format_bytes(row.num_bytes / row.times), format_bytes(row.num_bytes))
@@ -179,7 +181,7 @@ def activation_lines(rows: Iterable[ActivationRow], max_rows: int = 12) -> list[
         cells.append((f"{len(rows) - max_rows} more", "", "", format_bytes(rest)))
     total = ("total", "", "", format_bytes(sum(row.num_bytes for row in rows)))
     header = ("kept for the backward pass", "layers", "per layer", "in all")
-    return format_rows([header, *cells, total], left=1)
+    return Table([header, *cells, total], left=1)
 
 
 def memory_of_step(

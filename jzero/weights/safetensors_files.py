@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.lock import only_writer
-from jzero.core.base.text import Report
+from jzero.core.base.text import Part, Report
 from jzero.core.base.types import DType
 from jzero.core.config.documents import parse
 from jzero.core.config.settings import TEXT, block, block_of, check, shown
@@ -104,8 +104,9 @@ class ExportReport(Report):
     num_tensors: int
     num_bytes: int
 
-    def __str__(self) -> str:
-        return "\n".join([*self.files, f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)}"])
+    def parts(self) -> list[Part]:
+        """Returns the files and their size."""
+        return [*self.files, f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)}"]
 
 
 def as_dtype(dtype: DTypeLike) -> DType:

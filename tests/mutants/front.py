@@ -207,6 +207,13 @@ MUTANTS = [
         "test_cli_commands.py::test_a_floor_of_a_warm_up_stays_where_the_rate_is_set",
     ),
     Mutant(
+        "tables_wrap_as_text",
+        "core/base/text.py",
+        "last = self.indent + sum(n + 2 for n in sizes[:-1])",
+        "last = 0",
+        "test_html.py::test_terminals_get_lines_that_fit",
+    ),
+    Mutant(
         "json_has_infinity",
         "core/base/text.py",
         "if isinstance(x, float) and not math.isfinite(x) else x",

@@ -9,13 +9,15 @@ import itertools
 import json
 import math
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 
 LEAST_WIDTH = 30
 """A column narrower than this does not wrap in its place."""
+
+PRE = '<pre style="white-space: pre-wrap; margin: 0">{}</pre>'
 
 
 def key_names(path: tuple[Any, ...]) -> tuple[str, ...]:
@@ -39,60 +41,84 @@ def format_number(x: float, digits: int) -> str:
     return f"{x:.0f}" if "e+" in text else text
 
 
-def format_rows(
-    rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False, max_rows: int | None = None
-) -> list[str]:
-    """Returns one line per row; the first `left` columns, and perhaps the last, are flush left, the others right.
+class Table:
+    """Rows of text in columns, as data until it is printed."""
 
-    Of more than `max_rows` below the first, which has titles, the rest is only counted.
-    """
-    hidden = 0 if max_rows is None else max(0, len(rows) - 1 - max_rows)
-    rows = rows[: len(rows) - hidden]
-    flush_left = {*range(left), *([len(rows[0]) - 1] if last_left else [])}
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(w) if i in flush_left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ] + [f"... {hidden} more"] * (hidden > 0)
+    def __init__(  # noqa: PLR0913  # options
+        self,
+        rows: Iterable[Sequence[str]],
+        *,
+        left: int,
+        last_left: bool = False,
+        optional: Collection[str] = (),
+        max_rows: int | None = None,
+        rule: bool = False,
+        indent: int = 0,
+    ) -> None:
+        """Makes a table.
+
+        Args:
+          rows: The rows, titles first.
+          left: The number of columns, from the first, that are flush left; the others are flush right.
+          last_left: Whether the last column is flush left, too.
+          optional: The titles of columns that are left out if they are empty.
+          max_rows: Of more rows below the titles, the rest is only counted.
+          rule: Whether a line is printed under the titles.
+          indent: Blanks before each printed row.
+        """
+        head, *body = rows
+        hidden = 0 if max_rows is None else max(0, len(body) - max_rows)
+        self.rest = [f"... {hidden} more"] * (hidden > 0)
+        shown = [i for i, title in enumerate(head) if title not in optional or any(row[i] for row in body)]
+        self.rows = [[row[i] for i in shown] for row in (head, *body[: len(body) - hidden])]
+        self.flush_left = [i < left or (last_left and i == len(head) - 1) for i in shown]
+        self.rule, self.indent = rule, indent
+
+    def lines(self, width: float, change: Callable[[str], str]) -> list[str]:
+        """Returns lines of up to `width` characters, wrapped within the last column, with each cell changed."""
+        rows = [[change(cell) for cell in row] for row in self.rows]
+        sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = [
+            [x.ljust(n) if left else x.rjust(n) for x, n, left in zip(row, sizes, self.flush_left, strict=True)]
+            for row in rows
+        ]
+        lines = [" " * self.indent + "  ".join(row).rstrip() for row in aligned]
+        last = self.indent + sum(n + 2 for n in sizes[:-1])
+        head, *body = (_wrapped_line(line, width, last) for line in lines)
+        rule = ["-" * max(map(len, [*head, *itertools.chain(*body)]))] if self.rule else []
+        return [*head, *rule, *itertools.chain(*body), *self.rest]
+
+    def to_html(self) -> str:
+        """Returns it as HTML."""
+        head, *body = self.rows
+        body_rows = "".join(f"<tr>{_cells(row, 'td')}</tr>" for row in [*body, *zip(self.rest)])
+        return f"<table><thead><tr>{_cells(head, 'th')}</tr></thead><tbody>{body_rows}</tbody></table>"
 
 
-def table_rows(columns: Mapping[str, Sequence[str]], *, optional: Collection[str]) -> list[Sequence[str]]:
-    """Returns the rows of a table, titles first, from its columns by title, without optional ones that are empty."""
-    shown = [title for title, cells in columns.items() if title not in optional or any(cells)]
-    return [shown, *zip(*(columns[title] for title in shown), strict=True)]
+Part = str | Table
+"""A part of a report: lines of text, or a table."""
 
 
-def wrapped(text: str, width: int) -> str:
+def printed(parts: Sequence[Part], width: float = math.inf, change: Callable[[str], str] = str) -> str:
     """Returns a report in lines of up to `width` characters, tables by their last column, as far as it can be done."""
-    return "\n".join(line for lines in _paragraphs(text) for line in _wrapped_paragraph(lines, width))
+    lines = [x.lines(width, change) if isinstance(x, Table) else _wrapped(change(x), width) for x in parts]
+    return "\n".join(itertools.chain(*lines))
 
 
-def _paragraphs(text: str) -> list[list[str]]:
-    """Returns the lines between blank ones, and the blank ones."""
-    return [list(lines) for _, lines in itertools.groupby(text.splitlines(), lambda line: not line)]
+def _wrapped(text: str, width: float) -> list[str]:
+    return [part for line in text.split("\n") for part in _wrapped_line(line, width, 0)]
 
 
-def _wrapped_paragraph(lines: list[str], width: int) -> list[str]:
-    starts = _columns(lines)
-    last = starts[-1] if _is_table(lines, starts) else 0
-    under = width - last < LEAST_WIDTH
-    return [
-        part for line in lines for part in ([line] if len(line) <= width else _wrapped_line(line, width, last, under))
-    ]
-
-
-def _wrapped_line(line: str, width: int, last: int, under: bool) -> list[str]:
+def _wrapped_line(line: str, width: float, last: int) -> list[str]:
     """Wraps a line within its last column, or under the others if that is too narrow."""
+    if len(line) <= width:
+        return [line]
+    under = width - last < LEAST_WIDTH
+    wrap = functools.partial(textwrap.wrap, width=int(width), break_on_hyphens=False)
     if last == 0:
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        return textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        return wrap(line, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2))
     indent = " " * (4 if under else last)
-    cell = textwrap.wrap(
-        line[last:], width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    ) or [""]
+    cell = wrap(line[last:], initial_indent=indent, subsequent_indent=indent) or [""]
     head = line[:last]
     return [head.rstrip(), *cell] if under else [head + cell[0][last:], *cell[1:]]
 
@@ -114,8 +140,15 @@ class Report:
         """Returns all of it as JSON, which has no infinity and no NaN: these are text."""
         return json.dumps(_finite(self.to_dict()), indent=2, ensure_ascii=False, allow_nan=False)
 
+    def parts(self) -> list[Part]:
+        """Returns what it prints, from above."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return printed(self.parts())
+
     def _repr_html_(self) -> str:
-        return as_html(str(self))
+        return "\n".join(x.to_html() if isinstance(x, Table) else PRE.format(html.escape(x)) for x in self.parts())
 
 
 def picked(x: Any, *names: str) -> dict[str, Any]:
@@ -158,32 +191,5 @@ def _fields(x: Any) -> Sequence[str]:
     return [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else getattr(x, "_fields", ())
 
 
-def as_html(text: str) -> str:
-    """Returns a report as HTML: each paragraph of aligned columns as a table, all others as they are, wrapped."""
-    return "\n".join(_paragraph_as_html(lines) for lines in _paragraphs(text) if lines[0])
-
-
-def _paragraph_as_html(lines: list[str]) -> str:
-    rows = [line for line in lines if line.strip("- ")]
-    starts = _columns(rows)
-    if not _is_table(rows, starts):
-        return f'<pre style="white-space: pre-wrap">{html.escape(chr(10).join(lines))}</pre>'
-    ends = [*starts[1:], None]
-    head, *body = ([row[a:b].strip() for a, b in zip(starts, ends, strict=True)] for row in rows)
-    body_rows = "".join(f"<tr>{_cells(row, 'td')}</tr>" for row in body)
-    return f"<table><thead><tr>{_cells(head, 'th')}</tr></thead><tbody>{body_rows}</tbody></table>"
-
-
-def _is_table(rows: Sequence[str], starts: Sequence[int]) -> bool:
-    return len(rows) > 1 and len(starts) > 1
-
-
 def _cells(texts: Sequence[str], tag: str) -> str:
     return "".join(f'<{tag} style="text-align: left">{html.escape(text)}</{tag}>' for text in texts)
-
-
-def _columns(rows: Sequence[str]) -> list[int]:
-    """Returns where columns start: after two or more places that are blank in every row."""
-    width = max(map(len, rows), default=0)
-    blank = [all(row[i : i + 1].strip() == "" for row in rows) for i in range(width)]
-    return [i for i in range(width) if not blank[i] and (i == 0 or all(blank[max(i - 2, 0) : i]))]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jzero.core.base.text import Report
+from jzero.core.base.text import Part, Report, printed
 from jzero.core.plan.planned_bytes import PlannedBytes
-from jzero.core.plan.table import format_plan, plan_as_dict
+from jzero.core.plan.table import plan_as_dict, plan_parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,8 +36,9 @@ class ZeroPlan(PlannedBytes, Report):
       (('data',), True)
     """
 
-    def __str__(self) -> str:
-        return self.table()
+    def parts(self, *, max_rows: int | None = 40) -> list[Part]:
+        """Returns what `table` prints."""
+        return plan_parts(self, max_rows=max_rows)
 
     def table(self, *, max_rows: int | None = 40) -> str:
         """Returns the plan as text: bytes by term, one row per parameter, the leaves that stay whole.
@@ -45,7 +46,7 @@ class ZeroPlan(PlannedBytes, Report):
         Args:
           max_rows: Rows per section; the rest is only counted. `None` for all rows.
         """
-        return format_plan(self, max_rows=max_rows)
+        return printed(self.parts(max_rows=max_rows))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data: bytes by term, one row per parameter, the leaves that stay whole."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jzero.core.base.text import as_data, picked
+from jzero.core.base.text import Part, Table, as_data, picked
 from jzero.core.base.types import DType
 from jzero.core.layout.leaves import LeafPlan, StateLeaf
 from jzero.core.layout.mesh import batch_axes, row_axes, shard_axes
@@ -32,8 +32,8 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.2f} TiB"
 
 
-def format_plan(plan: PlannedBytes, *, max_rows: int | None) -> str:
-    """Returns `plan` as text, see `PlannedBytes.table`."""
+def plan_parts(plan: PlannedBytes, *, max_rows: int | None) -> list[Part]:
+    """Returns what `plan` prints, see `PlannedBytes.table`."""
     config = plan.config
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
     head = (
@@ -47,7 +47,11 @@ def format_plan(plan: PlannedBytes, *, max_rows: int | None) -> str:
         head += f"\nneither batch nor state is split over {', '.join(idle)}: these devices repeat each other's work"
     params: list[LeafPlan | StateLeaf] = [*plan.leaves, *(leaf for leaf in plan.other_leaves if leaf.is_param)]
     header: Row = ("parameter", "shape", "stored as", "gradient", "master", "scan", "optimizer state")
-    sections = [head, _columns(_memory_rows(plan)), _table(header, params, lambda x: _param_row(x, plan), max_rows)]
+    sections: list[list[Part]] = [
+        [head],
+        [Table(_memory_rows(plan), left=5, rule=True)],
+        _table(header, params, lambda x: _param_row(x, plan), max_rows),
+    ]
     if plan.replicated:
         header = ("whole on every device", "path", "shape", "bytes", "reason")
         sections.append(_table(header, plan.replicated, _whole_row, max_rows))
@@ -56,12 +60,12 @@ def format_plan(plan: PlannedBytes, *, max_rows: int | None) -> str:
         header = (f"as they are, not {kinds}", "shape", "reason")
         sections.append(_table(header, plan.unquantized, lambda x: (x.path, str(x.shape), x.reason), max_rows))
     if work := plan.matrices.lines(", ".join(shard_axes(config)), plan.num_shards):
-        sections.append("\n".join([work[0], *work[1:][:max_rows], *_rest(len(work) - 1, max_rows)]))
+        sections.append([work[0], *work[1:][:max_rows], *_rest(len(work) - 1, max_rows)])
     gathered = f"gathered per step: {format_bytes(plan.gathered_bytes)}"
     if plan.traffic.gathers_of_loss:
         gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
-    sections.append("\n".join([gathered, *_kept_lines(plan), *_level_lines(plan), *_stage_3_line(plan)]))
-    return "\n\n".join(sections)
+    sections.append([gathered, *_kept_lines(plan), *_level_lines(plan), *_stage_3_line(plan)])
+    return [part for section in sections for part in ("", *section)][1:]
 
 
 def _memory_rows(plan: PlannedBytes) -> list[Row]:
@@ -171,24 +175,16 @@ def _placement(leaf: StateLeaf, plan: PlannedBytes) -> str:
     return f"{leaf.dtype} cut on {text}{padding}{''.join(beside)}{where}"
 
 
-def _table(header: Row, items: Sequence[T], row: Callable[[T], Row], max_rows: int | None) -> str:
-    """Returns a table of the first items, without columns that are empty in all of these."""
-    rows = [row(x) for x in items[:max_rows]]
-    columns = [i for i in range(len(header)) if not rows or any(x[i] for x in rows)]
-    rest = [(text, *[""] * (len(columns) - 1)) for text in _rest(len(items), max_rows)]
-    return _columns([*([x[i] for i in columns] for x in (header, *rows)), *rest])
+def _table(header: Row, items: Sequence[T], row: Callable[[T], Row], max_rows: int | None) -> list[Part]:
+    """Returns a table of the first items."""
+    table = Table([header, *map(row, items[:max_rows])], left=len(header), optional=header, rule=True)
+    return [table, *_rest(len(items), max_rows)]
 
 
 def _rest(num_items: int, max_rows: int | None) -> list[str]:
     """Returns the line that counts the items that are not shown, if there are any."""
     hidden = 0 if max_rows is None else num_items - max_rows
     return [f"... {hidden} more (plan.table(max_rows=None))"] if hidden > 0 else []
-
-
-def _columns(rows: Sequence[Row]) -> str:
-    widths = [max(len(row[i]) for row in rows if len(row[i]) < 60 or i == 0) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
 
 
 def plan_as_dict(plan: PlannedBytes) -> dict[str, Any]:
