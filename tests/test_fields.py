@@ -5,6 +5,7 @@ The reference is plain optax on one device, or arithmetic.
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -312,7 +313,7 @@ class Pair(nnx.Module):
 
 
 def pair_of(way, **fields):
-    """A teacher outside of the optimizer, one that the optimizer does not train, and one outside of `trainable`."""
+    """A teacher outside of `wrt`, one that the optimizer does not train, and one outside of `trainable`."""
     model = Pair(nnx.Rngs(0))
     of_student = lambda path, _: path[0] == "student"
     label = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[0].key, params)
@@ -354,6 +355,16 @@ def test_a_teacher_that_the_loss_moves_keeps_its_own_dtype(way, fields):
     found = jzero.unshard_train_state(pair)[0].teacher.kernel[...]
     # The student is rounded, whose share is 2 %.
     np.testing.assert_allclose(found, aim + 0.999**21 * (first - aim), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("precision", "warns"), [("bf16", True), ("fp32", False)])
+def test_a_teacher_that_is_trained_without_a_gradient_is_named(precision, warns):
+    """Masters are out of the loss's reach. Weights with a gradient, as those of `nnx.SpectralNorm`, are fine."""
+    _, shard = pair_of("none", stage=3, precision=precision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jzero.make_train_step(Pair.loss)(shard(), teacher_batch(0))
+    assert ["'teacher/kernel'" in str(x.message) for x in caught if "no gradient" in str(x.message)] == [True] * warns
 
 
 def test_the_reference_and_the_plan_know_of_a_teacher():

@@ -20,6 +20,8 @@ from jzero.core.base.types import DType, PyTree, TrainStateLike
 from jzero.core.config.settings import ONE_KEY, check, optional
 from jzero.core.engine.outputs import Weighted, check_aux
 from jzero.core.engine.trace import TracedLoss
+from jzero.core.jaxpr.equations import find_needed
+from jzero.core.jaxpr.flat import flattened
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.mesh import HOST_MEMORY, num_row_shards, row_axes
@@ -236,6 +238,30 @@ def check_loss(traced: TracedLoss, num_rows: int | None, constants: Collection[s
     ):
         raise TypeError(f"`Weighted.weight` must be a scalar number, the sum of the local weights: got {loss.weight}.")
     check_aux(aux, num_rows, constants)
+
+
+def find_rounded(traced: TracedLoss, plan: ZeroPlan) -> list[str]:
+    """Returns the trained parameters without a gradient that the loss moves, in fewer bits than are kept."""
+    written = [(x, plan.leaves[x.source]) for x in traced.written if x.source < len(plan.leaves)]
+    rounded = [x for x, leaf in written if leaf.trained and leaf.compute_dtype != leaf.updated.dtype]
+    if not rounded:
+        return []
+    jaxpr, _ = compat.open_jaxpr(flattened(traced.jaxpr))
+    stopped = [v for eqn in jaxpr.eqns if eqn.primitive.name == "stop_gradient" for v in eqn.outvars]
+    moved = find_needed(jaxpr, jaxpr.outvars[:1], side_effects=False, available=stopped).variables
+    return [x.name for x in rounded if jaxpr.invars[x.source] not in moved]
+
+
+def warn_rounded(traced: TracedLoss, plan: ZeroPlan) -> None:
+    """Warns of a teacher among the trained parameters: what the loss writes there is rounded, and small steps lost."""
+    names = attempt(find_rounded, traced, plan)
+    if names:
+        warnings.warn(
+            f"The loss moves parameters that have no gradient, but that the optimizer trains: {names[:5]}. So it sees "
+            "and writes them in the compute dtype, in which small steps are lost. Take them out of the optimizer "
+            "(`wrt`, `trainable=`): what is not trained keeps its own dtype.",
+            stacklevel=2,
+        )
 
 
 def find_closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:

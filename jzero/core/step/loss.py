@@ -30,7 +30,7 @@ from jzero.core.layout.stored import InRecords
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.adapter import A_LOSS, Loss, adapt
 from jzero.core.state.train_state import require_planned_memory
-from jzero.core.step.inputs import check_batch, check_loss, check_rng, check_stored, warn_closed_over
+from jzero.core.step.inputs import check_batch, check_loss, check_rng, check_stored, warn_closed_over, warn_rounded
 from jzero.core.step.row_check import check_row_dims, results_of, warn_coupled
 
 Splitter: TypeAlias = Callable[[PyTree], tuple[PyTree, PyTree]]
@@ -84,6 +84,7 @@ class StepLoss:
         results = attempt(results_of, traced) or []
         check_loss(traced, num_rows, {x.name for x in results if x.facts.is_constant})
         warn_closed_over(traced, plan)
+        warn_rounded(traced, plan)
         if self.checks_rows and parts > 1:
             check_row_dims(results, num_rows)
             self._has_warned = self._has_warned or warn_coupled(results, plan, parts, self.maker)
