@@ -6,9 +6,9 @@ reduction, such as that of the cotangents of a bias that all layers add to their
 from the results back to the arguments, so it runs such operations late, and their operands stay in memory until then:
 before the next barrier if a later part of the backward pass waits for the gradient, else after the backward pass.
 
-`estimate_step_memory` takes the larger of this peak and that of loss and gradients, whose program ends before. All
-reduced gradients are on the device, and the shards of new parameters. Beside them either records pass through, or
-parameters that every device stores unsharded are gathered.
+If an update is a program of its own, `estimate_step_memory` takes the larger of its peak (`update_at_peak`) and that of
+loss and gradients, whose program ends before. All reduced gradients are on the device, and the shards of new
+parameters. Beside them either records pass through, or parameters that every device stores unsharded are gathered.
 """
 
 from __future__ import annotations

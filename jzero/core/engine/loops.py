@@ -8,7 +8,7 @@ treated alike:
     c = scan[jaxpr={ lambda ; a:f32[8,512] w:f32[512,512]. let ... }] x ws        # ws: [L, 512, 512]
 
 runs over the stack of shards, [L, 512/N, 512], and each iteration gathers its own row. It may also gather rows of the
-next one (`prefetch`).
+next one, see [Note: Gathering one turn ahead].
 
 [Note: Residuals made of parameters]
 A forward loop returns its residuals as stacks: activations, and also values made of its parameters alone, such as a

@@ -42,7 +42,7 @@ class Order:
     Attributes:
       second_gather: How a second gather waits, see `PlatformFacts`; `None`: it need not wait.
       limit: Most bytes to gather ahead of their use; `None`: the compiler decides.
-      ahead: Most bytes that a loop gathers one turn ahead; `None`: a share of a turn, see `prefetch`.
+      ahead: Most bytes that a loop gathers one turn ahead; `None`: a share of a turn, see `choose_prefetched`.
     """
 
     second_gather: Wait | None = None

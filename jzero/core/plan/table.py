@@ -33,7 +33,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def plan_parts(plan: PlannedBytes, *, max_rows: int | None) -> list[Part]:
-    """Returns what `plan` prints, see `PlannedBytes.table`."""
+    """Returns what `plan` prints, see `ZeroPlan.table`."""
     config = plan.config
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
     head = (
@@ -188,7 +188,7 @@ def _rest(num_items: int, max_rows: int | None) -> list[str]:
 
 
 def plan_as_dict(plan: PlannedBytes) -> dict[str, Any]:
-    """Returns `plan` as data for JSON, see `PlannedBytes.to_dict`."""
+    """Returns `plan` as data for JSON, see `ZeroPlan.to_dict`."""
     config = plan.config
     terms = {
         "bytes_per_device": plan.bytes_per_device,

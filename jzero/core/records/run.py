@@ -18,8 +18,6 @@ equal updates share a program, and each shape of records has its own.
     program = update.program(state, grads)                                analysed, from shapes
     operands, sums = update.scalars(program, level, state, grads, sums)   what a pass reads beside records
     state = update.finish(state, grads, changed, done)                    after the last pass
-
-See [Note: Records outside of a program].
 """
 
 from __future__ import annotations

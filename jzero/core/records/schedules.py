@@ -3,7 +3,7 @@
     stepped = records.pending.step(update, records, state, gradients)
     state = records.pending.apply_pending(update, records, state, target)      nothing waits any more
 
-A schedule decides which gradients an update gets and when it counts; `background` runs its pass.
+A schedule decides which gradients an update gets and when it counts; a `BackgroundPass` runs beside steps.
 
 [Note: States of records]
 What each call does, by what waits for the records of a state. Only ZenFlow and `delay=1` know the three in the middle.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -181,7 +182,8 @@ def _with_row_facts(traced: TracedLoss, merge: Merge, plan: ZeroPlan, doubled: C
         return traced
     try:
         other = doubled()
-    except Exception:  # the user's code may hold for one number of rows only
+    except Exception as error:  # the user's code may hold for one number of rows only
+        logging.getLogger("jzero").info("No sum over rows is told from a mean: twice the rows fail (%s).", error)
         return traced
     return traced.with_growth(other)
 
