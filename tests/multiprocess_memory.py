@@ -10,7 +10,7 @@ from unittest import mock
 import jax
 
 import jzero
-from jzero.core.step import train_step
+from jzero.core.step import choice
 from jzero.core.step.train_step import TrainStep
 from jzero.machines import limits
 from jzero.machines.machine import machine
@@ -22,8 +22,8 @@ PLENTY, LITTLE = 2**30, 1000  # bytes
 def see_other_figures(folder: pathlib.Path) -> dict[str, Any]:
     """Returns what steps keep in the end, and their losses, or what they say; the second process is the odd one."""
     second = jax.process_index() == 1
-    allocated = train_step._allocated_bytes
-    compiled_to_more = mock.patch.object(train_step, "_allocated_bytes", lambda x: allocated(x) + PLENTY * second)
+    allocated = choice._allocated_bytes
+    compiled_to_more = mock.patch.object(choice, "_allocated_bytes", lambda x: allocated(x) + PLENTY * second)
     evaluated = jzero.make_eval_step(small_loss)(small_state(), BATCH)
     with (
         mock.patch.object(limits, "this_machine", return_value=machine("h200:4")),
@@ -70,7 +70,7 @@ def kept(
             _, metrics = (jax.jit(step) if inside else step)(state, BATCH)
         except jax.errors.JaxRuntimeError as error:
             return "\n".join([str(error), *error.__notes__])
-    chosen = {str(x.step.remat) for x in map(step._choices.get, step._limits.items()) if x is not None}
+    chosen = {str(x.step.remat) for x in map(step._choices.made.get, step._choices.limits.items()) if x is not None}
     return ", ".join(chosen), float(metrics["loss"])
 
 

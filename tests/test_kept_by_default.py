@@ -11,7 +11,7 @@ import pytest
 import jzero
 from jzero.analysis import fit
 from jzero.core.base import compat
-from jzero.core.step import train_step
+from jzero.core.step import choice
 from jzero.estimate import keeping
 from jzero.estimate.step_memory import memory_of_step
 from jzero.estimate.traced_collectives import traced_collectives
@@ -42,7 +42,7 @@ def make_state(params=None, stage=3, **fields):
 def memory(monkeypatch):
     """Gives the devices a memory, of which a step may use what is set; without, they are virtual CPU devices."""
     of_device = types.SimpleNamespace(limit=None)
-    monkeypatch.setattr(train_step, "memory_to_spend", lambda *args: (of_device.limit, machine("h200:8")))
+    monkeypatch.setattr(choice, "memory_to_spend", lambda *args: (of_device.limit, machine("h200:8")))
     return of_device
 
 
@@ -103,7 +103,7 @@ def test_a_larger_batch_is_decided_anew(memory, monkeypatch):
     step, state = jzero.make_train_step(loss_fn), make_state()
     for batch, num_compiled in ((small, 1), (small, 1), (large, 2)):
         state, _ = step(state, jax.device_put(batch, jzero.plan_of(state).batch_sharding))
-        assert len(step._choices) == num_compiled
+        assert len(step._choices.made) == num_compiled
     everything, less = (step.plan(state, batch).kept for batch in (small, large))
     assert everything.blocks == LAYERS
     assert less is None or less.blocks < LAYERS

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.core.step import train_step
+from jzero.core.step import choice
 from jzero.core.step.inputs import bytes_on_device
 from jzero.core.step.train_step import TrainStep
 from jzero.estimate import keeping
@@ -173,9 +173,9 @@ def test_figures_that_cannot_be_read_keep_nothing(devices, checks_may_fail, monk
 def test_a_program_that_needs_more_than_estimated_does_not_run(devices, monkeypatch, caplog):
     """By the compiler's figure, for which nothing is compiled twice."""
     state, batch, ran = make_state(), make_batch(), []
-    run, allocated = TrainStep._run, train_step._allocated_bytes
+    run, allocated = TrainStep._run, choice._allocated_bytes
     monkeypatch.setattr(TrainStep, "_run", lambda step, jitted, *args: ran.append(jitted) or run(step, jitted, *args))
-    monkeypatch.setattr(train_step, "_allocated_bytes", lambda compiled: allocated(compiled) + devices.limit)
+    monkeypatch.setattr(choice, "_allocated_bytes", lambda compiled: allocated(compiled) + devices.limit)
     step = jzero.make_train_step(loss_fn)
     assert step.recomputation(state, batch) == EVERYTHING
     with jax.log_compiles():
@@ -200,7 +200,7 @@ def test_a_program_that_fits_is_compiled_once(devices, caplog):
 
 def test_the_compiled_figure_counts_arguments_and_temporaries():
     compiled = jax.jit(lambda x, y: x + jnp.sin(y).sum(), donate_argnums=0).lower(jnp.ones(64), jnp.ones(256)).compile()
-    assert 4 * (64 + 256) <= train_step._allocated_bytes(compiled) < 4 * (64 + 256 + 256 + 64)
+    assert 4 * (64 + 256) <= choice._allocated_bytes(compiled) < 4 * (64 + 256 + 256 + 64)
 
 
 def test_a_compiler_that_refuses_is_heeded(devices, monkeypatch):
@@ -280,5 +280,5 @@ def test_inside_another_program_what_is_left_counts_too(devices):
     devices.alive, devices.limit = [state], needed(batch)
     step = jzero.make_train_step(loss_fn)
     assert_trained(*jax.jit(step)(state, batch))
-    (limit,) = step._limits.values()
+    (limit,) = step._choices.limits.values()
     assert limit == devices.limit, "the step's own state is no other's"

@@ -11,7 +11,8 @@ from jzero.analysis.schedule import simulate
 from jzero.analysis.step_programs import step_programs
 from jzero.core.base.types import PyTree, State
 from jzero.core.layout.mesh import platform_of
-from jzero.core.step.train_step import EXHAUSTED, TrainStep
+from jzero.core.step.choice import EXHAUSTED
+from jzero.core.step.train_step import TrainStep
 from jzero.machines.machine import Machine
 from jzero.machines.topologies import topology_options
 

@@ -335,7 +335,7 @@ MUTANTS = [
     ),
     Mutant(
         "kept_whatever_the_compiler_says",
-        "core/step/train_step.py",
+        "core/step/choice.py",
         "fits = self._agreement.least(state.tx.plan, *given, left) >= 0",
         "fits = self._agreement.least(state.tx.plan, *given, left) is not None",
         "test_memory_left.py::test_a_program_that_needs_more_than_estimated_does_not_run",

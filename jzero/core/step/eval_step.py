@@ -14,7 +14,7 @@ from jzero.core.engine.gradients import evaluate_loss
 from jzero.core.engine.outputs import Marked, Summed, Weighted
 from jzero.core.layout.set_mesh import for_program
 from jzero.core.state.adapter import Loss, adapt_sharded
-from jzero.core.step.jitted import Step, one_batch
+from jzero.core.step.base import Step, one_batch
 from jzero.core.step.loss import Splitter
 
 

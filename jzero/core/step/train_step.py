@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import math
-import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jzero.core.base.guard import attempt
 from jzero.core.base.types import Jitted, PyTree, State, TrainStateLike
 from jzero.core.config.settings import check, number, optional
 from jzero.core.config.zero import refers_to_config
@@ -23,26 +17,15 @@ from jzero.core.engine.recompute import Remat
 from jzero.core.engine.written_variables import Changed
 from jzero.core.layout.set_mesh import for_program
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.plan.table import format_bytes
-from jzero.core.processes.agree import are_several
 from jzero.core.state.adapter import Loss, Metrics, adapt_sharded
 from jzero.core.state.next_state import check_can_compute, next_state, scaled_grads
-from jzero.core.state.train_state import check_alive, write_fields
+from jzero.core.state.train_state import write_fields
+from jzero.core.step.base import Step, one_batch
 from jzero.core.step.compiler_options import compiler_options as make_compiler_options
-from jzero.core.step.inputs import (
-    Given,
-    Placed,
-    has_tracers,
-    optional_rng,
-    placed_dtype,
-)
-from jzero.core.step.jitted import Chosen, Step, one_batch
 from jzero.core.step.metrics import step_metrics
 from jzero.core.step.overflow import OverflowWatch, loss_scale_error
 from jzero.core.step.record_step import RecordStep
 from jzero.core.update.whole import StepGrads
-from jzero.machines.limits import memory_to_spend
-from jzero.machines.machine import Machine
 
 
 class ValueAndGrad(Step):
@@ -76,29 +59,18 @@ class ValueAndGrad(Step):
         return result.loss, result.aux, changed, plan.view.stored_grads(grads)
 
 
-EXHAUSTED = "RESOURCE_EXHAUSTED"
-"""In the message of an error: a device has too little memory left."""
-
-Choose: TypeAlias = "Callable[[TrainStep, tuple[TrainStateLike, PyTree, PyTree], Machine | None, int], Chosen | None]"
-"""Chooses what a step keeps: of the step, its arguments as shapes, the machine, and what it may use of a device.
-`None`, if nothing fits or an estimate fails, leaves it at "cheap"."""
-
-
 class TrainStep(Step):
     """The callable that `make_train_step` returns."""
 
     maker = "make_train_step"
     donated = (0,)
 
-    def __init__(self, loss_fn: Loss, *, clip_norm: float | None, choose: Choose | None, **kwargs: Any) -> None:
+    def __init__(self, loss_fn: Loss, *, clip_norm: float | None, **kwargs: Any) -> None:
         super().__init__(loss_fn, **kwargs)
-        self._choose = choose
         self._watch = OverflowWatch()
         self.clip_norm = check("clip_norm", clip_norm, optional(number("a number > 0", lambda x: x > 0)))
         self._agreement.settings["clip_norm"] = self.clip_norm
-        self._options |= {"clip_norm": self.clip_norm, "choose": choose}
-        self._limits: dict[Hashable, int | None] = {}  # taken for runs, by the kinds of arguments
-        self._choices: dict[Hashable, Chosen | None] = {}  # by these and the limit
+        self._options["clip_norm"] = self.clip_norm
 
     @one_batch
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
@@ -116,117 +88,6 @@ class TrainStep(Step):
     def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> PyTree:
         # Exactly those of the input, so that the next call has the same types and compiles nothing.
         return plan.view.map(lambda x, leaf: leaf.sharding, state), None
-
-    def choice(
-        self,
-        state: TrainStateLike,
-        batch: PyTree,
-        rng: jax.Array | None,
-        hardware: Machine | None = None,
-        hbm_bytes: float = math.inf,
-        *,
-        runs: bool = False,
-    ) -> Chosen | None:
-        """Returns what the step chooses to keep; `None` if the user said, or nothing."""
-        if self.remat is not None or self._choose is None:
-            return None
-        plan: ZeroPlan = state.tx.plan
-        saves_memory = plan.config.offload.optimizer != "none" or plan.config.offload.params != "none"
-        if saves_memory or not plan.regathers:
-            return None
-        key = _kinds(state, batch, rng)
-        if key in self._limits and hardware is None:
-            limit = self._limits[key]
-        elif runs and are_several(plan.mesh) and has_tracers(jax.tree.leaves(state)):
-            return None  # inside another program, processes compare nothing
-        else:
-            limit, hardware = self._limit(state, batch, rng, hardware, runs=runs)
-            if runs:
-                self._limits[key] = limit
-        if not limit:
-            return None
-        limit = int(min(limit, hbm_bytes))
-        if (key, limit) not in self._choices:
-            shapes = self.abstract_arguments(state, batch, rng=rng)
-            self._choices[key, limit] = self._choose(self, shapes, hardware, limit)
-        return self._choices[key, limit]
-
-    def _limit(
-        self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None, hardware: Machine | None, *, runs: bool
-    ) -> tuple[int | None, Machine | None]:
-        """Returns the bytes that the step may use of a device, and the machine; `None` if unknown."""
-        plan: ZeroPlan = state.tx.plan
-        own = None
-        if hardware is None:
-            jax.block_until_ready(state)  # until then, the program that makes it takes memory, too
-            own = sum(leaf.bytes_per_device for leaf in plan.view.leaves if leaf.memory == "device")
-        limit, hardware = attempt(memory_to_spend, plan.mesh, hardware, own) or (0, None)
-        if runs and limit is not None:
-            limit = self._agreement.least(plan, batch, rng, functools.partial(int, limit))
-        return limit, hardware
-
-    def _taken(self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> Chosen | None:
-        """Returns what runs with such arguments keep; `None` if the user said, or nothing."""
-        key = _kinds(state, batch, rng)
-        return self._choices.get((key, self._limits.get(key)))
-
-    def _fits(self, jitted: Jitted, state: TrainStateLike, given: Given, placed: Placed) -> bool:
-        choice = self._taken(state, *given)
-        if choice is None:
-            return True
-        limit = choice.limit
-
-        def left() -> int:
-            try:
-                compiled = jitted.trace(state, placed[0], **optional_rng(placed[1])).lower().compile()
-            except jax.errors.JaxRuntimeError as error:  # the compiler for TPUs says so itself
-                if EXHAUSTED not in str(error):
-                    raise
-                return -1
-            return limit - (attempt(_allocated_bytes, compiled) or 0)
-
-        fits = self._agreement.least(state.tx.plan, *given, left) >= 0
-        if not fits:
-            self._keep_nothing(choice, state, given)
-            logging.getLogger("jzero").warning(
-                "Compiled, a step that keeps %s takes more than the %s of a device that are left to it, so it keeps "
-                "nothing. To begin so, pass `remat='cheap'` to `make_train_step`.",
-                choice.step.remat,
-                format_bytes(limit),
-            )
-        return fits
-
-    def _dispatch(self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> PyTree:
-        try:
-            return super()._dispatch(state, batch, rng)
-        except RuntimeError as error:
-            choice = self._taken(state, batch, rng) if EXHAUSTED in str(error) else None
-            if choice is None:
-                raise
-            if not self._agreement.all_come(state.tx.plan, lambda: check_alive(state)):
-                error.add_note(
-                    f"By default, the step keeps {choice.step.remat}; to keep nothing, pass `remat='cheap'` to "
-                    "`make_train_step`."
-                )
-                raise
-        self._keep_nothing(choice, state, (batch, rng))
-        warnings.warn(
-            f"A device ran out of memory in a step that keeps {choice.step.remat} by default. It goes on and keeps "
-            "nothing; to begin so, pass `remat='cheap'` to `make_train_step`.",
-            stacklevel=3,
-        )
-        return super()._dispatch(state, batch, rng)
-
-    def _keep_nothing(self, choice: Chosen, state: TrainStateLike, given: Given) -> None:
-        """Gives up what the step chose to keep."""
-        self._limits[_kinds(state, *given)] = 0
-        choice.step.clear_cache()
-
-    def clear_cache(self) -> None:
-        """Forgets all compiled programs, and what they keep."""
-        super().clear_cache()
-        self._limits.clear()
-        self._choices.clear()
 
     def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         if state.tx.plan.has_records:
@@ -275,20 +136,6 @@ class TrainStep(Step):
             finite = ~jnp.any(result.overflowed)
             applied = finite if applied is None else finite & applied
         return StepGrads(grads, applied, weighs, result.overflowed, result.loss)
-
-
-def _kinds(state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> Hashable:
-    """Returns the properties of arguments that decide what a step keeps."""
-    leaves, structure = jax.tree.flatten((batch, rng))
-    shapes = ((np.shape(x), placed_dtype(x) if hasattr(x, "dtype") else None) for x in leaves)
-    return state.tx.plan, jax.tree.structure(state), structure, *shapes
-
-
-def _allocated_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns the bytes of a device that a compiled program takes, its arguments among them."""
-    stats: Any = compiled.memory_analysis()
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return int(stats.argument_size_in_bytes + results + stats.temp_size_in_bytes)
 
 
 @refers_to_config("shard_train_state")
