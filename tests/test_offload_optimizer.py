@@ -272,7 +272,7 @@ def test_plan_and_analysis_tell_host_bytes_apart():
 def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
     """As compile-only GPUs: a plan is fine, but nothing may be placed where the devices would have to hold it."""
     monkeypatch.setattr("jzero.core.layout.mesh.memory_kinds", lambda device: [])
-    for room in ("core.layout.leaves", "core.plan.state_layout"):  # the function itself keeps what it knows of a mesh
+    for room in ("core.layout.leaves", "core.plan.plan"):  # the function itself keeps what it knows of a mesh
         monkeypatch.setattr(f"jzero.{room}.names_host_memory", lambda mesh: False)
     monkeypatch.setattr(
         "jzero.core.plan.planner._PLANS", weakref.WeakKeyDictionary()

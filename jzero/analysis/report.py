@@ -18,7 +18,7 @@ from jzero.analysis.violations import MATRICES, PlanViolation
 from jzero.core.base.text import Part, Report, Table, as_data, picked
 from jzero.core.layout.route import bytes_on_port
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.plan.table import format_bytes, plan_summary
+from jzero.core.plan.table import format_bytes
 from jzero.estimate.step_memory import StepMemory, activation_table
 
 NO_PLAN = "no argument of the function is a state sharded by jzero. Pass `plan=` to `analyze`."
@@ -147,7 +147,7 @@ class AnalysisReport(Report):
         plain = {f.name for f in dataclasses.fields(self)} - {"timeline", "plan"}
         data = picked(self, *plain, "nic_bytes")
         data["timeline"] = self.timeline and self.timeline.totals()
-        data["plan"] = self.plan and plan_summary(self.plan)
+        data["plan"] = self.plan and self.plan.summary()
         return data
 
     def save_figure(self, path: str) -> None:

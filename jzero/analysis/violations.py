@@ -147,9 +147,9 @@ def _gather(x: TracedCollective, gather: GatherPlan, dtype: DType, plan: ZeroPla
         yield True, f"A gather of {array} is wider than the {dtype.name} of the plan."
     if x.fate is Fate.SCANNED:
         yield True, f"A gather of the whole stack {array}, outside of the loop over it."
-    if plan.regathers_param(x.path) and x.fate is Fate.STACKED:
+    if plan.traffic.regathers(x.path) and x.fate is Fate.STACKED:
         yield True, f"A forward gather of {array} is stored in a stack that its loop carries."
-    if plan.regathers_param(x.path) and x.fate is Fate.SAVED:
+    if plan.traffic.regathers(x.path) and x.fate is Fate.SAVED:
         yield True, f"A forward gather of {array} survives to the backward pass."
 
 

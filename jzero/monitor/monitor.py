@@ -15,7 +15,6 @@ import jax
 from jzero.core.base import text
 from jzero.core.config.settings import FLAG, check, integer, optional
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.plan.table import plan_summary
 from jzero.monitor.profiler import StepProfiler
 from jzero.monitor.progress import Bar, Lines, make_display
 from jzero.monitor.readings import PREFIX, fetch, peak_device_bytes, scalars
@@ -275,7 +274,7 @@ def settings_as_data(value: Any) -> Any:
     is no number, text, list or dictionary, its text.
     """
     if isinstance(value, ZeroPlan):
-        return {**plan_summary(value), "config": text.as_data(value.config)}
+        return {**value.summary(), "config": text.as_data(value.config)}
     if isinstance(value, Mapping):
         return {str(name): settings_as_data(x) for name, x in value.items()}
     return text.as_data(value)

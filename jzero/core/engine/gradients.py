@@ -45,8 +45,7 @@ from jzero.core.layout.platform import platform_facts
 from jzero.core.layout.route import Sums
 from jzero.core.layout.set_mesh import set_if_explicit
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.plan.state_layout import Kept
-from jzero.core.plan.traffic import GatherPlan
+from jzero.core.plan.traffic import GatherPlan, Kept
 
 
 class LossResult(NamedTuple):
@@ -193,7 +192,10 @@ class _LocalStep:
         if not self.grads_to_host or self.micro.steps > 1 or not self.plan.names_host_memory:
             return frozenset()
         leaves = self.plan.leaves
-        return frozenset(i for i in self.plan.wholly_offloaded if jnp.issubdtype(leaves[i].grad.dtype, jnp.inexact))
+        near = {(x.owner, x.shape) for x in self.plan.inner_leaves if x.memory == "device"}
+        params = [(i, leaves[i].param) for i in self.plan.offloaded]
+        far = [i for i, param in params if param.memory != "device" and (i, param.shape) not in near]
+        return frozenset(i for i in far if jnp.issubdtype(leaves[i].grad.dtype, jnp.inexact))
 
     def gather_plan(self, leaf: StateLeaf) -> GatherPlan:
         """Returns how a parameter reaches the loss."""

@@ -176,6 +176,10 @@ class StateLeaf:
             return self
         return dataclasses.replace(self, cut=self.cut.unpacked(), memory="device")
 
+    def written(self) -> StateLeaf:
+        """Returns the layout of the same leaf for a loss that writes it."""
+        return dataclasses.replace(self, compute_dtype=self.dtype if self.is_param else None, is_written=True)
+
     def load(self, x: Stored) -> jax.Array:
         """Returns the leaf in its natural shape on the devices, cut if possible. Inside `jit`.
 
@@ -306,6 +310,11 @@ class LeafPlan:
     def updated(self) -> StateLeaf:
         """The leaf that the optimizer updates: the master copy, or the parameter itself."""
         return self.param if self.master is None else self.master
+
+    def written(self) -> LeafPlan:
+        """Returns the layout of the same parameter for a loss that writes it: exact, unless it is trained."""
+        dtype = self.compute_dtype if self.trained else self.param.dtype
+        return dataclasses.replace(self, param=self.param.written(), compute_dtype=dtype)
 
     @functools.partial(jax.jit, static_argnums=0)
     def param_as_gradient(self, param: Stored) -> jax.Array:

@@ -231,7 +231,10 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[object]) -> ZeroOptState | N
     """
     dynamic = plan.config.policy.loss_scale
     has_masters = any(leaf.master is not None for leaf in plan.leaves)
-    keeps = (has_masters, plan.rounds_stochastically, isinstance(dynamic, DynamicLossScale), plan.has_records)
+    is_rounded = any(leaf.update_dtype is not None for leaf in plan.opt_leaves) or any(
+        leaf.trained and leaf.updated.dtype != leaf.update_dtype for leaf in plan.leaves
+    )
+    keeps = (has_masters, is_rounded, isinstance(dynamic, DynamicLossScale), plan.has_records)
     if not any(keeps):
         return None
     waiting = host_array(False, np.bool_) if plan.config.offload.delays_updates else None
@@ -240,7 +243,7 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[object]) -> ZeroOptState | N
         inner=None,
         masters=plan.view.params.tree(entries),
         loss_scale=initial_loss_scale(dynamic, len(plan.leaves)) if isinstance(dynamic, DynamicLossScale) else None,
-        num_updates=host_array(0, np.int32) if plan.rounds_stochastically else None,
+        num_updates=host_array(0, np.int32) if is_rounded else None,
         disk=DiskState(host_array(0, np.int32), waiting) if plan.has_records else None,
     )
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from jzero.core.base.types import DType
 from jzero.core.config.precision import cast_dtype
-from jzero.core.config.zero import LeafRule
+from jzero.core.config.zero import LeafRule, ZeroConfig
 from jzero.core.jaxpr.sizes import itemsize
 from jzero.core.layout.blocks import LEAST
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.leaves import LeafPlan, StateLeaf
-from jzero.core.layout.mesh import axes_within_nodes
+from jzero.core.layout.mesh import AnyMesh, axes_within_nodes
 from jzero.core.layout.route import Collective, Leg, Route, route_of
-from jzero.core.plan.state_layout import StateLayout
+from jzero.core.plan.table import format_bytes
 
 Q = TypeVar("Q", bound=str)
 
@@ -95,25 +95,98 @@ class UnquantizedLeaf(NamedTuple):
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """How each parameter reaches the loss and each gradient returns, and the bytes of both."""
+class Kept(NamedTuple):
+    """Values that stay on a device from the forward to the backward pass, though stage 3 could make them anew.
 
-    plan: StateLayout
+    Attributes:
+      params: The paths of the parameters that stay whole, of those that are partitioned.
+      of_params: How many are partitioned.
+      param_bytes: Their bytes on one device.
+      blocks: How many of the loss's repeated blocks, and of its loops over layers, keep what `Keep` says.
+      of_blocks: How many there are.
+      block_bytes: The bytes that these blocks save on one device for the backward pass.
+      peak: The estimated peak of the step on one device, if the step chose by itself what it keeps.
+      limit: What a step may use of a device, likewise.
+    """
+
+    params: frozenset[str]
+    of_params: int
+    param_bytes: int
+    blocks: int
+    of_blocks: int
+    block_bytes: int
+    peak: int | None = None
+    limit: int | None = None
+
+    def line(self) -> str:
+        """Returns what stays on a device between the passes, as text."""
+        params = "all parameters" if len(self.params) == self.of_params else f"{len(self.params)} of {self.of_params}"
+        blocks = f"{self.blocks} of {self.of_blocks} blocks"
+        if (
+            self.peak is not None and self.limit is not None
+        ):  # its parts would not add up: compilers fuse what blocks save
+            said = ([params] if self.params else []) + ([blocks] if self.of_blocks else [])
+            fits = f"{format_bytes(self.peak)} of {format_bytes(self.limit)}, estimated"
+            return f"kept between passes: {', '.join(said)}: {fits} (`remat='cheap'` keeps less)"
+        said = [f"{params} ({format_bytes(self.param_bytes)})"] if self.params else []
+        said += [f"{blocks} ({format_bytes(self.block_bytes)})"] if self.of_blocks else []
+        return f"kept between passes: {', '.join(said) or 'nothing'}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traffic:
+    """How each parameter reaches the loss and each gradient returns, and the bytes of both.
+
+    Attributes:
+      leaves: The layouts of a plan's parameters.
+      other_leaves: Those of the further fields.
+      kept: What stays on a device between the passes, if that is known.
+    """
+
+    config: ZeroConfig
+    mesh: AnyMesh
+    leaves: tuple[LeafPlan, ...]
+    other_leaves: tuple[StateLeaf, ...]
+    kept: Kept | None
+
+    @functools.cached_property
+    def route(self) -> Route:
+        """How parameters travel, and gradients that are not rounded to integers."""
+        return route_of(self.config, self.mesh)
+
+    def regathers(self, path: str) -> bool:
+        """Whether the backward pass gathers a partitioned parameter again."""
+        return self.config.reshard_after_forward and (self.kept is None or path not in self.kept.params)
+
+    def lines(self) -> list[str]:
+        """Returns as text what devices gather and keep, and what they send within and between nodes."""
+        gathered = f"gathered per step: {format_bytes(self.bytes_gathered_in(micro_batches=1))}"
+        if self.gathers_of_loss:
+            gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
+        lines = [gathered, *([] if self.kept is None else [self.kept.line()])]
+        over_nodes = self.config.node_axis
+        if over_nodes is None:
+            return lines
+        if self.mesh.shape[over_nodes] == 1:
+            return [*lines, f"one node along {over_nodes!r}: there is nothing between nodes"]
+        within, between = map(format_bytes, self.sent_bytes())
+        lines.append(f"sent per step and device: {within} within nodes, {between} between them")
+        if self.config.secondary_params:
+            lines.append(f"secondary parameters: {format_bytes(self.secondary_bytes)} per device during a step")
+        return lines
 
     def gather_plan(self, leaf: StateLeaf) -> GatherPlan:
         """Returns how a parameter reaches the loss of a train step, given its layout as stored."""
-        config = self.plan.config
-        return GatherPlan(leaf, self.plan.route, self._kind(config.quantization.gather, leaf), config.secondary_params)
+        kind = self._kind(self.config.quantization.gather, leaf)
+        return GatherPlan(leaf, self.route, kind, self.config.secondary_params)
 
     def route_of_gradient(self, leaf: LeafPlan) -> Route:
         """Returns how a parameter's gradient travels."""
-        config = self.plan.config
-        return route_of(config, self.plan.mesh, self._kind(config.quantization.reduce, leaf.grad))
+        return route_of(self.config, self.mesh, self._kind(self.config.quantization.reduce, leaf.grad))
 
     def is_reduced_once(self, micro_batches: int) -> bool:
         """Whether gradients cross nodes once per step, however often their parameters are used."""
-        return self.plan.config.secondary_grads and micro_batches > 1
+        return self.config.secondary_grads and micro_batches > 1
 
     def _kind(self, asked: Q, leaf: StateLeaf) -> Q | Literal["none"]:
         return "none" if asked == "none" or self._why_exact(leaf) else asked
@@ -123,20 +196,18 @@ class Traffic:
             return "no parameter, though laid out like one"
         if leaf.is_written:
             return "written by the loss"
-        return why_exact(leaf, self.plan.config.rule_for(leaf.path))
+        return why_exact(leaf, self.config.rule_for(leaf.path))
 
     def unquantized(self) -> tuple[UnquantizedLeaf, ...]:
         """Returns every partitioned parameter that `Quantization` leaves as it is, with the reason."""
-        kinds = self.plan.config.quantization
-        travels = [leaf.param for leaf in self.plan.leaves if leaf.param.cut and kinds.gather != "none"]
-        stored = [
-            x for x in self.plan.other_leaves if x.is_param and x.cut and {kinds.gather, kinds.frozen} != {"none"}
-        ]
-        reduced = [leaf.grad for leaf in self.plan.leaves if leaf.trained and leaf.grad.cut and kinds.reduce != "none"]
+        kinds = self.config.quantization
+        travels = [leaf.param for leaf in self.leaves if leaf.param.cut and kinds.gather != "none"]
+        stored = [x for x in self.other_leaves if x.is_param and x.cut and {kinds.gather, kinds.frozen} != {"none"}]
+        reduced = [leaf.grad for leaf in self.leaves if leaf.trained and leaf.grad.cut and kinds.reduce != "none"]
         reasons = [(x, self._why_exact(x)) for x in (*travels, *reduced, *stored)]
         if kinds.frozen != "none":
-            frozen = [leaf.param for leaf in self.plan.leaves if not leaf.trained and leaf.param.cut]
-            reasons += [(x, why_not_stored(x, self.plan.config.rule_for(x.path))) for x in (*frozen, *stored)]
+            frozen = [leaf.param for leaf in self.leaves if not leaf.trained and leaf.param.cut]
+            reasons += [(x, why_not_stored(x, self.config.rule_for(x.path))) for x in (*frozen, *stored)]
         by_path = {x.path: UnquantizedLeaf(x.path, x.shape, reason) for x, reason in reasons}
         return tuple(x for x in by_path.values() if x.reason)
 
@@ -147,15 +218,15 @@ class Traffic:
     def sent_bytes(self, *, micro_batches: int = 1) -> LevelBytes:
         """Returns the bytes that one device sends per step, within and between nodes."""
         found = self._gathers_in(micro_batches)
-        within_nodes, over_nodes = {*axes_within_nodes(self.plan.config)}, {self.plan.config.node_axis}
-        for leaf in self.plan.leaves:
+        within_nodes, over_nodes = {*axes_within_nodes(self.config)}, {self.config.node_axis}
+        for leaf in self.leaves:
             cut = leaf.grad.cut_for_collectives if leaf.trained else None
             if cut is None:
                 continue
-            dtype = cast_dtype(leaf.compute_dtype, self.plan.config.policy.reduce)
+            dtype = cast_dtype(leaf.compute_dtype, self.config.policy.reduce)
             between_once = self.is_reduced_once(micro_batches)
-            for x in self.route_of_gradient(leaf).reductions(cut.of_part(self.plan.mesh.shape), dtype):
-                once = self.plan.config.stage < 2 or (between_once and within_nodes.isdisjoint(x.axes))
+            for x in self.route_of_gradient(leaf).reductions(cut.of_part(self.mesh.shape), dtype):
+                once = self.config.stage < 2 or (between_once and within_nodes.isdisjoint(x.axes))
                 found += [x] * (1 if once else micro_batches)
         between = sum(x.sent_bytes for x in found if not over_nodes.isdisjoint(x.axes))
         return LevelBytes(round(sum(x.sent_bytes for x in found) - between), round(between))
@@ -168,21 +239,21 @@ class Traffic:
     def _gathers_in(self, micro_batches: int) -> list[Collective]:
         """Returns the collectives of all gathers of a step; without micro-batches, of those after the update."""
         before = self.gathers_before_loss if micro_batches else ()
-        updated = [x for x in self.plan.leaves if not x.param.cut and x.trained]
-        after = [GatherPlan(x.grad, self.plan.route).collectives(x.compute_dtype)[0] for x in updated]
+        updated = [x for x in self.leaves if not x.param.cut and x.trained]
+        after = [GatherPlan(x.grad, self.route).collectives(x.compute_dtype)[0] for x in updated]
         return [*before, *micro_batches * self.gathers_of_loss, *itertools.chain(*after)]
 
     @functools.cached_property
     def _gathers(self) -> list[tuple[str, list[tuple[Collective, ...]]]]:
         """The path of each parameter, and the collectives of each use and, if it is secondary, once per step."""
-        held = [(leaf.param, leaf.compute_dtype) for leaf in self.plan.leaves]
-        held += [(x, x.compute_dtype) for x in self.plan.other_leaves if x.compute_dtype is not None]
+        held = [(leaf.param, leaf.compute_dtype) for leaf in self.leaves]
+        held += [(x, x.compute_dtype) for x in self.other_leaves if x.compute_dtype is not None]
         return [(x.path, self.gather_plan(x).collectives(dtype)) for x, dtype in held]
 
     @functools.cached_property
     def gathers_of_loss(self) -> tuple[Collective, ...]:
         """The collectives of the gathers of a loss and its gradient."""
-        uses = [use * (2 if self.plan.regathers_param(path) else 1) for path, (use, *_) in self._gathers]
+        uses = [use * (2 if self.regathers(path) else 1) for path, (use, *_) in self._gathers]
         return tuple(itertools.chain(*uses))
 
     @functools.cached_property

@@ -53,7 +53,14 @@ from jzero.core.records.opening import open_records
 from jzero.core.records.records import Records
 from jzero.core.state.adapter import StateAdapter, adapt
 from jzero.core.state.record_states import check_update
-from jzero.core.state.request import check_has_devices, resolve_config, resolve_mesh, restrict, with_optimizer
+from jzero.core.state.request import (
+    check_has_devices,
+    check_has_memories,
+    resolve_config,
+    resolve_mesh,
+    restrict,
+    with_optimizer,
+)
 from jzero.core.state.train_state import stored_state
 from jzero.core.update.transformation import ZeroTransformation
 
@@ -166,7 +173,7 @@ def lower_init(
     shapes = adapted.state
     natural = restrict(shapes, trainable)
     plan = make_plan(natural, natural.tx, config, mesh)
-    plan.check_host_memory()
+    check_has_memories(plan)
     tx = ZeroTransformation(natural.tx, plan)
     check_update(tx)
     inner, consts = compat.open_jaxpr(jaxpr)

@@ -12,7 +12,7 @@ from jzero.core.base.text import path_str
 from jzero.core.base.types import Optimizer, PyTree, TrainStateLike
 from jzero.core.config.zero import ZeroConfig
 from jzero.core.layout.leaves import StateLeaf
-from jzero.core.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
+from jzero.core.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh, mesh_platform
 from jzero.core.layout.padded import Leaf, Padded, is_padded, unbox
 from jzero.core.layout.placement import gather_padded
 from jzero.core.layout.stored import InRecords, Stored, when_read
@@ -92,7 +92,7 @@ class Placement:
 
     def place(self, plan: ZeroPlan, *, donate: bool, values: list[str] | None) -> TrainStateLike:
         """Returns the state on the devices, as `plan` stores it; notes the values that this process supplies."""
-        plan.check_host_memory()
+        check_has_memories(plan)
         records = checked_records(self._wrapped(plan))
         nodes = self._nodes(plan)
         uses = collections.Counter(map(id, jax.tree.leaves(nodes)))
@@ -229,4 +229,14 @@ def check_has_devices(mesh: AnyMesh | None) -> None:
         raise TypeError(
             "An `AbstractMesh` has no devices to place arrays on: pass a mesh of devices, such as `jzero.make_mesh()`. "
             "`plan_train_state` and `abstract_train_state` take either, since they place nothing."
+        )
+
+
+def check_has_memories(plan: ZeroPlan) -> None:
+    """Raises if arrays belong in host memory, but devices report no memories and would keep them."""
+    if not plan.names_host_memory and any(plan.host_bytes_per_device):
+        raise ValueError(
+            f"The plan keeps {plan.host_bytes_per_device.total} bytes per device in host memory, but these devices "
+            f"({mesh_platform(plan.mesh)}) do not say what memories they have, so nothing can be placed "
+            "there. Set `offload=jzero.Offload()`."
         )
