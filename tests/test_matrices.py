@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.core.base import compat
-from jzero.core.plan import matrices
+from jzero.core.plan import planned_matrices
 from tests import matrix_models as models
 from tests.drawn import to_jax
 from tests.tiers import slow
@@ -177,7 +177,7 @@ def test_the_plan_tells_that_matrices_are_known_in_the_step():
 @pytest.mark.parametrize("large", [64, 2**20])
 def test_what_only_the_trace_knows_to_be_whole_causes_a_warning(monkeypatch, large):
     """The plan could not be made from an update that asks for the loss, so the step itself tells."""
-    monkeypatch.setattr(matrices, "LARGE", large)
+    monkeypatch.setattr(planned_matrices, "LARGE", large)
 
     def update(updates, state, params=None, *, value):
         return {"a": value * updates["a"] @ updates["b"], "b": updates["b"]}, state

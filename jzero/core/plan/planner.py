@@ -26,7 +26,6 @@ from jzero.core.layout.mesh import (
     explicit_axes,
     with_explicit_axes,
 )
-from jzero.core.plan.matrices import warn_of_matrices, with_matrices
 from jzero.core.plan.opt_leaves import find_owners, initial_dtypes, owners_by_flow, plan_opt_leaf
 from jzero.core.plan.opt_state import DiskState, ZeroOptState, host_array, initial_loss_scale
 from jzero.core.plan.param_leaves import (
@@ -42,6 +41,7 @@ from jzero.core.plan.param_leaves import (
     unzip,
 )
 from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.planned_matrices import warn_of_matrices, with_matrices
 from jzero.core.plan.state_fields import frozen_fields, other_fields
 from jzero.core.plan.trainable import Optimizer, OptimizerUpdate, find_frozen
 

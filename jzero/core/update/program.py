@@ -32,8 +32,9 @@ from jzero.core.jaxpr.structure import Structures
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.placement import memory_of
 from jzero.core.layout.stored import InRecords, Like
-from jzero.core.plan.matrices import Matrices, Work, find_matrices, warn_of_whole
+from jzero.core.plan.matrices import Matrices, Work, find_matrices
 from jzero.core.plan.plan import ZeroPlan
+from jzero.core.plan.planned_matrices import warn_of_whole
 from jzero.core.update.kernels import Field, OperandSource, RecordKernel, SumTarget, _in_records
 from jzero.core.update.split import EquationKind, Kernel, Split, kernel_of, split_update
 from jzero.core.update.whole import After, Before, Grad, WholeUpdate
