@@ -49,8 +49,8 @@ MUTANTS = [
     Mutant(
         "padded_parameters_planned_as_stored",
         "core/state/request.py",
-        "return jax.tree.map(_natural_shape, state, is_leaf=is_padded)",
-        "return state",
+        "natural = jax.tree.map(_natural_shape, state, is_leaf=is_padded)",
+        "natural = state",
         "test_padded.py::test_two_optimizers_of_one_nnx_model_take_turns",
     ),
     Mutant(

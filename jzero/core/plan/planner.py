@@ -43,17 +43,17 @@ from jzero.core.plan.param_leaves import (
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.planned_matrices import warn_of_matrices, with_matrices
 from jzero.core.plan.state_fields import frozen_fields, other_fields
-from jzero.core.plan.trainable import Optimizer, OptimizerUpdate, find_frozen
+from jzero.core.plan.trainable import OptimizerUpdate, find_frozen
 
 OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
 
 
-def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
+def make_plan(state: TrainStateLike, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
     """Returns the plan of a train state in natural shapes, concrete or abstract; touches no device.
 
     Args:
-      state: Anything with the fields of Flax's `TrainState`; plain, without the state that a precision policy adds.
-      tx: Its optax transformation, unwrapped.
+      state: Anything with the fields of Flax's `TrainState`; plain, with its own optax transformation and without the
+        state that a precision policy adds.
       config: The configuration.
       mesh: The mesh; may be abstract.
     """
@@ -63,7 +63,7 @@ def make_plan(state: TrainStateLike, tx: Optimizer, config: ZeroConfig, mesh: An
     offload = config.offload
     if "host" in (offload.optimizer, offload.params):
         check_host_memory(mesh)
-    update = OptimizerUpdate(tx, as_seen(state.params, config))
+    update = OptimizerUpdate(state.tx, as_seen(state.params, config))
     plan = with_matrices(_choose_plan(state, update, config, mesh), update)
     if config.offload.delays_updates and not plan.has_records:
         name, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -29,7 +30,7 @@ import operator
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -74,6 +75,48 @@ def are_several(mesh: AnyMesh) -> bool:
     return jax.process_count() > 1 and isinstance(mesh, Mesh) and len(_group(mesh)) > 1
 
 
+@dataclasses.dataclass
+class Compared:
+    """What a process tells the others.
+
+    Attributes:
+      facts: Returns the facts that must be the same. Called only with several processes. If it fails, no facts are
+        compared.
+      number: A number; once all agree, the least of all processes, `None` if several are not compared.
+    """
+
+    facts: Callable[[], Parts] = dict
+    number: int | None = 0
+
+
+@contextlib.contextmanager
+def agreement(where: str, mesh: AnyMesh, *, wait_s: float | None = WAIT_S) -> Iterator[Compared]:
+    """Runs its body in each process of a mesh; raises in all if that fails in one, or what they tell differs.
+
+    See `agree`, which does so for a function.
+    """
+    compared = Compared()
+    several = are_several(mesh)
+    if several and wait_s is not None and compat.distributed_client() is None:
+        logging.getLogger("jzero").warning("Processes are not compared: call `jax.distributed.initialize` first.")
+        wait_s = None
+    if not several or wait_s is None:
+        yield compared
+        compared.number = None if several else compared.number
+        return
+    assert isinstance(mesh, Mesh)
+    comparison = _Comparison(where, _group(mesh), wait_s)
+    try:
+        yield compared
+    except Exception as error:
+        comparison.run({}, error)
+        raise
+    comparison.number = compared.number or 0
+    if complaint := comparison.run(attempt(compared.facts) or {}):
+        raise ValueError(complaint)
+    compared.number = comparison.number
+
+
 def agree(
     where: str, mesh: AnyMesh, make: Callable[[], T], describe: Callable[[T], Parts], *, wait_s: float | None = WAIT_S
 ) -> T:
@@ -92,7 +135,9 @@ def agree(
     Raises:
       ValueError: Processes differ, are elsewhere, have failed or did not come.
     """
-    result, _ = _compare(where, mesh, make, describe, lambda _: 0, wait_s)
+    with agreement(where, mesh, wait_s=wait_s) as compared:
+        result = make()
+        compared.facts = functools.partial(describe, result)
     return result
 
 
@@ -100,38 +145,10 @@ def least(
     where: str, mesh: AnyMesh, make: Callable[[], int], describe: Callable[[], Parts], *, wait_s: float | None = WAIT_S
 ) -> int:
     """Returns the least of what `make` returns in all processes, as `agree` does; if none are compared, 0 or less."""
-    result, number = _compare(where, mesh, make, lambda _: describe(), int, wait_s)
-    return min(result, 0) if number is None else number
-
-
-def _compare(
-    where: str,
-    mesh: AnyMesh,
-    make: Callable[[], T],
-    describe: Callable[[T], Parts],
-    number: Callable[[T], int],
-    wait_s: float | None,
-) -> tuple[T, int | None]:
-    """Returns the result of `make`, and the least number of all processes; `None` if several are not compared."""
-    if not are_several(mesh):
-        result = make()
-        return result, number(result)
-    if wait_s is None:
-        return make(), None
-    if compat.distributed_client() is None:
-        logging.getLogger("jzero").warning("Processes are not compared: call `jax.distributed.initialize` first.")
-        return make(), None
-    assert isinstance(mesh, Mesh)
-    comparison = _Comparison(where, _group(mesh), wait_s)
-    try:
-        result = make()
-    except Exception as error:
-        comparison.run({}, error)
-        raise
-    comparison.number = number(result)
-    if complaint := comparison.run(attempt(describe, result) or {}):
-        raise ValueError(complaint)
-    return result, comparison.number
+    with agreement(where, mesh, wait_s=wait_s) as compared:
+        compared.number = result = make()
+        compared.facts = describe
+    return min(result, 0) if compared.number is None else compared.number
 
 
 def _group(mesh: Mesh) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -158,15 +158,10 @@ class Records:
             for at, dtype in zip(offsets, dtypes, strict=False)
         ]
 
-    def fill(self, fields_of: Callable[[int], Sequence[jax.Array]], params: Iterable[int]) -> None:
-        """Writes the records of parameters into the other slot; `store.commit` is left to the caller.
-
-        Args:
-          fields_of: Returns the fields of a parameter, as stored.
-          params: The parameters.
-        """
-        for i in params:
-            parts = [{x.device: np.asarray(x.data) for x in field.addressable_shards} for field in fields_of(i)]
+    def fill(self, params: Iterable[tuple[int, Sequence[jax.Array]]]) -> None:
+        """Writes the records of parameters, given with their fields as stored, into the other slot; does not commit."""
+        for i, fields in params:
+            parts = [{x.device: np.asarray(x.data) for x in field.addressable_shards} for field in fields]
 
             def copy(number: int, buffer: np.ndarray, parts: Sequence[Mapping[jax.Device, np.ndarray]] = parts) -> None:
                 record = self.index[number]

@@ -172,7 +172,7 @@ def lower_init(
         adapted, jaxpr = _trace_factory(make_state, key)
     shapes = adapted.state
     natural = restrict(shapes, trainable)
-    plan = make_plan(natural, natural.tx, config, mesh)
+    plan = make_plan(natural, config, mesh)
     check_has_memories(plan)
     tx = ZeroTransformation(natural.tx, plan)
     check_update(tx)
@@ -181,7 +181,7 @@ def lower_init(
 
     def stored(state: TrainStateLike) -> TrainStateLike:
         """Returns the state in the structure that the plan stores, with unchanged leaves."""
-        return stored_state(with_optimizer(state, shapes.params, natural.tx), plan)
+        return stored_state(with_optimizer(state, shapes.params, tx.inner), plan)
 
     leaves = plan.view.leaves
     numbers = treedef.unflatten(range(treedef.num_leaves))
@@ -291,8 +291,8 @@ def _to_records(
 ) -> dict[int, InRecords]:
     """Writes the leaves for the disk, all of each parameter's; returns what stands for them in the state."""
     there = {leaf.path: k for k, leaf in leaves.items() if leaf.in_records}
-    params = [i for i, fields in records.plan.record_fields.items() if fields[0].path in there]
-    records.fill(lambda i: [arrays[there[x.path]] for x in records.plan.record_fields[i]], params)
+    params = [(i, fields) for i, fields in records.plan.record_fields.items() if fields[0].path in there]
+    records.fill((i, [arrays[there[x.path]] for x in fields]) for i, fields in params)
     return {k: records.node(leaves[k]) for k in there.values()}
 
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
-from jzero.core.base.types import PyTree, State
+from jzero.core.base.text import path_str
+from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.config.settings import FLAG, check
 from jzero.core.config.zero import ZeroConfig, refers_to_config
+from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.mesh import AnyMesh
+from jzero.core.layout.padded import is_padded, unbox
+from jzero.core.layout.placement import gather_padded
+from jzero.core.layout.stored import InRecords, when_read
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.processes.agree import agree, check_wait
+from jzero.core.processes.agree import agreement, check_wait
 from jzero.core.processes.fingerprints import describe_plan
 from jzero.core.state.adapter import adapt
-from jzero.core.state.record_states import apply_pending
-from jzero.core.state.request import Placement, check_has_devices
+from jzero.core.state.gather import note_value
+from jzero.core.state.record_states import apply_pending, checked_records, readable, records_of
+from jzero.core.state.request import Request, check_has_devices, check_has_memories, request_of, with_optimizer
+from jzero.core.state.train_state import abstract_leaf, check_alive, plain_state, stored_state
+from jzero.core.update.transformation import ZeroTransformation
 
 
 @refers_to_config("plan_train_state")
@@ -50,7 +61,7 @@ def plan_train_state(
       >>> jzero.plan_train_state(plain_state, stage=1, mesh=mesh).num_shards
       512
     """
-    return Placement(adapt(state).state, stage, config, mesh, trainable).make_plan()
+    return request_of(adapt(state).state, stage, config, mesh, trainable).plan()
 
 
 @refers_to_config("shard_train_state")
@@ -103,20 +114,21 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
     check("donate", donate, FLAG)
     check_has_devices(mesh)
     adapted = adapt(state)
-    placement = Placement(adapted.state, stage, config, mesh, trainable)
-    placement.check_values()
+    train_state = adapted.state
+    request = request_of(train_state, stage, config, mesh, trainable)
+    _check_values(train_state, request)
     wait_s = check_wait(check_processes)
-    compare = functools.partial(agree, "shard_train_state", placement.mesh, wait_s=wait_s)
-    plan = compare(placement.make_plan, lambda plan: {"the training state": describe_plan(plan)})
-    if placement.old is not None:
-        placement.state = apply_pending(placement.state, donate=donate)
+    agreeing = functools.partial(agreement, "shard_train_state", request.mesh, wait_s=wait_s)
+    with agreeing() as compared:
+        plan = request.plan()
+        compared.facts = lambda: {"the training state": describe_plan(plan)}
+    if request.old is not None:
+        train_state = apply_pending(train_state, donate=donate)
     values: list[str] = []
-    return adapted.rebuild(
-        compare(
-            lambda: placement.place(plan, donate=donate, values=None if wait_s is None else values),
-            lambda _: {"the initial values": "\n".join(values)},
-        )
-    )
+    with agreeing() as compared:
+        placed = _place(train_state, request, plan, donate=donate, values=None if wait_s is None else values)
+        compared.facts = lambda: {"the initial values": "\n".join(values)}
+    return adapted.rebuild(placed)
 
 
 @refers_to_config("abstract_train_state")
@@ -152,5 +164,66 @@ def abstract_train_state(
       (64, 512)
     """
     adapted = adapt(state)
-    placement = Placement(adapted.state, stage, config, mesh, trainable)
-    return adapted.rebuild(placement.abstract(placement.make_plan()))
+    request = request_of(adapted.state, stage, config, mesh, trainable)
+    plan = request.plan()
+    tx = ZeroTransformation(request.natural.tx, plan)
+    return adapted.rebuild(plan.view.rebuilt(adapted.state, list(map(abstract_leaf, plan.view.leaves)), tx=tx))
+
+
+def _check_values(state: TrainStateLike, request: Request) -> None:
+    """Raises unless the state has values to place."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    abstract = [path_str(path) for path, x in leaves if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer)]
+    if abstract:
+        raise TypeError(
+            f"`shard_train_state` places arrays, but these leaves are abstract: {abstract[:5]}. Call it outside "
+            "`jit`; plan an abstract state with `plan_train_state`, make one that is born sharded with "
+            "`init_train_state`."
+        )
+    check_alive([x for _, x in leaves])
+    if request.old is not None and request.old.has_records:  # before `donate` frees anything
+        records_of(state)
+
+
+def _place(
+    state: TrainStateLike, request: Request, plan: ZeroPlan, *, donate: bool, values: list[str] | None
+) -> TrainStateLike:
+    """Returns the state on the devices, as `plan` stores it; notes the values that this process supplies."""
+    check_has_memories(plan)
+    tx = ZeroTransformation(request.natural.tx, plan)
+    records = checked_records(tx)
+    plain = state if request.old is None else _plain_values(state, request.old)
+    trained = with_optimizer(plain, request.natural.params, tx.inner)
+    nodes = plan.view.nodes(stored_state(trained, plan, state.opt_state))  # padded ones know their own layout
+    uses = collections.Counter(map(id, jax.tree.leaves(nodes)))
+
+    def place(x: Any, leaf: StateLeaf) -> jax.Array:
+        array = unbox(x)
+        natural = gather_padded(array.read() if isinstance(array, InRecords) else x)
+        placed = leaf.place(natural, look=note_value(values, leaf))
+        if request.old is not None or donate or is_padded(x):  # one leaf at a time, so that at most one is whole
+            jax.block_until_ready(placed)
+        uses[id(array)] -= 1
+        if donate and isinstance(array, jax.Array) and not uses[id(array)]:
+            array.delete()
+        return placed
+
+    leaves = list(zip(nodes, plan.view.leaves, strict=True))
+    for_records = {leaf.path: x for x, leaf in leaves if leaf.in_records}
+    stored = [place(x, leaf) if records is None or not leaf.in_records else records.node(leaf) for x, leaf in leaves]
+    if records is not None:  # all that belongs to one parameter at once
+        records.fill((i, [place(for_records[x.path], x) for x in own]) for i, own in plan.record_fields.items())
+        records.pipeline.store.commit()
+    if donate:  # free the leaves that the new state does not need
+        for x in jax.tree.leaves(state):
+            if isinstance(x, jax.Array) and not x.is_deleted():
+                x.delete()
+    return plan.view.rebuilt(state, stored, tx=tx)
+
+
+def _plain_values(state: TrainStateLike, old: ZeroPlan) -> TrainStateLike:
+    """Returns the plain values of a sharded state, which know their natural shapes; on disk, once they are read."""
+    view = old.plain.view
+    leaves = view.flat(plain_state(readable(state), old, take_edits=True))
+    known = [when_read(x, y.box) if isinstance(x, InRecords) else x for x, y in zip(leaves, view.leaves, strict=True)]
+    return view.rebuilt(state, known, tx=state.tx.inner)
