@@ -173,13 +173,15 @@ def postpone_gradients(program: TracedProgram) -> TracedProgram:
 
 
 def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[BufferKind, int]:
-    """Returns the bytes at the peak of an update on records, by purpose.
+    """Returns the bytes at the peak of an update on records, by purpose; none if the step updates all by itself.
 
     Args:
-      plan: The plan of a state in records.
+      plan: The plan.
       gpu: Whether XLA compiles for GPUs, where it gathers new parameters together.
       limit: The bytes that its scheduler plans with.
     """
+    if not plan.has_records:
+        return {}
     on_device = [leaf.grad for leaf in plan.leaves if leaf.trained and leaf.param.memory != "host"]
     grads = sum(leaf.bytes_per_device for leaf in on_device)
     new = sum(math.prod(plan.leaves[i].grad.part_shape) * _result_bytes(plan, i) for i in plan.record_fields)

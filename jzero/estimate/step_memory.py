@@ -16,7 +16,7 @@ from jzero.core.base.text import Part, Report, Table
 from jzero.core.base.types import PyTree, State
 from jzero.core.layout.mesh import AnyMesh, platform_of
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.plan.planned_bytes import BytesPerDevice
+from jzero.core.plan.planned_bytes import BytesPerDevice, sum_bytes
 from jzero.core.plan.table import format_bytes
 from jzero.core.step.train_step import TrainStep
 from jzero.estimate.buffers import Buffer, Transfer, bytes_of
@@ -229,11 +229,8 @@ def memory_of_trace(
         num_bytes -= arrays_on_host(plan)
     limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
     temporaries = footprint(program, gpu=gpu, limit=limit)
-    if (
-        plan.has_records
-        and (after := update_at_peak(plan, gpu=gpu, limit=limit))
-        and sum(after.values()) > temporaries.peak
-    ):
+    after = update_at_peak(plan, gpu=gpu, limit=limit)
+    if sum(after.values()) > temporaries.peak:
         temporaries = dataclasses.replace(temporaries, peak=sum(after.values()), at_peak=after)
     sizes = plan.bytes_per_device
     traffic = [traffic_of(x, plan.mesh, hardware) for x in program.transfers]
@@ -259,9 +256,8 @@ def memory_of_trace(
 
 
 def arrays_on_host(plan: ZeroPlan) -> int:
-    """Returns the bytes of one device's arrays in host memory; no program sees records."""
-    host = plan.host_bytes_per_device
-    return host.params if plan.has_records else host.total
+    """Returns the bytes of one device's arrays in host memory."""
+    return sum_bytes(plan.view.leaves, "host")
 
 
 def _by_axes(transfers: Iterable[Transfer], traffic: Iterable[CollectiveTraffic], mesh: AnyMesh) -> dict[str, int]:
