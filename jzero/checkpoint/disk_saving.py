@@ -64,7 +64,7 @@ class Snapshot:
     """
 
     def __init__(self, records: Records) -> None:
-        self.records = records
+        self.records, self.plan = records, records.plan
         self.owned = owned_records(records)
         self.masters = masters_on_disk(records.plan)
         self.edited: dict[int, dict[jax.Device, np.ndarray]] = {}
@@ -81,15 +81,15 @@ class Snapshot:
         Args:
           params: The parameters as stored; those in memory with a master on disk count.
         """
-        plan = self.records.plan
+        plan = self.plan
         for i in plan.record_fields:
             if i in self.masters and is_streamed(plan.leaves[i].grad) and not plan.leaves[i].param.in_records:
                 self._examine(i, params[i])
 
     def _examine(self, i: int, param: jax.Array) -> None:
-        leaf, master = self.records.plan.leaves[i], self.masters[i]
+        leaf, master = self.plan.leaves[i], self.masters[i]
         param_parts = _host_parts(leaf.param_as_gradient(param))
-        device = one_device(self.records.plan)
+        device = one_device(self.plan)
         edited: list[jax.Array] = []
 
         def visit(number: int, buffer: np.ndarray) -> Callable[[np.ndarray], None]:
@@ -111,15 +111,15 @@ class Snapshot:
         if record.param in self.edited:
             master = self.records.views(number, buffer)[self.masters[record.param]]
             piece = self.edited[record.param][record.device][record.place.slices]
-            master[...] = np.asarray(apply_edits(jax.device_put(master.copy(), one_device(self.records.plan)), piece))
+            master[...] = np.asarray(apply_edits(jax.device_put(master.copy(), one_device(self.plan)), piece))
 
     def chunk_shape(self, i: int) -> tuple[int, ...]:
         """Returns the shape of a parameter's chunks."""
-        return chunk_shape(self.records.plan, i)
+        return chunk_shape(self.plan, i)
 
     def chunks(self, i: int) -> Iterator[tuple[Box, list[np.ndarray]]]:
         """Yields the chunks of a parameter that this process writes: places in the natural array, and all fields."""
-        leaf = self.records.plan.leaves[i].grad
+        leaf = self.plan.leaves[i].grad
         records = _Records(self, i)
         for chunk in Box.whole(leaf.shape).split(self.chunk_shape(i)):
             place = in_stored(chunk, leaf)
@@ -185,12 +185,12 @@ class DiskArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape in the checkpoint."""
-        return self.snapshot.records.plan.record_fields[self.param][self.field].shape
+        return self.snapshot.plan.record_fields[self.param][self.field].shape
 
     @property
     def dtype(self) -> DType:
         """Its dtype."""
-        return self.snapshot.records.plan.record_fields[self.param][self.field].dtype
+        return self.snapshot.plan.record_fields[self.param][self.field].dtype
 
 
 def _host_parts(x: jax.Array) -> Mapping[jax.Device, np.ndarray]:

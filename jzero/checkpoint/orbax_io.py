@@ -190,7 +190,7 @@ async def _write_from_disk(fields: Sequence[tuple[DiskArray, ParamInfo, ocp.Save
     opened = [await _create(x, snapshot.chunk_shape(i), info, arg) for x, info, arg in fields]
     under_way: collections.deque[tuple[int, Any]] = collections.deque()
     # Small chunks go together, since each commit costs time, see `NODE_BYTES`.
-    left = 2 * snapshot.records.plan.config.offload.chunk_bytes
+    left = 2 * snapshot.plan.config.offload.chunk_bytes
     for chunk, arrays in snapshot.chunks(i):
         here = [arrays[x.field] for x, _, _ in fields]
         size = sum(x.nbytes for x in here)
