@@ -31,6 +31,7 @@ from jzero.core.engine.recompute import offload_activations as offload_activatio
 from jzero.core.layout.mesh import make_mesh as make_mesh
 from jzero.core.plan.opt_state import ZeroOptState as ZeroOptState
 from jzero.core.plan.plan import ZeroPlan as ZeroPlan
+from jzero.core.state.access import apply_pending as apply_pending
 from jzero.core.state.adapter import plan_of as plan_of
 from jzero.core.state.disk_space import DiskStats as DiskStats
 from jzero.core.state.disk_space import disk_stats as disk_stats
@@ -42,7 +43,6 @@ from jzero.core.state.gather import update_params as update_params
 from jzero.core.state.init import init_train_state as init_train_state
 from jzero.core.state.offload import offload_train_state as offload_train_state
 from jzero.core.state.offload import reload_train_state as reload_train_state
-from jzero.core.state.record_states import apply_pending as apply_pending
 from jzero.core.state.shard import abstract_train_state as abstract_train_state
 from jzero.core.state.shard import plan_train_state as plan_train_state
 from jzero.core.state.shard import shard_train_state as shard_train_state

@@ -30,8 +30,8 @@ from jzero.core.base.types import DType
 from jzero.core.layout.casts import describe_misfit, round_to
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.processes.exchange import succeed_together
-from jzero.core.records.opening import open_records
 from jzero.core.records.records import Records
+from jzero.core.state.record_states import open_records
 
 
 class RestoredRecords(NamedTuple):

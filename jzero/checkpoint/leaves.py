@@ -29,7 +29,7 @@ from jzero.core.layout.leaves import LeafPlan, StateLeaf
 from jzero.core.layout.placement import memory_of, on_device, place_array
 from jzero.core.layout.stored import InRecords, Stored, when_read
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.state.record_states import readable
+from jzero.core.state.access import readable
 from jzero.core.state.train_state import plain_state
 
 Keys = tuple[str, ...]

@@ -27,8 +27,8 @@ from jzero.core.config.settings import check, integer, one_of, optional
 from jzero.core.layout.set_mesh import in_own_mesh
 from jzero.core.processes.agree import MEET_S, check_wait
 from jzero.core.processes.exchange import exchange, succeed_together
+from jzero.core.state.access import apply_pending, step_after_pending
 from jzero.core.state.adapter import StateAdapter, adapt_sharded
-from jzero.core.state.record_states import apply_pending, step_after_pending
 
 STEP = integer(0, says="a whole number of at least 0, or nothing to take `state.step`")
 

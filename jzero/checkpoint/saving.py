@@ -46,8 +46,9 @@ from jzero.core.plan.state_fields import frozen_fields
 from jzero.core.processes.agree import MEET_S, agree, are_several, check_wait
 from jzero.core.processes.exchange import exchange, succeed_together
 from jzero.core.processes.fingerprints import describe_plan
+from jzero.core.state.access import apply_pending
 from jzero.core.state.adapter import adapt_sharded
-from jzero.core.state.record_states import apply_pending, records_of
+from jzero.core.state.record_states import records_of
 from jzero.core.state.train_state import check_alive
 
 _THREAD = Uninterrupted()

@@ -12,12 +12,11 @@ from jzero.core.base.types import PyTree, State
 from jzero.core.config.precision import is_key, widen
 from jzero.core.layout.casts import apply_edits, describe_misfit
 from jzero.core.layout.leaves import StateLeaf, gather_leaves
-from jzero.core.layout.padded import is_padded
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import other_fields
+from jzero.core.state.access import apply_pending, readable
 from jzero.core.state.adapter import adapt_sharded
-from jzero.core.state.gather import place_given, write_params
-from jzero.core.state.record_states import apply_pending, kept_in_records, readable
+from jzero.core.state.gather import write_leaves, write_params
 from jzero.core.state.train_state import check_alive
 
 DEEPSPEED_NAMES = {"exp_avg": "mu", "exp_avg_sq": "nu"}
@@ -92,17 +91,15 @@ def set_full_param(state: State, path: str, *, value: ArrayLike) -> State:
     frozen = _frozen_index(plan, path)
     if frozen is not None:
         check_alive(adapted.state)
-        leaf = plan.other_leaves[frozen]
-        leaves, treedef = jax.tree.flatten(other_fields(adapted.state), is_leaf=is_padded)
-        (placed,) = place_given([(_as_leaf(value, leaf), leaf)], plan)
-        leaves[frozen] = leaf.box(placed)
-        return adapted.rebuild(adapted.state.replace(**treedef.unflatten(leaves)))
+        value = _as_leaf(value, plan.other_leaves[frozen])
+        number = len(plan.leaves) + len(plan.opt_leaves) + frozen
+        return adapted.rebuild(write_leaves(adapted.state, {number: value}))
     i = _index(plan, path)
     check_alive(adapted.state)
     # Cast to the master's dtype first: a parameter that is not the rounded master counts as edited.
     value = _as_leaf(value, plan.leaves[i].updated)
     adapted = adapt_sharded(apply_pending(state))
-    return adapted.rebuild(write_params(adapted.state, {i: value}, [i == j for j in range(len(plan.leaves))]))
+    return adapted.rebuild(write_params(adapted.state, {i: value}))
 
 
 def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
@@ -172,11 +169,7 @@ def set_full_opt_state(state: State, path: str, *, name: str, value: ArrayLike) 
     leaf = plan.inner_leaves[i]
     value = _as_leaf(value, leaf)
     adapted = adapt_sharded(apply_pending(state))
-    train_state = adapted.state
-    leaves = plan.view.opt_state.flat(train_state.opt_state)
-    (leaves[i],) = place_given([(value, leaf)], plan)
-    new = train_state.replace(opt_state=plan.view.opt_state.stored(leaves))
-    return adapted.rebuild(kept_in_records(new, like=train_state))
+    return adapted.rebuild(write_leaves(adapted.state, {len(plan.leaves) + i: value}))
 
 
 def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:

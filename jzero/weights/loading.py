@@ -25,8 +25,8 @@ from jzero.core.layout.casts import describe_misfit
 from jzero.core.layout.cut import Cut
 from jzero.core.plan.table import format_bytes
 from jzero.core.processes.exchange import succeed_together
+from jzero.core.state.access import apply_pending
 from jzero.core.state.adapter import adapt_sharded
-from jzero.core.state.record_states import apply_pending
 from jzero.core.state.train_state import check_alive
 from jzero.weights.entries import AS_IT_IS, Entry, Problems, Rule, copy_into, match_tensors, names_in, rule_of
 from jzero.weights.families import resolve_mapping

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jzero.core.base.types import DType
+from jzero.core.base.types import DType, PyTree
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.casts import apply_edits, describe_misfit
 from jzero.core.layout.cut import Cut
@@ -32,7 +32,7 @@ from jzero.core.layout.placement import (
     relayout,
     to_memory,
 )
-from jzero.core.layout.stored import InRecords, Like, Stored
+from jzero.core.layout.stored import InRecords, Like, Stored, when_read
 
 T = TypeVar("T")
 
@@ -168,6 +168,13 @@ class StateLeaf:
     def cut_for_collectives(self) -> Cut | None:
         """Its cut for collectives, see [Note: Collectives beside other mesh axes]."""
         return None if self.cut is None else self.cut.with_other_axes(self.base, dict(self.mesh.shape))
+
+    @property
+    def abstract(self) -> jax.ShapeDtypeStruct | InRecords:
+        """The stored array as a shape; of one in records, its place."""
+        if self.in_records:
+            return InRecords(self.path, self.stored_shape, self.dtype)
+        return jax.ShapeDtypeStruct(self.stored_shape, self.stored_dtype, sharding=self.sharding)
 
     @property
     def as_numbers(self) -> StateLeaf:
@@ -320,6 +327,13 @@ class LeafPlan:
     def param_as_gradient(self, param: Stored) -> jax.Array:
         """Returns a stored parameter laid out like its gradient."""
         return self.param.relayout(param, self.grad)
+
+    def edited_master(self, param: Stored, master: PyTree) -> PyTree:
+        """Returns a master with the edits of its parameter, or the parameter if that is its own master."""
+        if self.master is None:
+            return param
+        # Nobody edits a parameter in records by itself.
+        return master if isinstance(param, InRecords) else when_read(master, functools.partial(self.edit_master, param))
 
     @functools.partial(jax.jit, static_argnums=0)
     def edit_master(self, param: jax.Array, master: jax.Array) -> jax.Array:

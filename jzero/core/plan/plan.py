@@ -91,7 +91,9 @@ class ZeroPlan(Report):
         return StateView(TreeView(self.params_treedef, self.leaves), opt_state, leaves)
 
     def leaves_of(self, field: str) -> list[StateLeaf]:
-        """Returns the layouts of the arrays of a field other than the parameters."""
+        """Returns the layouts of the arrays of a field."""
+        if field == "params":
+            return [leaf.param for leaf in self.leaves]
         if field == "opt_state":
             return [leaf for leaf in self.opt_leaves if not leaf.in_records]
         return [leaf for leaf in self.other_leaves if leaf.path.partition("/")[0] == field]

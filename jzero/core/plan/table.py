@@ -107,8 +107,7 @@ def rest(rows: Sequence[object], max_rows: int | None) -> list[str]:
 
 def _memory(leaf: StateLeaf, config: ZeroConfig) -> str:
     """Returns a leaf's memory as the table names it."""
-    of_records = "host" if config.offload.path is None else "disk"
-    return of_records if leaf.in_records else leaf.memory
+    return {"records": "host" if config.offload.path is None else "disk"}.get(leaf.memory, leaf.memory)
 
 
 def _placement(leaf: StateLeaf, config: ZeroConfig) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeGuard
 
 import jax
@@ -27,9 +26,10 @@ from jzero.core.layout.stored import Stored
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.processes.agree import agree
 from jzero.core.processes.fingerprints import describe_value
+from jzero.core.state.access import apply_pending, readable
 from jzero.core.state.adapter import adapt_sharded
-from jzero.core.state.record_states import apply_pending, kept_in_records, readable
-from jzero.core.state.train_state import S, check_alive, edited_master, plain_state
+from jzero.core.state.record_states import kept_in_records
+from jzero.core.state.train_state import S, check_alive, plain_state
 
 
 def unshard_train_state(state: State) -> State:
@@ -122,7 +122,7 @@ def gather_params(
         plan.view.params.flat(train_state.opt_state.masters) if masters and plan.has_opt_state else params
     )
     indices = [i for i, take in enumerate(chosen) if take]
-    stored = [edited_master(plan.leaves[i], params[i], masters_or_params[i]) if masters else params[i] for i in indices]
+    stored = [plan.leaves[i].edited_master(params[i], masters_or_params[i]) if masters else params[i] for i in indices]
     leaves = [plan.leaves[i].updated if masters else plan.leaves[i].param for i in indices]
     if to is None and targets is None:
         natural = gather_leaves(stored, leaves)
@@ -172,42 +172,36 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
     ]
     if bad:
         raise ValueError("`fn` must keep shapes and dtypes; these leaves changed:\n" + "\n".join(bad))
-    return adapted.rebuild(write_params(train_state, dict(enumerate(new)), chosen))
-
-
-def write_params(train_state: S, values: Mapping[int, ArrayLike], chosen: Sequence[bool]) -> S:
-    """Returns the train state with whole values written to the chosen parameters and their masters."""
-    plan = train_state.tx.plan
-    params = plan.view.params.flat(train_state.params)
-    masters = plan.view.params.flat(train_state.opt_state.masters) if plan.has_opt_state else params
-    masters = list(masters)
-    indices = [(i, leaf) for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)) if take]
-    with_master = [(i, leaf) for i, leaf in indices if leaf.master is not None]
-    placed = place_given(
-        [(values[i], leaf.param) for i, leaf in indices] + [(values[i], leaf.master) for i, leaf in with_master], plan
+    return adapted.rebuild(
+        write_params(train_state, {i: x for i, (x, take) in enumerate(zip(new, chosen, strict=True)) if take})
     )
-    for i, _ in indices:
-        params[i] = next(placed)
-    for i, _ in with_master:
-        masters[i] = next(placed)
-    new = train_state.replace(params=plan.view.params.stored(params))
-    if not plan.has_opt_state:
-        return new
-    boxed = [x if leaf.master is None else leaf.master.box(x) for x, leaf in zip(masters, plan.leaves, strict=True)]
-    zero_state = dataclasses.replace(new.opt_state, masters=plan.view.params.tree(boxed))
-    return kept_in_records(new.replace(opt_state=zero_state), like=train_state)
 
 
-def place_given(values: Sequence[tuple[ArrayLike, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:
-    """Returns whole values as the plan stores them; all processes must pass the same."""
-    noted: list[str] = []
+def write_params(state: S, values: Mapping[int, ArrayLike]) -> S:
+    """Returns the train state with whole values of some parameters, by number, written to them and their masters."""
+    plan = state.tx.plan
+    edits = dict(values)
+    if plan.has_opt_state:
+        numbers = range(len(plan.leaves), len(plan.leaves) + len(plan.opt_leaves))
+        masters = plan.view.params.nodes(plan.view.opt_state.tree(numbers).masters)
+        edits |= {masters[i]: x for i, x in values.items() if plan.leaves[i].master is not None}
+    return write_leaves(state, edits)
+
+
+def write_leaves(state: S, values: Mapping[int, ArrayLike]) -> S:
+    """Returns the train state with whole values of some leaves, by number in `plan.view.leaves`.
+
+    All processes must pass the same.
+    """
+    view, noted = state.tx.plan.view, list[str]()
     placed = agree(
         "the new values of a state",
-        plan.mesh,
-        lambda: [leaf.place(x, look=note_value(noted, leaf)) for x, leaf in values],
+        state.tx.plan.mesh,
+        lambda: {k: view.leaves[k].place(x, look=note_value(noted, view.leaves[k])) for k, x in values.items()},
         lambda _: {"the new values": "\n".join(noted)},
     )
-    return iter(placed)
+    new = view.rebuilt(state, [placed.get(k, x) for k, x in enumerate(view.flat(state))])
+    return kept_in_records(new, like=state)
 
 
 def note_value(noted: list[str] | None, leaf: StateLeaf) -> Look | None:

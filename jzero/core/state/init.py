@@ -49,10 +49,9 @@ from jzero.core.plan.state_fields import check_state_fields, other_fields
 from jzero.core.plan.table import format_bytes
 from jzero.core.processes.agree import PROGRAM, agree, check_wait
 from jzero.core.processes.fingerprints import describe_inputs, describe_plan, describe_program
-from jzero.core.records.opening import open_records
 from jzero.core.records.records import Records
 from jzero.core.state.adapter import StateAdapter, adapt
-from jzero.core.state.record_states import check_update
+from jzero.core.state.record_states import check_update, open_records
 from jzero.core.state.request import (
     check_has_devices,
     check_has_memories,

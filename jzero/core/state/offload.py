@@ -10,7 +10,6 @@ from jzero.core.base.types import State, TrainStateLike
 from jzero.core.config.settings import NAMES, check
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.mesh import HOST_MEMORY, check_host_memory
-from jzero.core.layout.stored import InRecords, Stored
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.state_fields import frozen_fields, other_fields
 from jzero.core.state.adapter import adapt_sharded
@@ -94,16 +93,12 @@ def _move(
     train_state: TrainStateLike, plan: ZeroPlan, chosen: frozenset[str] | None, kind: str | None
 ) -> TrainStateLike:
     """Moves the arrays of some fields (`None` for all) to a kind of memory (`None`: the plan's); consumes them."""
-    counts = {"params": len(plan.leaves), "opt_state": len(plan.opt_leaves)}
-    fields = [name for name, count in counts.items() for _ in range(count)]
-    fields += [name for name, tree in other_fields(train_state).items() for _ in jax.tree.leaves(tree)]
+    moving = None if chosen is None else {id(leaf) for name in chosen for leaf in plan.leaves_of(name)}
 
-    def move(x: Stored, leaf: StateLeaf, name: str) -> Stored:
-        if isinstance(x, InRecords):
-            return x
+    def move(x: jax.Array, leaf: StateLeaf) -> jax.Array:
         target = leaf.sharding if kind is None else leaf.device_sharding.with_memory_kind(kind)
         target_kind = target.memory_kind or plan.mesh.local_devices[0].default_memory().kind
-        if (chosen is not None and name not in chosen) or x.sharding.memory_kind == target_kind:
+        if (moving is not None and id(leaf) not in moving) or x.sharding.memory_kind == target_kind:
             return x
         moved = jax.block_until_ready(jax.device_put(x, target))  # one at a time, so that only one exists twice
         if moved.sharding.memory_kind != target_kind:
@@ -113,4 +108,4 @@ def _move(
         x.delete()
         return moved
 
-    return plan.view.rebuilt(train_state, map(move, plan.view.flat(train_state), plan.view.leaves, fields))
+    return plan.view.map(move, train_state)

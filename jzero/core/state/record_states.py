@@ -17,27 +17,42 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jzero.core.base.types import PyTree, State, TrainStateLike
-from jzero.core.config.settings import FLAG, check
-from jzero.core.layout.leaves import StateLeaf
-from jzero.core.layout.placement import copy_array, memory_of
+from jzero.core.base.types import PyTree, State
+from jzero.core.disk.files import check_folder
+from jzero.core.disk.pipeline import Pipeline
+from jzero.core.disk.stores import DiskStore, RamStore, Store
+from jzero.core.layout.box import field_offsets
 from jzero.core.layout.stored import PLACES, TO_COPY, InRecords
 from jzero.core.plan.opt_state import DiskState
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.trees import TreeView
 from jzero.core.processes.exchange import succeed_together
-from jzero.core.records.opening import open_records
-from jzero.core.records.records import Records, handle_shape
+from jzero.core.records.records import Records, handle_shape, layout
 from jzero.core.records.run import RecordUpdate
-from jzero.core.records.schedules import Schedule
-from jzero.core.state.adapter import adapt_sharded
+from jzero.core.records.schedules import AtOnce, Delayed
+from jzero.core.records.zenflow import ZenFlowSchedule
 from jzero.core.state.next_state import next_state
-from jzero.core.state.train_state import abstract_leaf, check_alive
+from jzero.core.state.train_state import check_alive
 from jzero.core.update.program import record_program
 from jzero.core.update.transformation import ZeroTransformation
 from jzero.core.update.whole import Grad
 
 T = TypeVar("T")
+
+
+def open_records(plan: ZeroPlan) -> Records:
+    """Reserves the space for this process's records of a state, before anything is written."""
+    offload, index = plan.config.offload, layout(plan)
+    ends = [field_offsets([x.dtype for x in plan.record_fields[r.param]], r.place.size)[1:] for r in index]
+    sizes = [x[-1] for x in ends]
+    heads = [x[0] if r.param in plan.params_on_disk else 0 for x, r in zip(ends, index, strict=True)]
+    if offload.path is None:
+        store: Store = RamStore(sizes, num_slots=1 if offload.delay else 2)  # beside several steps it must be whole
+    else:
+        store = DiskStore(check_folder(offload.path), sizes, heads, checksum=offload.disk_checksum)
+    records = Records(plan, index, Pipeline(store, threads=offload.disk_threads))
+    records.pending = Delayed() if offload.delay else AtOnce() if offload.zenflow is None else ZenFlowSchedule(records)
+    return records
 
 
 def checked_records(tx: ZeroTransformation) -> Records | None:
@@ -51,9 +66,9 @@ def check_update(tx: ZeroTransformation) -> None:
     plan = tx.plan
     if not plan.has_records:
         return
-    params = plan.view.params.stored([abstract_leaf(leaf.param) for leaf in plan.leaves])
-    opt_state = plan.view.opt_state.stored(list(map(abstract_leaf, plan.opt_leaves)))
-    grads = [Grad(abstract_leaf(leaf.grad)) for leaf in plan.leaves]
+    params = plan.view.params.stored([leaf.param.abstract for leaf in plan.leaves])
+    opt_state = plan.view.opt_state.stored([leaf.abstract for leaf in plan.opt_leaves])
+    grads = [Grad(leaf.grad.abstract) for leaf in plan.leaves]
     value = jax.ShapeDtypeStruct((), np.float32)
     program = record_program(*tx.update_of_step(grads, opt_state, params, None, value))
     if plan.config.offload.zenflow is not None:
@@ -190,16 +205,6 @@ def records_of(state: State) -> Records:
     return records
 
 
-def readable(state: State) -> State:
-    """Returns a state whose leaves in records can be read: each read asks `records_of` first."""
-    plan = state.tx.plan
-    if not plan.has_records:
-        return state
-    return map_records(
-        lambda x: dataclasses.replace(x, reader=lambda path: records_of(state).read_leaf(path)), plan, state
-    )
-
-
 def kept_in_records(state: State, *, like: State) -> State:
     """Writes leaves that belong in records, but are arrays, there; returns the state.
 
@@ -223,75 +228,3 @@ def kept_in_records(state: State, *, like: State) -> State:
     params, opt_state = stored[: len(plan.leaves)], stored[len(plan.leaves) :]
     state = state.replace(params=plan.view.params.tree(params), opt_state=plan.view.opt_state.tree(opt_state))
     return attached(state, records)
-
-
-def apply_pending(state: State, *, donate: bool = False) -> State:
-    """Applies the gradients that `Offload(delay=1)` or `zenflow` delayed, so that none is lost when training ends.
-
-    Saving a checkpoint, sharding a state again, editing or loading parameters or optimizer state, and
-    `unshard_train_state` do so themselves. Reading parameters does not, and restoring a checkpoint drops pending
-    gradients. Training can continue from the result, but its first step then has nothing to apply, so the numbers
-    differ from those of an uninterrupted run. Not for use inside `jax.jit`.
-
-    Args:
-      state: A sharded train state.
-      donate: Whether to reuse the memory of `state`, which cannot be used afterwards; otherwise both states take
-        memory, and space on disk, for a while.
-
-    Returns:
-      The state without pending gradients; `state` itself if there were none.
-
-    Raises:
-      TypeError: The state was not sharded by jzero.
-      RuntimeError: A step consumed the state.
-      ValueError: It is called inside `jax.jit`.
-
-    Example:
-      >>> offload = jzero.Offload(optimizer="host", compute="host", delay=1)
-      >>> delayed = jzero.shard_train_state(plain_state, config=jzero.ZeroConfig(stage=3, offload=offload))
-      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
-      >>> delayed, _ = step(delayed, jnp.ones((8, 512)))
-      >>> int(delayed.step), int(jzero.apply_pending(delayed).step)
-      (0, 1)
-    """
-    check("donate", donate, FLAG)
-    adapted = adapt_sharded(state)
-    train_state = adapted.state
-    check_alive(train_state)
-    if not _waits(train_state):
-        return state
-    records = records_of(train_state)
-    records.pipeline.store.check_whole()
-    used = records.plan.view.map(_planned if donate else _copied, train_state)
-    target = records if donate else open_records(records.plan)
-    assert isinstance(records.pending, Schedule)
-    new = records.pending.apply_pending(record_update(train_state.tx), records, detached(used), target)
-    return adapted.rebuild(attached(new, target))
-
-
-def _planned(x: jax.Array, leaf: StateLeaf) -> jax.Array:
-    """Returns a leaf in its planned memory; copies one that `offload_train_state` moved."""
-    return x if memory_of(x) == leaf.array_memory else jax.device_put(x, leaf.sharding)
-
-
-def _copied(x: jax.Array, leaf: StateLeaf) -> jax.Array:
-    """Returns a copy of a leaf in its planned memory."""
-    return copy_array(x) if memory_of(x) == leaf.array_memory else _planned(x, leaf)
-
-
-def _waits(state: TrainStateLike) -> bool:
-    """Whether gradients wait for the next step of a state; of a state of shapes, none do."""
-    zero_state = state.opt_state if state.tx.plan.has_records else None
-    waiting = None if zero_state is None else zero_state.disk.waiting
-    if isinstance(waiting, jax.core.Tracer):
-        raise ValueError(
-            "`apply_pending` updates state outside of programs (`Offload(delay=1)` or `zenflow`): call it outside of "
-            "`jax.jit`."
-        )
-    return isinstance(waiting, jax.Array | np.ndarray) and bool(waiting)
-
-
-def step_after_pending(state: TrainStateLike) -> int:
-    """Returns the `step` of a sharded train state once its pending gradients are applied."""
-    check_alive(state)
-    return int(state.step) + (_waits(state) and bool(state.tx.plan.config.offload.delay))

@@ -21,11 +21,12 @@ from jzero.core.layout.stored import InRecords, when_read
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.processes.agree import agreement, check_wait
 from jzero.core.processes.fingerprints import describe_plan
+from jzero.core.state.access import apply_pending, readable
 from jzero.core.state.adapter import adapt
 from jzero.core.state.gather import note_value
-from jzero.core.state.record_states import apply_pending, checked_records, readable, records_of
+from jzero.core.state.record_states import checked_records, records_of
 from jzero.core.state.request import Request, check_has_devices, check_has_memories, request_of, with_optimizer
-from jzero.core.state.train_state import abstract_leaf, check_alive, plain_state, stored_state
+from jzero.core.state.train_state import check_alive, plain_state, stored_state
 from jzero.core.update.transformation import ZeroTransformation
 
 
@@ -167,7 +168,7 @@ def abstract_train_state(
     request = request_of(adapted.state, stage, config, mesh, trainable)
     plan = request.plan()
     tx = ZeroTransformation(request.natural.tx, plan)
-    return adapted.rebuild(plan.view.rebuilt(adapted.state, list(map(abstract_leaf, plan.view.leaves)), tx=tx))
+    return adapted.rebuild(plan.view.rebuilt(adapted.state, [x.abstract for x in plan.view.leaves], tx=tx))
 
 
 def _check_values(state: TrainStateLike, request: Request) -> None:

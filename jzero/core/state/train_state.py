@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,11 +12,10 @@ import optax
 from jzero.core.base.text import path_str
 from jzero.core.base.types import Optimizer, PyTree, TrainStateLike
 from jzero.core.config.precision import is_key
-from jzero.core.layout.leaves import LeafPlan, StateLeaf
+from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.padded import is_padded
 from jzero.core.layout.placement import gather_padded, memory_of
 from jzero.core.layout.set_mesh import in_own_mesh
-from jzero.core.layout.stored import InRecords, Stored, when_read
 from jzero.core.plan.opt_state import ZeroOptState
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.planner import own_opt_state
@@ -148,19 +146,10 @@ def plain_state(state: S, plan: ZeroPlan, *, take_edits: bool = False) -> S:
         return state
     params, masters = plan.view.params.flat(state.params), plan.view.params.flat(state.opt_state.masters)
     masters_or_params = [
-        edited_master(leaf, x, m) if take_edits else x if leaf.master is None else m
+        leaf.edited_master(x, m) if take_edits else x if leaf.master is None else m
         for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
     ]
     return state.replace(params=plan.plain.view.params.stored(masters_or_params), opt_state=state.opt_state.inner)
-
-
-def edited_master(leaf: LeafPlan, param: Stored, master: PyTree) -> PyTree:
-    """Returns a master with the edits of its parameter, or the parameter if that is its own master."""
-    if leaf.master is None:
-        return param
-    if isinstance(param, InRecords):  # nobody edits it by itself
-        return master
-    return when_read(master, functools.partial(leaf.edit_master, param))
 
 
 def stored_state(state: S, plan: ZeroPlan, before: object = None) -> S:
@@ -189,10 +178,3 @@ def write_fields(state: S, changed: Mapping[str, Mapping[str, jax.Array]]) -> S:
         )
 
     return state.replace(**{field: new(field) for field in changed}) if changed else state
-
-
-def abstract_leaf(leaf: StateLeaf) -> jax.ShapeDtypeStruct | InRecords:
-    """Returns the shape of a leaf as stored."""
-    if leaf.in_records:
-        return InRecords(leaf.path, leaf.stored_shape, leaf.dtype)
-    return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=leaf.sharding)
