@@ -112,6 +112,13 @@ MUTANTS = [
         "test_gather.py::test_values_are_those_of_numpy",
     ),
     Mutant(
+        "written_parameters_leave_their_masters",
+        "core/state/gather.py",
+        "if plan.leaves[i].master is not None}",
+        "if False}",
+        "test_inspect.py::test_a_parameter_that_was_set_is_trained_on",
+    ),
+    Mutant(
         "averages_in_extra_stay_whole",
         "core/plan/param_leaves.py",
         "return bool(leaves) and treedef == params_treedef",

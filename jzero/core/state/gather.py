@@ -172,9 +172,7 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
     ]
     if bad:
         raise ValueError("`fn` must keep shapes and dtypes; these leaves changed:\n" + "\n".join(bad))
-    return adapted.rebuild(
-        write_params(train_state, {i: x for i, (x, take) in enumerate(zip(new, chosen, strict=True)) if take})
-    )
+    return adapted.rebuild(write_params(train_state, {i: new[i] for i, take in enumerate(chosen) if take}))
 
 
 def write_params(state: S, values: Mapping[int, ArrayLike]) -> S:
