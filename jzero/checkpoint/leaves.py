@@ -27,7 +27,7 @@ from jzero.core.layout.casts import apply_edits
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.leaves import LeafPlan, StateLeaf
 from jzero.core.layout.placement import memory_of, on_device, place_array
-from jzero.core.layout.stored import InRecords, Stored, when_read
+from jzero.core.layout.stored import Stored, when_read
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.access import readable
 from jzero.core.state.train_state import plain_state
@@ -138,12 +138,11 @@ def natural_state(state: TrainStateLike, plan: ZeroPlan) -> tuple[TrainStateLike
     leaves = target_leaves(plain, plan)
     arrays = layout.view.flat(plain)
     params = plan.view.params.flat(state.params)
-    has_master = [leaf.master is not None for leaf in plan.leaves]
-    edited = [i for i, x in enumerate(params) if has_master[i] and not isinstance(x, InRecords)]
-    for i in edited:  # one at a time, so that at most one offloaded leaf is on the devices
-        leaf, master, param = plan.leaves[i], arrays[i], params[i]
-        if isinstance(master, InRecords) or bool(_is_edited(on_device(master), on_device(param), leaf)):
-            arrays[i] = when_read(master, functools.partial(leaf.edit_master, param))
+    for i, (leaf, param) in enumerate(zip(plan.leaves, params, strict=True)):
+        master = arrays[i]  # one at a time, so that at most one offloaded leaf is on the devices
+        is_here = isinstance(master, jax.Array)
+        if leaf.master is not None and (not is_here or _is_edited(on_device(master), on_device(param), leaf)):
+            arrays[i] = leaf.edited_master(param, master)
     arrays = [_in_form(x, target_leaf) for x, target_leaf in zip(arrays, leaves, strict=True)]
     return plain, leaves, arrays
 
