@@ -60,7 +60,9 @@ GROWTH = {
     "padding": (lambda w, x, key: jnp.pad(each(w, x), (0, 1)).sum() / len(x), UNKNOWN),
     "program of so many equations": (lambda w, x, key: sum(list(x)).sum(), UNKNOWN),
     "count of rows": (lambda w, x, key: len(x), 1),
+    "last index of a row": (lambda w, x, key: jnp.arange(len(x))[-1], UNKNOWN),
     "constant": (lambda w, x, key: 12, 0),
+    "large table": (lambda w, x, key: jnp.asarray(np.arange(9000)), 0),
     "flag": (lambda w, x, key: False, ZERO),
 }
 

@@ -117,6 +117,24 @@ def test_written_state_is_what_a_loop_over_the_micro_batches_leaves(names):
 REFUSED = {
     "count of rows": (np.int32(0), lambda batch, value: value + len(batch["x"]), "the number of rows"),
     "count of rows in fp32": (np.float32(0), lambda batch, value: value + len(batch["x"]), "the number of rows"),
+    "elements": (np.int32(0), lambda batch, value: value + batch["x"].size, "the number of rows"),
+    "rows of ones": (
+        np.int32(0),
+        lambda batch, value: value + jnp.ones(len(batch["x"]), int).sum(),
+        "the number of rows",
+    ),
+    "function of the rows": (
+        np.float32(0),
+        lambda batch, value: value + jnp.log(len(batch["x"])),
+        "the number of rows",
+    ),
+    "decay by rows": (np.float32(1), lambda batch, value: 0.9 ** len(batch["x"]) * value, "the number of rows"),
+    "last index": (np.int32(0), lambda batch, value: jnp.arange(len(batch["x"]))[-1], "the number of rows"),
+    "loop over rows": (
+        np.int32(0),
+        lambda batch, value: functools.reduce(lambda total, _: total + 1, range(len(batch["x"])), value),
+        "the number of rows",
+    ),
     "histogram": (np.zeros(4, np.int32), histogram, "depends on the rows"),
     "maximum": (np.int32(0), lambda batch, value: jnp.maximum(value, batch["label"].max()), "depends on the rows"),
     "tokens in fp32": (np.float32(0), lambda batch, value: value + (batch["label"] > 1).sum(), "adds up the rows"),
@@ -164,6 +182,20 @@ def test_a_loss_that_holds_for_one_number_of_rows_says_that_its_counts_were_not_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_step(write, "equal").eval_shape(make_state(0), BATCH)
+
+
+@pytest.mark.filterwarnings("ignore:The loss closes over arrays")
+def test_what_has_no_rows_is_equal_whatever_the_loss_does_with_their_number():
+    """The loss, beside it, is made by as many equations as there are rows, and a table is made anew in each trace."""
+
+    def loss_fn(params, batch, value):
+        each = [jnp.square(x @ params["w"]).mean() for x in batch["x"]]
+        return sum(each) / len(each), {"value": {"calls": value["calls"] + 1, "table": np.arange(9000, dtype=np.int32)}}
+
+    step = jzero.make_train_step(loss_fn, has_aux=True, mutable=("value",))
+    state, _ = step(make_state({"calls": np.int32(0), "table": np.zeros(9000, np.int32)}), BATCH)
+    assert state.value["calls"] == 1
+    np.testing.assert_array_equal(state.value["table"], np.arange(9000))
 
 
 def batches_of(seed):

@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         "numbers_of_rows_pass",
         "core/engine/merge.py",
-        "if not are_equal and",
-        "if False and",
+        "if power not in (0, -math.inf)",
+        "if False",
         "test_written_state.py::test_values_of_one_devices_rows_are_refused_by_name",
     ),
     Mutant(

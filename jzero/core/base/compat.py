@@ -172,13 +172,6 @@ def with_outputs(jaxpr: J, used: Sequence[bool]) -> J:
     return cast("J", part if opened is jaxpr else jaxpr.replace(jaxpr=part))
 
 
-def part_for(jaxpr: AnyJaxpr, outputs: Collection[int]) -> Jaxpr:
-    """Returns the part of a jaxpr that makes some of its outputs, with the inputs that it has."""
-    opened, _ = open_jaxpr(jaxpr)
-    used = [i in outputs for i in range(len(opened.outvars))]
-    return partial_eval.dce_jaxpr(opened, used, instantiate=False)[0]
-
-
 def contained_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """Returns the jaxprs among an equation's parameters, opened."""
     return iter([open_jaxpr(x)[0] for x in _jaxprs_in(eqn)])

@@ -20,6 +20,7 @@ same for all numbers of devices; the others fold theirs into it next time.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,16 +30,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
 from jzero.core.arrays.collectives import extreme, from_first, gather_param, gather_rows, own_shard, sum_over
 from jzero.core.base import compat
+from jzero.core.base.compat import AnyJaxpr
 from jzero.core.base.guard import attempt
 from jzero.core.config.precision import is_key, widen
 from jzero.core.engine.outputs import REAL, average, sum_dtype
 from jzero.core.engine.trace import TracedLoss, Written
 from jzero.core.jaxpr.equations import equations_of
+from jzero.core.jaxpr.growth import growth
 from jzero.core.jaxpr.row_facts import RowFacts
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.mesh import batch_axes
@@ -210,7 +212,8 @@ def _check_keys(traced: TracedLoss, facts: Sequence[RowFacts], merge: Merge) -> 
 
 def _draws(traced: TracedLoss, number: int) -> bool:
     """Whether a written variable is made with a key that was integers."""
-    return any(eqn.primitive.name == "random_wrap" for eqn in equations_of(_part_of(traced, {number})))
+    jaxpr, _ = compat.open_jaxpr(_part_for(traced, [number]))
+    return any(eqn.primitive.name == "random_wrap" for eqn in equations_of(jaxpr))
 
 
 def _find_counts_of_rows(
@@ -218,25 +221,20 @@ def _find_counts_of_rows(
 ) -> set[int]:
     """Returns the written variables that have the number of a device's rows in them, as in `seen + len(x)`.
 
-    Python computes with that number, so the jaxpr shows a constant like any other: only a loss over more rows tells,
-    which takes as long as the first trace. So it is traced only if such a constant may come from the number of rows.
-    Values that are made from rows need no such test, nor do those with a word.
+    Python computes with that number, so only a trace over more rows tells, see `jzero.core.jaxpr.growth`. Values that
+    are made from rows need no such test, nor do those with a word.
     """
     pairs = enumerate(zip(traced.written, facts, strict=True))
-    suspects = {i for i, (x, fact) in pairs if not (merge.word(x.name) or fact.reads)}
+    suspects = [i for i, (x, fact) in pairs if not (merge.word(x.name) or fact.reads)]
     if merge.num_shards == 1 or not suspects:
         return set()
     try:
-        part = _part_of(traced, suspects)
-        if not any(_may_count(part, rows) for rows in traced.rows):
-            return set()
         other = doubled()
         if other.written != traced.written:
             raise ValueError(f"Its variables are others: it writes {[x.name for x in other.written]}.")
-        are_equal = str(part) == str(_part_of(other, suspects))
-        return {i for i in suspects if not are_equal and str(_part_of(traced, {i})) != str(_part_of(other, {i}))}
+        powers = growth(_part_for(traced, suspects), _part_for(other, suspects))
     except Exception as error:  # the user's code may hold for one number of rows only
-        names = [traced.written[i].name for i in sorted(suspects)]
+        names = [traced.written[i].name for i in suspects]
         warnings.warn(
             f"jzero takes these variables that the loss writes for equal on all devices: {names}. It could not see "
             "whether the number of a device's rows is in them, as in `seen + len(x)`, since the loss fails with twice "
@@ -244,24 +242,14 @@ def _find_counts_of_rows(
             stacklevel=2,
         )
         return set()
+    return {i for i, power in zip(suspects, powers, strict=True) if power not in (0, -math.inf)}
 
 
-def _part_of(traced: TracedLoss, numbers: Collection[int]) -> Jaxpr:
+def _part_for(traced: TracedLoss, numbers: Collection[int]) -> AnyJaxpr:
     """Returns the part of the loss that makes some of the written variables."""
     first = len(compat.open_jaxpr(traced.jaxpr)[0].outvars) - len(traced.written)
-    return compat.part_for(traced.jaxpr, {first + i for i in numbers})
-
-
-def _may_count(part: Jaxpr, rows: int) -> bool:
-    """Whether a constant of a program, the size of an array that it makes or the length of a loop may be of rows."""
-    eqns = list(equations_of(part))
-    atoms = [*part.outvars, *(v for eqn in eqns for v in eqn.invars)]
-    values = [v.val for v in atoms if compat.is_literal(v) and jnp.issubdtype(compat.type_of(v).dtype, jnp.number)]
-    values += [eqn.params[name] for eqn in eqns for name in ("shape", "length") if name in eqn.params]
-    numbers = np.concatenate([np.zeros(0), *(np.abs(np.ravel(x)).astype(np.float64) for x in values)])
-    times = numbers[(numbers > 0) & np.isfinite(numbers)] / rows
-    is_multiple = (times > 0.999) & (abs(times / np.maximum(np.round(times), 1) - 1) < 1e-3)
-    return bool(np.any(is_multiple | (abs(times * rows**2 - 1) < 1e-3)))  # n rows, or 1 / rows
+    used = [False] * first + [i in numbers for i in range(len(traced.written))]
+    return compat.with_outputs(traced.jaxpr, used)
 
 
 def _check_words(merge: Merge, written: Sequence[Written]) -> None:

@@ -34,7 +34,7 @@ Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
 """An equation, and that of the trace over twice as many rows."""
 
 ZERO, UNKNOWN = -math.inf, math.nan
-LARGEST_CONSTANT = 4096
+LARGEST_CONSTANT = 2**20
 """Of larger constants, elements are not compared."""
 MOST_ITERATIONS = 8
 
@@ -76,7 +76,8 @@ def growth(jaxpr: AnyJaxpr, doubled: AnyJaxpr, inputs: Sequence[float] | None = 
 
 def _of_constant(x: Any, y: Any) -> float:
     """Returns the growth of a constant that is `y` in the trace over twice as many rows."""
-    if not (_can_read(x) and _can_read(y)):
+    can_read = _can_read(x) and _can_read(y)
+    if not can_read or (x is y and np.size(x) > 1):
         return 0.0 if x is y else UNKNOWN
     one, two = (np.abs(np.asarray(value).astype(np.complex128)) for value in (x, y))
     if one.size and two.size and one.min() == one.max() and two.min() == two.max():  # two numbers, in any shapes
@@ -151,6 +152,7 @@ _GROUPS: tuple[tuple[str, Rule], ...] = (
         lambda pair, ins: ins,
     ),
     ("psum psum2 psum_invariant", _sum_over_devices),
+    ("iota", lambda pair, ins: 0.0 if len({e.params["shape"][e.params["dimension"]] for e in pair}) == 1 else UNKNOWN),
     ("dynamic_slice gather", lambda pair, ins: ins[0]),
     ("dynamic_update_slice", lambda pair, ins: _largest(ins[:2])),
     ("scatter", lambda pair, ins: _largest([ins[0], ins[2]])),
