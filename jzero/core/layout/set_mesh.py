@@ -28,17 +28,29 @@ T = TypeVar("T")
 
 
 def in_own_mesh(function: Callable[P, T]) -> Callable[P, T]:
-    """Makes a function or method set the mesh of the sharded state among its arguments while it runs."""
+    """Makes a function set the mesh of the sharded state among its arguments while it runs."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if jax.sharding.get_abstract_mesh().empty:  # the fast path of each call
             return function(*args, **kwargs)
         own = _only([*args, *kwargs.values()])
-        if own is None or not _departs(own):
+        # If nothing says which, no mesh is set; one of Auto axes may stay, since jax lets arrays of such meshes meet.
+        if not (is_foreign(compat.NO_MESH) if own is None else _departs(own)):
             return function(*args, **kwargs)
         with compat.mesh_set(own):
             return function(*args, **kwargs)
+
+    return call
+
+
+def public(function: Callable[P, T]) -> Callable[P, T]:
+    """The same for a public function, which hands out what is whole; see [Note: The mesh that is set]."""
+    own = in_own_mesh(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return for_program(own(*args, **kwargs))
 
     return call
 
@@ -51,22 +63,6 @@ def set_if_explicit(mesh: AnyMesh) -> contextlib.AbstractContextManager[None]:
 def is_foreign(own: AnyMesh) -> bool:
     """Whether the program has set a mesh under which jax refuses to compute with arrays of a state's mesh."""
     return bool(explicit_axes(jax.sharding.get_abstract_mesh())) and _departs(own)
-
-
-def public(function: Callable[P, T]) -> Callable[P, T]:
-    """Makes a public function independent of the mesh that the program has set, see [Note: The mesh that is set]."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        own = _only([*args, *kwargs.values()])
-        # If nothing says which, no mesh is set; one of Auto axes may stay, since jax lets arrays of such meshes meet.
-        if not (is_foreign(compat.NO_MESH) if own is None else _departs(own)):
-            return function(*args, **kwargs)
-        with compat.mesh_set(own):
-            result = function(*args, **kwargs)
-        return result if _only([result]) is not None else for_program(result)
-
-    return call
 
 
 def _only(values: Iterable[object]) -> AnyMesh | None:
@@ -91,9 +87,12 @@ def _departs(own: AnyMesh) -> bool:
 
 
 def for_program(tree: T) -> T:
-    """Returns a tree with the types of the mesh that the program has set, for arrays that are whole on all devices."""
+    """Returns a tree with the types of the mesh that the program has set, for arrays that are whole on all devices.
+
+    A state, and what holds one, comes back as it is.
+    """
     current = jax.sharding.get_abstract_mesh()
-    if not explicit_axes(current) or current.manual_axes:
+    if not explicit_axes(current) or current.manual_axes or _only([tree]) is not None:
         return tree
     concrete = compat.concrete_mesh()
 
