@@ -43,6 +43,7 @@ from jzero.core.engine.placed import PLACED, collectives_of, gather_p, operation
 from jzero.core.jaxpr.equations import find_needed
 from jzero.core.jaxpr.interpret import Piece, propagate
 from jzero.core.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
+from jzero.core.jaxpr.sizes import product_flops
 from jzero.estimate.buffers import (
     SLICES,
     Buffer,
@@ -54,7 +55,6 @@ from jzero.estimate.buffers import (
     Transfer,
     bytes_of,
     dims_are_adjacent,
-    product_flops,
     size_of,
 )
 

@@ -1,4 +1,4 @@
-"""Bytes of arrays by size and dtype; compilers keep numbers of 4 bits in pairs.
+"""Bytes of arrays by size and dtype, and what equations take; compilers keep numbers of 4 bits in pairs.
 
 An equation does matrix work if its operands must be whole: `dot_general`, `qr`, a `scan` over such, but not a norm.
 """
@@ -66,6 +66,25 @@ def factorizes(jaxpr: AnyJaxpr, *, stacks: bool = False) -> bool:
     return any(not stacks or any(math.prod(compat.type_of(v).shape[:-2]) > 1 for v in x.invars) for x in eqns)
 
 
+def product_flops(eqn: JaxprEqn) -> float:
+    """Returns the operations of a product; 0 for any other equation."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = math.prod(compat.type_of(eqn.invars[0]).shape[d] for d in contracted)
+        return 2.0 * math.prod(compat.type_of(eqn.outvars[0]).shape) * depth
+    if eqn.primitive.name == "ragged_dot_general":  # each row of `x` meets the matrix of one group
+        x, y = (compat.type_of(v).shape for v in eqn.invars[:2])
+        dims = eqn.params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = dims.dot_dimension_numbers
+        others = {*contracted, *batch, *dims.rhs_group_dimensions}
+        return 2.0 * math.prod(x) * math.prod(n for d, n in enumerate(y) if d not in others)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = compat.type_of(eqn.invars[1]).shape
+        features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * math.prod(compat.type_of(eqn.outvars[0]).shape) * math.prod(kernel) / features
+    return 0.0
+
+
 def cost_of(jaxpr: AnyJaxpr) -> float:
     """Returns the floating-point operations of a program, roughly: exact for products, 10 n³ for factorizations."""
     return sum(map(_cost, compat.open_jaxpr(jaxpr)[0].eqns))
@@ -73,12 +92,9 @@ def cost_of(jaxpr: AnyJaxpr) -> float:
 
 def _cost(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
-    inner = [cost_of(x) for x in compat.contained_jaxprs(eqn)]
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(compat.type_of(eqn.invars[0]).shape[d] for d in contracted)
-        return 2.0 * depth * math.prod(compat.type_of(eqn.outvars[0]).shape)
-    if inner:
+    if flops := product_flops(eqn):
+        return flops
+    if inner := [cost_of(x) for x in compat.contained_jaxprs(eqn)]:
         return max(inner) if name == "cond" else sum(inner) * eqn.params.get("length", 1)
     if name in primitives_with(Trait.MIXING):
         return 10.0 * sum(
