@@ -28,7 +28,8 @@ from jzero.core.state.record_states import detached
 from jzero.core.step.inputs import bytes_on_device, optional_rng
 from jzero.core.step.record_step import RecordStep
 from jzero.core.step.train_step import TrainStep
-from jzero.core.update.kernels import RecordKernel, SumTarget
+from jzero.core.update.chunks import SumTarget
+from jzero.core.update.kernels import RecordKernel
 from jzero.core.update.program import UpdateProgram
 from jzero.core.update.run import Done, Operands
 from jzero.core.update.whole import Grad, StepGrads

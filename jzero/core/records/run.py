@@ -43,9 +43,9 @@ from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.placement import on_device
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.records.records import Records, first_holders
-from jzero.core.update.chunks import Part
+from jzero.core.update.chunks import Part, SumTarget
 from jzero.core.update.columns import update_columns
-from jzero.core.update.kernels import RecordKernel, SumTarget
+from jzero.core.update.kernels import RecordKernel
 from jzero.core.update.program import UpdateProgram, inputs_of, record_program
 from jzero.core.update.run import Done, Operands, Run
 from jzero.core.update.split import REDUCTIONS

@@ -43,6 +43,25 @@ ChunkFunction: TypeAlias = Callable[
 ]
 
 
+class SumTarget(NamedTuple):
+    """A number over all elements of a parameter, joined from one per chunk, part or record.
+
+    Attributes:
+      number: Its number among all sums over parameters in records; 0 for another one.
+      how: A primitive of `REDUCTIONS`.
+      num_factors: How many results are multiplied first.
+    """
+
+    number: int
+    how: str
+    num_factors: int
+    dtype: DType
+
+
+Target: TypeAlias = int | DType | SumTarget
+"""What becomes of a result: the number of what it overwrites, the dtype of a new array; or it is a factor of a sum."""
+
+
 class Pass(NamedTuple):
     """One pass over the arrays of a parameter.
 
@@ -52,7 +71,7 @@ class Pass(NamedTuple):
         element's position in the natural array, uint32.
       arrays: The arrays as stored, on the host or on the devices.
       scalars: 0-d arrays.
-      targets: For each result the number of the array that it overwrites, or the dtype of a new one on the devices.
+      targets: What becomes of the results: arrays that they overwrite, new ones on the devices; or all are of sums.
       is_off_device: Whether arrays are on the host, so that the pass runs on each device's part, chunk by chunk; or
         it runs on whole arrays, which the compiler divides.
     """
@@ -60,9 +79,18 @@ class Pass(NamedTuple):
     leaf: StateLeaf
     fn: ChunkFunction
     arrays: Sequence[jax.Array]
-    scalars: Sequence[jax.Array] = ()
-    targets: Sequence[int | DType] = ()
+    scalars: Sequence[jax.Array]
+    targets: Sequence[Target]
     is_off_device: bool = True
+
+    @property
+    def sums(self) -> list[SumTarget]:
+        """Its targets, if all are sums; else none."""
+        return [t for t in self.targets if isinstance(t, SumTarget)]
+
+    def on(self, part: Part, here: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the results on a part, see `by_target`."""
+        return by_target(part, self.fn(here, part.positions, scalars), self.targets)
 
 
 class Part(NamedTuple):
@@ -89,101 +117,83 @@ class Part(NamedTuple):
         return jnp.where(self.along(cut.stored_dim) < cut.natural_size, x, jnp.asarray(value, x.dtype))
 
 
+def by_target(part: Part, outs: Sequence[jax.Array], targets: Sequence[Target]) -> list[jax.Array]:
+    """Returns what becomes of a kernel's results on a part: zeros as padding, and sums as 0-d arrays."""
+    left = iter(outs)
+
+    def result(target: Target) -> jax.Array:
+        if not isinstance(target, SumTarget):
+            return part.without_padding(next(left), 0)
+        reduce, _, neutral = REDUCTIONS[target.how]
+        product = functools.reduce(lax.mul, [next(left).astype(target.dtype) for _ in range(target.num_factors)])
+        return reduce(part.without_padding(product, neutral)).astype(target.dtype)
+
+    return list(map(result, targets))
+
+
 def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
-    """Returns the results of a pass as stored, with zeros as padding; call it inside `jit`."""
-    overwriting = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
-
-    def compute(part: Part, here: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> list[jax.Array]:
-        return [part.without_padding(y, 0) for y in x.fn(here, part.positions, scalars)]
-
+    """Returns the results of a pass as stored, or its sums, 0-d; call it inside `jit`."""
     if not x.is_off_device:
-        outs = compute(_whole(x.leaf), x.arrays, x.scalars)
+        outs = x.on(_whole(x.leaf), x.arrays, x.scalars)
+        if x.sums:
+            return outs
         dtypes = [x.arrays[t].dtype if isinstance(t, int) else t for t in x.targets]
         cast = [y.astype(dtype) for y, dtype in zip(outs, dtypes, strict=True)]
         return [lax.with_sharding_constraint(y, x.leaf.device_sharding) for y in cast]
-
-    def in_chunks(arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
-        shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
-        written = [arrays[t] for t in overwriting]
-        pieces = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
-        views = [y.reshape(pieces.view) for y in arrays]
-
-        def step(chunk: Chunk, results: list[jax.Array]) -> list[jax.Array]:
-            now = [results[overwriting[k]] if k in overwriting else view for k, view in enumerate(views)]
-            here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
-            outs = compute(_part(x.leaf, shape, first, chunk, pieces), here, scalars)
-            new = [y.astype(z.dtype) for y, z in zip(outs, results, strict=True)]
-            new = [_to_host(y) if memory_of(z) == "host" else y for y, z in zip(new, results, strict=True)]
-            return [write_chunk(z, y, chunk, pieces) for y, z in zip(new, results, strict=True)]
-
-        begin = [views[t] if isinstance(t, int) else jnp.zeros(pieces.view, t) for t in x.targets]
-        return [y.reshape(shape) for y in for_each_chunk(step, begin, pieces)]
-
-    def on_cpu(arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
-        shape = arrays[0].shape
-        host_targets = [t for t in x.targets if isinstance(t, int) and memory_of(arrays[t]) == "host"]
-        stays = [t in host_targets for t in x.targets]
-
-        def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            outs = compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
-            staying = [y for y, s in zip(outs, stays, strict=True) if s]
-            rising = [y for y, s in zip(outs, stays, strict=True) if not s]
-            return [y.astype(arrays[t].dtype) for y, t in zip(staying, host_targets, strict=True)], rising
-
-        there, here = map(iter, _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, scalars)))
-        return [next(there) if s else next(here) for s in stays]
-
     spec = x.leaf.device_sharding.spec
-    return _map(plan, x, on_cpu if plan.config.offload.compute == "host" else in_chunks, [spec] * len(x.targets))
+    one_each = PartitionSpec(tuple(jax.tree.leaves(tuple(spec))))
+    mapped = jax.shard_map(
+        functools.partial(_on_host if plan.config.offload.compute == "host" else _in_chunks, plan, x),
+        mesh=plan.mesh,
+        in_specs=([spec] * len(x.arrays), PartitionSpec()),
+        out_specs=[one_each if x.sums else spec] * len(x.targets),
+        check_vma=False,
+    )
+    results = mapped(list(x.arrays), list(x.scalars))
+    if x.sums:  # one of each device
+        return [REDUCTIONS[t.how].reduce(y).astype(t.dtype) for t, y in zip(x.sums, results, strict=True)]
+    return results
 
 
-def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
-    """Returns one number over all elements of a pass's only result, by `REDUCTIONS[how]`, 0-d; inside `jit`."""
-    reduce, join, neutral = REDUCTIONS[how]
+def _in_chunks(plan: ZeroPlan, x: Pass, arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
+    """Runs a pass on a device's part, chunk by chunk."""
+    shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
+    overwriting = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
+    written = [arrays[t] for t in overwriting]
+    pieces = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
+    views = [y.reshape(pieces.view) for y in arrays]
 
-    def compute(part: Part, here: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> jax.Array:
-        return number_of_part(part, x.fn(here, part.positions, scalars), how, dtype)
+    def step(chunk: Chunk, results: list[jax.Array]) -> list[jax.Array]:
+        now = [results[overwriting[k]] if k in overwriting else view for k, view in enumerate(views)]
+        here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
+        outs = x.on(_part(x.leaf, shape, first, chunk, pieces), here, scalars)
+        if x.sums:
+            return [REDUCTIONS[t.how].join(y, z) for t, y, z in zip(x.sums, results, outs, strict=True)]
+        new = [y.astype(z.dtype) for y, z in zip(outs, results, strict=True)]
+        new = [_to_host(y) if memory_of(z) == "host" else y for y, z in zip(new, results, strict=True)]
+        return [write_chunk(z, y, chunk, pieces) for y, z in zip(new, results, strict=True)]
 
-    if not x.is_off_device:
-        return compute(_whole(x.leaf), x.arrays, x.scalars)
-
-    def in_chunks(arrays: list[jax.Array], scalars: list[jax.Array]) -> jax.Array:
-        shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
-        pieces = _split(plan, arrays)
-        views = [y.reshape(pieces.view) for y in arrays]
-
-        def step(chunk: Chunk, total: jax.Array) -> jax.Array:
-            here = [on_device(read_chunk(y, chunk, pieces)) for y in views]
-            number = compute(_part(x.leaf, shape, first, chunk, pieces), here, scalars)
-            return join(total, number)
-
-        return for_each_chunk(step, jnp.asarray(neutral, dtype), pieces)[None]
-
-    def on_cpu(arrays: list[jax.Array], scalars: list[jax.Array]) -> jax.Array:
-        shape = arrays[0].shape
-
-        def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[tuple[()], jax.Array]:
-            return (), compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
-
-        return _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, scalars))[1][None]
-
-    names = tuple(jax.tree.leaves(tuple(x.leaf.device_sharding.spec)))
-    local = on_cpu if plan.config.offload.compute == "host" else in_chunks
-    return reduce(_map(plan, x, local, PartitionSpec(names))).astype(dtype)  # of one number per device
+    if x.sums:
+        begin = [jnp.asarray(REDUCTIONS[t.how].neutral, t.dtype) for t in x.sums]
+        return [y[None] for y in for_each_chunk(step, begin, pieces)]
+    begin = [views[t] if isinstance(t, int) else jnp.zeros(pieces.view, t) for t in x.targets]
+    return [y.reshape(shape) for y in for_each_chunk(step, begin, pieces)]
 
 
-def number_of_part(part: Part, factors: Sequence[jax.Array], how: str, dtype: DType) -> jax.Array:
-    """Returns one number over the elements of a part, 0-d; `how` is a primitive of `REDUCTIONS`."""
-    reduce, _, neutral = REDUCTIONS[how]
-    product = functools.reduce(lax.mul, [y.astype(dtype) for y in factors])
-    return reduce(part.without_padding(product, neutral)).astype(dtype)
+def _on_host(plan: ZeroPlan, x: Pass, arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
+    """Runs a pass on a device's part, on the host's CPU."""
+    shape = arrays[0].shape
+    host_targets = [t for t in x.targets if isinstance(t, int) and memory_of(arrays[t]) == "host"]
+    stays = [t in host_targets for t in x.targets]
 
+    def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        outs = x.on(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
+        staying = [y for y, s in zip(outs, stays, strict=True) if s]
+        rising = [y for y, s in zip(outs, stays, strict=True) if not s]
+        return [y.astype(arrays[t].dtype) for y, t in zip(staying, host_targets, strict=True)], rising
 
-def _map(plan: ZeroPlan, x: Pass, local: Callable[..., PyTree], out_specs: PyTree) -> PyTree:
-    """Runs `local(arrays, scalars)` on each device's part of a pass."""
-    specs = ([x.leaf.device_sharding.spec] * len(x.arrays), PartitionSpec())
-    run = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-    return run(list(x.arrays), list(x.scalars))
+    there, here = map(iter, _on_cpu(plan, fn, (first_index(x.leaf, shape), arrays, scalars)))
+    return [y[None] for y in here] if x.sums else [next(there) if s else next(here) for s in stays]
 
 
 def _split(plan: ZeroPlan, arrays: Sequence[jax.Array]) -> Pieces:

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import jax
 from jax.extend.core import Var
 
-from jzero.core.base.types import DType
 from jzero.core.layout.leaves import StateLeaf
-from jzero.core.update.chunks import Part, number_of_part
+from jzero.core.update.chunks import Part, Target, by_target
 from jzero.core.update.split import Kernel
 
 
@@ -25,21 +24,6 @@ class OperandSource(NamedTuple):
 
     kind: str
     number: int = 0
-
-
-class SumTarget(NamedTuple):
-    """A number over all elements of a parameter, joined from one per record.
-
-    Attributes:
-      number: Its number among all sums over parameters in records.
-      how: A primitive of `REDUCTIONS`.
-      num_factors: How many results are multiplied first.
-    """
-
-    number: int
-    how: str
-    num_factors: int
-    dtype: DType
 
 
 class Field(NamedTuple):
@@ -72,23 +56,15 @@ class RecordKernel(NamedTuple):
     param: int
     kernel: Kernel
     sources: tuple[OperandSource, ...]
-    targets: tuple[int | DType | SumTarget, ...]
+    targets: tuple[Target, ...]
     arrays: tuple[Var, ...]
     scalars: tuple[Var, ...]
     structure: int
 
     def on(self, part: Part, read: Callable[[OperandSource], jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
-        """Returns what becomes of a piece of a part, by target: zeros as padding, and sums as scalars."""
+        """Returns the results on a piece of a part, see `by_target`."""
         values = [part.positions() if x.kind == "positions" else read(x) for x in self.sources]
-        outs = iter(self.kernel(values, shape))
-
-        def result(target: int | DType | SumTarget) -> jax.Array:
-            if not isinstance(target, SumTarget):
-                return part.without_padding(next(outs), 0)
-            factors = [next(outs) for _ in range(target.num_factors)]
-            return number_of_part(part, factors, target.how, target.dtype)
-
-        return list(map(result, self.targets))
+        return by_target(part, self.kernel(values, shape), self.targets)
 
 
 def _in_records(fields: Sequence[Field]) -> Field | None:

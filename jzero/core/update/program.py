@@ -35,7 +35,8 @@ from jzero.core.layout.stored import InRecords, Like
 from jzero.core.plan.matrices import Matrices, Work, find_matrices
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.planned_matrices import warn_of_whole
-from jzero.core.update.kernels import Field, OperandSource, RecordKernel, SumTarget, _in_records
+from jzero.core.update.chunks import SumTarget, Target
+from jzero.core.update.kernels import Field, OperandSource, RecordKernel, _in_records
 from jzero.core.update.split import EquationKind, Kernel, Split, kernel_of, split_update
 from jzero.core.update.whole import After, Before, Grad, WholeUpdate
 
@@ -147,9 +148,7 @@ class UpdateProgram:
         source = self.fields[v].source
         return source.number if source.kind == "record" else compat.type_of(v).dtype
 
-    def _record_kernel(
-        self, i: int, outputs: Sequence[Atom], targets: Sequence[int | DType | SumTarget]
-    ) -> RecordKernel:
+    def _record_kernel(self, i: int, outputs: Sequence[Atom], targets: Sequence[Target]) -> RecordKernel:
         kernel, arrays, scalars = self.kernel(outputs), list[Var](), list[Var]()
 
         def source(v: Var) -> OperandSource:

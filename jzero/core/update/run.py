@@ -30,7 +30,6 @@ from jax.sharding import PartitionSpec
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr, Atom
-from jzero.core.base.types import DType
 from jzero.core.jaxpr.identity import IdDict
 from jzero.core.jaxpr.interpret import evaluate
 from jzero.core.jaxpr.primitives import RUNS, called_jaxpr
@@ -41,7 +40,7 @@ from jzero.core.layout.mesh import batch_axes
 from jzero.core.layout.placement import memory_of
 from jzero.core.layout.stored import InRecords, Stored
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.update.chunks import Pass, reduce_pass, run_pass
+from jzero.core.update.chunks import Pass, SumTarget, Target, run_pass
 from jzero.core.update.kernels import RecordKernel
 from jzero.core.update.owned import compute_owned
 from jzero.core.update.program import (
@@ -199,8 +198,8 @@ class Run:
         read = [v for v in kernel.reads if v in self.program.fields]
         if not any(memory_of(self.arrays.get(v)) == "host" or _is_flat(self.program.fields[v].leaf) for v in read):
             return compat.bind(eqn, [self.value(v) for v in eqn.invars])
-        operands = self._pass(self.program.fields[read[0]].param, eqn.invars)
-        return [reduce_pass(self.plan, operands, eqn.primitive.name, compat.type_of(eqn.outvars[0]).dtype)]
+        target = SumTarget(0, eqn.primitive.name, len(eqn.invars), compat.type_of(eqn.outvars[0]).dtype)
+        return run_pass(self.plan, self._pass(self.program.fields[read[0]].param, eqn.invars, [target]))
 
     def update(self, i: int) -> dict[int, jax.Array]:
         """Returns the results of a parameter that is read as stored, as stored, by their indices among all results."""
@@ -247,7 +246,7 @@ class Run:
         x = jnp.asarray(self.value(v))
         return leaf.store(x.reshape(leaf.shape)) if x.ndim else x
 
-    def _pass(self, i: int, outputs: Sequence[Atom], targets: Sequence[jax.Array | DType] = ()) -> Pass:
+    def _pass(self, i: int, outputs: Sequence[Atom], targets: Sequence[jax.Array | Target]) -> Pass:
         """Returns the pass that computes `outputs` of a parameter, and overwrites the `targets` that are arrays."""
         leaf, kernel = self.plan.leaves[i].grad, self.program.kernel(outputs)
         structure = self.program.number_of(kernel.piece())
