@@ -140,14 +140,14 @@ class ZeroTransformation:
           value: The loss, for optimizers that ask for it; `None` if it is not known.
           done: What passes over records computed, if state is there.
         """
-        plan, own, old = self.plan, _to_own_state(self.plan, state), self.plan.view.params.flat(params)
-        update, before = self.update_of_step(grads, state, params, applied, value)
-        results, new = _results(plan, own, run_update(update, before, done), applied)
+        plan, old = self.plan, self.plan.view.params.flat(params)
+        after = run_update(*self.update_of_step(grads, state, params, applied, value), done)
+        opt_state = _opt_state_after(plan, state, after, applied)
         stored = [
             x if y is None else y if isinstance(y, InRecords) else _store_new(y, leaf, plan, x)
-            for x, y, leaf in zip(old, results, plan.leaves, strict=True)
+            for x, y, leaf in zip(old, after.results, plan.leaves, strict=True)
         ]
-        return plan.view.params.stored(stored), _to_opt_state(plan, new)
+        return plan.view.params.stored(stored), opt_state
 
     def update_of_step(
         self,
@@ -158,9 +158,9 @@ class ZeroTransformation:
         value: Any,
     ) -> tuple[WholeUpdate, Before[L]]:
         """Returns the update that `apply` runs, and its inputs, for passes over records; call it inside `jit`."""
-        plan, own = self.plan, _to_own_state(self.plan, state)
+        plan = self.plan
         trained = frozenset(i for i, leaf in enumerate(plan.leaves) if leaf.trained)
-        before = _before(plan, own, grads, plan.view.params.flat(params))
+        before = _before(plan, state, grads, plan.view.params.flat(params))
         return WholeUpdate(plan, self.inner, trained), before._replace(applied=applied, value=value)
 
     def with_record_results(
@@ -241,7 +241,7 @@ def _update(
     arrays: dict[str, PyTree],
     functions: Functions,
 ) -> tuple[PyTree, PyTree]:
-    plan, own, applied = tx.plan, _to_own_state(tx.plan, state), tx.applied
+    plan, applied = tx.plan, tx.applied
     with jax.named_scope("zero_update"):
         grads = plan.view.params.flat(updates)
         overflowed = _find_overflows(plan, grads) if applied is None and plan.config.policy.skips else None
@@ -252,43 +252,39 @@ def _update(
         rounded = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.dtype != x.update_dtype}
         new_params = frozenset[int]() if params is None else frozenset(rounded)
         extra = {name: _natural(plan, x) for name, x in arrays.items()}
-        before = _before(plan, own, [Grad(x) for x in grads], stored)
+        before = _before(plan, state, [Grad(x) for x in grads], stored)
         before = before._replace(applied=applied, value=tx.value, extra=extra)
         after = run_update(WholeUpdate(plan, tx.inner, new_params, functions), before)
-        results, new = _results(plan, own, after, applied)
+        new = _opt_state_after(plan, state, after, applied)
         if overflowed is not None:
-            new = with_next_loss_scale(own, new, plan.config.policy.loss_scale, overflowed)
-        changes = [_change(plan, i, stored[i], x, i in new_params) for i, x in enumerate(results)]
+            new = with_next_loss_scale(state, new, plan.config.policy.loss_scale, overflowed)
+        changes = [_change(plan, i, stored[i], x, i in new_params) for i, x in enumerate(after.results)]
         result = plan.view.params.stored(changes) if params is None else jax.tree.structure(params).unflatten(changes)
-        return result, _to_opt_state(plan, new, like=state)
+        return result, new
 
 
 _update_jit = jax.jit(_update, static_argnums=(0, 5))
 
 
-def _before(plan: ZeroPlan, own: ZeroOptState, grads: Sequence[Grad[L]], params: list[Any]) -> Before[L]:
+def _before(plan: ZeroPlan, state: PyTree, grads: Sequence[Grad[L]], params: list[Any]) -> Before[L]:
     """Returns the inputs of an update that have an entry per parameter or leaf of the optimizer's state."""
-    nothing = [None] * len(plan.leaves)
+    own, nothing = _to_own_state(plan, state), [None] * len(plan.leaves)
     trained = [g if leaf.trained else None for g, leaf in zip(grads, plan.leaves, strict=True)]
     masters = nothing if own.masters is None else plan.view.params.flat(own.masters)
     inner = plan.inner_treedef.flatten_up_to(own.inner)
     return Before(trained, params, masters, inner, nothing, own.num_updates)
 
 
-def _results(
-    plan: ZeroPlan, own: ZeroOptState, after: After[Stored], applied: jax.Array | None
-) -> tuple[Sequence[Stored | None], ZeroOptState]:
-    """Returns the results of an update of stored parameters, and the optimizer's new state as stored."""
-    number = own.num_updates
+def _opt_state_after(plan: ZeroPlan, state: PyTree, after: After[Stored], applied: jax.Array | None) -> PyTree:
+    """Returns the optimizer state after an update, as stored; its padded leaves are nodes if those of `state` are."""
+    own = _to_own_state(plan, state)
     inner, masters = _stored(plan, after.inner, after.masters)
+    number = own.num_updates
     if number is not None:
         number = number + (1 if applied is None else applied.astype(number.dtype))
-    return after.results, dataclasses.replace(
-        own,
-        inner=inner,
-        masters=None if own.masters is None else plan.view.params.tree(masters),
-        num_updates=number,
-    )
+    masters = None if own.masters is None else plan.view.params.tree(masters)
+    new = dataclasses.replace(own, inner=inner, masters=masters, num_updates=number)
+    return _to_opt_state(plan, new, like=state)
 
 
 def _stored(
