@@ -23,7 +23,7 @@ LANES, SUBLANES = 128, 32
 T = TypeVar("T")
 
 
-class Pieces(NamedTuple):
+class Chunking(NamedTuple):
     """How an array is split, see [Note: Chunks].
 
     Attributes:
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
     number: int | jax.Array
 
 
-def split(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int, *, tiled: bool) -> Pieces:
+def split(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int, *, tiled: bool) -> Chunking:
     """Splits an array into chunks of at most `chunk_bytes`, or of the smallest size that tiles allow.
 
     Args:
@@ -57,7 +57,7 @@ def split(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int, *, til
     shape = tuple(shape)
     size = math.prod(shape) * bytes_per_element
     if size <= chunk_bytes or not shape:
-        return Pieces(shape or (1,), 0, (shape or (1,))[0])
+        return Chunking(shape or (1,), 0, (shape or (1,))[0])
     ways = list(_tiled_ways(shape) if tiled else _ways(shape))
 
     def least(way: tuple[tuple[int, ...], int, int]) -> int:
@@ -65,14 +65,14 @@ def split(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int, *, til
         return size // view[dim] * min(tile, view[dim])
 
     if not ways:  # one chunk
-        return Pieces(shape, 0, shape[0])
+        return Chunking(shape, 0, shape[0])
     view, dim, tile = next((way for way in ways if least(way) <= chunk_bytes), min(ways, key=least))
     most = max(tile, chunk_bytes // (size // view[dim]) // tile * tile)
     equal = -(-view[dim] // -(-view[dim] // most))  # chunks of about equal length
     length = min(view[dim], -(-equal // tile) * tile)
     while length > tile and 0 < view[dim] % length < tile:  # the last chunk needs a whole tile
         length -= tile
-    return Pieces(view, dim, length)
+    return Chunking(view, dim, length)
 
 
 def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, int]]:
@@ -103,9 +103,9 @@ def _padded_size(sublanes: int, lanes: int) -> int:
     return -(-sublanes // 8) * 8 * (-(-lanes // LANES) * LANES)
 
 
-def for_each_chunk(body: Callable[[Chunk, T], T], carry: T, pieces: Pieces) -> T:
+def for_each_chunk(body: Callable[[Chunk, T], T], carry: T, chunking: Chunking) -> T:
     """Returns `carry` after `carry = body(chunk, carry)` for each chunk, inside a trace."""
-    size, length = pieces.view[pieces.dim], pieces.length
+    size, length = chunking.view[chunking.dim], chunking.length
     count = size // length
     if count == 1:
         carry = body(Chunk(0, length, 0), carry)
@@ -116,33 +116,33 @@ def for_each_chunk(body: Callable[[Chunk, T], T], carry: T, pieces: Pieces) -> T
     return carry
 
 
-def read_chunk(x: jax.Array, chunk: Chunk, pieces: Pieces) -> jax.Array:
+def read_chunk(x: jax.Array, chunk: Chunk, chunking: Chunking) -> jax.Array:
     """Returns a chunk of an array in the view's shape, in the array's memory."""
-    if chunk.length == pieces.view[pieces.dim]:
+    if chunk.length == chunking.view[chunking.dim]:
         return x
-    return lax.dynamic_slice_in_dim(x, chunk.start, chunk.length, pieces.dim)
+    return lax.dynamic_slice_in_dim(x, chunk.start, chunk.length, chunking.dim)
 
 
-def write_chunk(x: jax.Array, new: jax.Array, chunk: Chunk, pieces: Pieces) -> jax.Array:
+def write_chunk(x: jax.Array, new: jax.Array, chunk: Chunk, chunking: Chunking) -> jax.Array:
     """Returns an array in the view's shape with one chunk replaced; `new` is in the same memory."""
-    if chunk.length == pieces.view[pieces.dim]:
+    if chunk.length == chunking.view[chunking.dim]:
         return new
-    return lax.dynamic_update_slice_in_dim(x, new, chunk.start, pieces.dim)
+    return lax.dynamic_update_slice_in_dim(x, new, chunk.start, chunking.dim)
 
 
-def chunk_index(dim: int, shape: Sequence[int], chunk: Chunk, pieces: Pieces) -> jax.Array:
+def chunk_index(dim: int, shape: Sequence[int], chunk: Chunk, chunking: Chunking) -> jax.Array:
     """Returns for each element of a chunk its index in a dimension of the array, int32, in the chunk's shape.
 
     Args:
       dim: The dimension.
       shape: Shape of the array, before leading dimensions were merged.
       chunk: The chunk.
-      pieces: How the array is split.
+      chunking: How the array is split.
     """
-    num_merged = len(shape) - len(pieces.view)
+    num_merged = len(shape) - len(chunking.view)
     axis = max(dim - num_merged, 0)
-    chunk_shape = [chunk.length if d == pieces.dim else size for d, size in enumerate(pieces.view)]
-    index = lax.broadcasted_iota(jnp.int32, chunk_shape, axis) + (chunk.start if axis == pieces.dim else 0)
+    chunk_shape = [chunk.length if d == chunking.dim else size for d, size in enumerate(chunking.view)]
+    index = lax.broadcasted_iota(jnp.int32, chunk_shape, axis) + (chunk.start if axis == chunking.dim else 0)
     if dim > num_merged:
         return index
     return index // math.prod(shape[dim + 1 : num_merged + 1]) % shape[dim]

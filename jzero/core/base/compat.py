@@ -379,7 +379,7 @@ def when_added(x: jax.Array, then: Callable[[jax.Array], jax.Array]) -> jax.Arra
     The sum happens in code of the user or of Flax (`params + updates`), where jzero has no other say: an object that is
     no tracer would be converted to an array before the addition, and a constraint on `x` does not bind the sum. Python
     asks the right operand first where its class is derived from the left one's and has an `__radd__` of its own, so the
-    class of this copy, which no one else has, is one.
+    class of this copy is one. Each copy has its own, since a tracer has no room for another attribute, such as `then`.
     """
     kind = type(x)
 

@@ -93,17 +93,17 @@ class RowReader:
         self._free: dict[int, list[np.ndarray]] = {}  # by size
         _READERS[self.ticket] = self
 
-    def begin(self, passes: Sequence[int]) -> None:
+    def begin(self, directions: Sequence[int]) -> None:
         """Begins to read ahead for a program, and drops what was read ahead for another.
 
         Args:
-          passes: For each loop over the stacks, 1 if it takes the first row first, -1 if it takes the last row first.
+          directions: For each loop over the stacks, 1 if it takes the first row first, -1 if the last one.
         """
         with self._taking:
             self._error = None
             for lane in self._lanes:
                 lane.ahead = None
-                lane.expected = collections.deque(row for step in passes for row in lane.rows[::step])
+                lane.expected = collections.deque(row for step in directions for row in lane.rows[::step])
                 self._read_ahead(lane)
 
     def take(self, number: int) -> np.ndarray:

@@ -65,12 +65,12 @@ def _squares_and_not_finite(x: jax.Array, factors: list[jax.Array], plan: ZeroPl
     if memory_of(x) == "device":
         return _sums(x, factors, counts=counts)
     is_tiled = platform_facts(plan.mesh).is_tiled
-    pieces = split(x.shape, x.dtype.itemsize, plan.config.offload.chunk_bytes, tiled=is_tiled)
+    chunking = split(x.shape, x.dtype.itemsize, plan.config.offload.chunk_bytes, tiled=is_tiled)
     # Chunk by chunk: a device need not have room for all of a gradient that is on the host.
-    x = x.reshape(pieces.view)
+    x = x.reshape(chunking.view)
 
     def step(chunk: Chunk, total: list[jax.Array]) -> list[jax.Array]:
-        return list(map(lax.add, total, _sums(on_device(read_chunk(x, chunk, pieces)), factors, counts=counts)))
+        return list(map(lax.add, total, _sums(on_device(read_chunk(x, chunk, chunking)), factors, counts=counts)))
 
     dtype = wide_dtype(jnp.real(jnp.zeros((), x.dtype)).dtype)
-    return for_each_chunk(step, [jnp.zeros((), dtype), jnp.zeros((), jnp.float32)][: 1 + counts], pieces)
+    return for_each_chunk(step, [jnp.zeros((), dtype), jnp.zeros((), jnp.float32)][: 1 + counts], chunking)

@@ -126,13 +126,13 @@ def _handles(plan: ZeroPlan, i: int, x: jax.Array | InRecords) -> jax.Array | ja
     return x
 
 
-def run_on_rows(run: Callable[[State], T], state: State, passes: Sequence[int]) -> T:
+def run_on_rows(run: Callable[[State], T], state: State, directions: Sequence[int]) -> T:
     """Returns the results of a program that evaluates a loss, once they are there; raises if a row was not.
 
     Args:
       run: Calls the program with the state, as `for_loss` returns it.
       state: A state with parameters on disk.
-      passes: The order in which the program takes rows, see `RowReader.begin`.
+      directions: The order in which the program takes rows, see `RowReader.begin`.
 
     Raises:
       DiskError: In all processes, if a row could not be read in one.
@@ -140,7 +140,7 @@ def run_on_rows(run: Callable[[State], T], state: State, passes: Sequence[int]) 
     reader = records_of(state).rows.reader
 
     def attempt() -> T:
-        reader.begin(passes)
+        reader.begin(directions)
         results = jax.block_until_ready(run(for_loss(state)))
         reader.check()
         return results

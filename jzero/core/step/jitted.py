@@ -43,9 +43,10 @@ from jzero.core.step.inputs import (
     place_inputs,
 )
 
-
-def _nothing() -> None:
-    """A reference to an object that no longer exists."""
+SHARED_MEMORY = (
+    "The batch, `rng` or two leaves of the state share memory that a step reuses. Copy what was passed with "
+    "`jnp.copy`, since the state is donated."
+)
 
 
 class _Expected(NamedTuple):
@@ -58,21 +59,17 @@ class _Expected(NamedTuple):
       inputs: The kinds of batch and rng, if they were already in place.
     """
 
-    state: Callable[[], object] = _nothing
+    state: Callable[[], object] = lambda: None
     jitted: Jitted | None = None
     shapes: Sequence[tuple[int, ...]] = ()
     inputs: Sequence[InputKind] = ()
-
-
-def _reference(x: object) -> Callable[[], object]:
-    return weakref.ref(x) if type(x).__weakrefoffset__ else _nothing
 
 
 class JittedStep:
     """A function of `(state, batch, rng)`, jitted once per plan.
 
     Attributes:
-      donated: The arguments that it consumes.
+      donated: The arguments that it consumes. A step that consumes its state returns the next one first.
       differentiates: Whether it trains.
     """
 
@@ -138,12 +135,11 @@ class JittedStep:
                 check_alive(state)
             if "donate" in str(error):
                 check_donated(state, jax.tree.leaves(state), batch, rng)
-                raise ValueError(
-                    "The batch, `rng` or two leaves of the state share memory that a step reuses. Copy what was passed "
-                    "with `jnp.copy`, since the state is donated."
-                ) from error
+                raise ValueError(SHARED_MEMORY) from error
             raise
-        self._expected = _Expected(_reference(self._next_state(state, results)), jitted, expected.shapes, kinds)
+        following = results[0] if self.donated else state
+        reference = weakref.ref(following) if type(following).__weakrefoffset__ else _Expected().state
+        self._expected = _Expected(reference, jitted, expected.shapes, kinds)
         return jax.block_until_ready(results) if compat.starves_steps(plan.mesh) else results
 
     def _chosen(self, *arguments: Any, runs: bool = False) -> Self:
@@ -164,16 +160,13 @@ class JittedStep:
             self._jits[key] = self._make_jit(plan, state)
         return self._jits[key]
 
-    def _make_jit(self, plan: ZeroPlan, state: TrainStateLike) -> Jitted:
+    def _make_jit(self, plan: ZeroPlan, state: TrainStateLike, out_shardings: PyTree = None) -> Jitted:
         return jax.jit(  # type: ignore[return-value]  # jax's type lacks `clear_cache`
             self._compute,
             donate_argnums=self.donated,
-            out_shardings=self._out_shardings(plan, state),
+            out_shardings=out_shardings,
             compiler_options=make_compiler_options(plan, self.compiler_options),
         )
-
-    def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> PyTree:
-        return None
 
     def _placed(self, jitted: Jitted, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> Placed | None:
         """Returns the inputs on the mesh, once processes agree on the program; `None` if it does not fit."""
@@ -194,15 +187,11 @@ class JittedStep:
             return jitted(state, batch, **rng)
         if not plan.params_on_disk:
             return jitted(detached(state), batch, **rng)
-        return run_on_rows(lambda program_state: jitted(program_state, batch, **rng), state, self._passes(plan))
+        return run_on_rows(lambda program_state: jitted(program_state, batch, **rng), state, self._directions(plan))
 
-    def _passes(self, plan: ZeroPlan) -> list[int]:
+    def _directions(self, plan: ZeroPlan) -> list[int]:
         """Returns the order in which a program takes rows of parameters on disk, see `RowReader.begin`."""
         return self.micro.steps * ([1, -1] if self.differentiates and plan.regathers else [1])
-
-    def _next_state(self, state: TrainStateLike, results: PyTree) -> TrainStateLike:
-        """Returns the likely state of the next call."""
-        return state
 
     def clear_cache(self) -> None:
         """Forgets all compiled programs, and what they keep."""

@@ -41,7 +41,7 @@ class RecordStep:
       gradients: `fn(state, batch, rng=None)`: the step's gradients, what the loss wrote, and the metrics.
       tx: The optimizer and plan of the state.
       compiler_options: XLA options for the program of gradients.
-      passes: The order in which that program takes rows of parameters on disk, see `RowReader.begin`.
+      directions: The order in which that program takes rows of parameters on disk, see `RowReader.begin`.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class RecordStep:
         gradients: Callable[..., tuple[StepGrads, Changed, Metrics]],
         tx: ZeroTransformation,
         compiler_options: Options | None,
-        passes: Sequence[int],
+        directions: Sequence[int],
     ) -> None:
         self.gradients: Jitted = jax.jit(gradients, compiler_options=compiler_options)  # type: ignore[assignment]
-        self.passes = passes
+        self.directions = directions
         self.update = record_update(tx)
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
@@ -62,7 +62,7 @@ class RecordStep:
         def gradients() -> Gradients:
             if not records.plan.params_on_disk:
                 return Gradients(*self.gradients(detached(state), batch, **key))
-            return Gradients(*run_on_rows(lambda x: self.gradients(x, batch, **key), state, self.passes))
+            return Gradients(*run_on_rows(lambda x: self.gradients(x, batch, **key), state, self.directions))
 
         assert isinstance(records.pending, Schedule)
         done = records.pending.step(self.update, records, detached(state), gradients)

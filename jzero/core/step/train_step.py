@@ -82,13 +82,6 @@ class TrainStep(Step):
             raise loss_scale_error(new.tx.plan, new, rebuilt)
         return rebuilt, for_program(metrics)
 
-    def _next_state(self, state: TrainStateLike, results: PyTree) -> TrainStateLike:
-        return results[0]
-
-    def _out_shardings(self, plan: ZeroPlan, state: TrainStateLike) -> PyTree:
-        # Exactly those of the input, so that the next call has the same types and compiles nothing.
-        return plan.view.map(lambda x, leaf: leaf.sharding, state), None
-
     def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         if state.tx.plan.has_records:
             option = "delay=1" if state.tx.plan.config.offload.delay else "optimizer='disk'"
@@ -100,12 +93,13 @@ class TrainStep(Step):
         with jax.named_scope("zero_update"):
             return next_state(state, step_grads, changed, step_grads), metrics
 
-    def _make_jit(self, plan: ZeroPlan, state: TrainStateLike) -> Jitted:
+    def _make_jit(self, plan: ZeroPlan, state: TrainStateLike, out_shardings: PyTree = None) -> Jitted:
         if plan.has_records:
             check_can_compute(state)
             options = make_compiler_options(plan, self.compiler_options)
-            return RecordStep(self._gradients, state.tx, options, self._passes(plan))
-        return super()._make_jit(plan, state)
+            return RecordStep(self._gradients, state.tx, options, self._directions(plan))
+        # Exactly those of the input, so that the next call has the same types and compiles nothing.
+        return super()._make_jit(plan, state, (plan.view.map(lambda x, leaf: leaf.sharding, state), None))
 
     def _gradients(
         self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None
@@ -128,7 +122,7 @@ class TrainStep(Step):
 
     def _step_grads(self, plan: ZeroPlan, result: LossResult, *, weighted: bool) -> StepGrads:
         """Returns the gradients with their factors, and whether they are to be applied."""
-        clip = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
+        clip = [] if self.clip_norm is None else [jnp.minimum(1, self.clip_norm / (result.grad_norm + 1e-6))]
         grads = scaled_grads(plan, result.grads, result.reduced, result.factor, *clip)
         weighs = result.weight != 0 if weighted else None  # without weight there is no gradient
         applied = weighs
@@ -223,7 +217,3 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
         check_processes=check_processes,
         check_rows=check_rows,
     )
-
-
-def _clip_factor(norm: jax.Array, clip_norm: float) -> jax.Array:
-    return jnp.minimum(1, clip_norm / (norm + 1e-6))

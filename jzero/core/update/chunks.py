@@ -28,7 +28,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jzero.core.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
+from jzero.core.arrays.chunks import Chunk, Chunking, chunk_index, for_each_chunk, read_chunk, split, write_chunk
 from jzero.core.arrays.host_compute import run_on_cpu
 from jzero.core.base.types import DType, PyTree
 from jzero.core.layout.casts import positions_of
@@ -62,7 +62,7 @@ Target: TypeAlias = int | DType | SumTarget
 """What becomes of a result: the number of what it overwrites, the dtype of a new array; or it is a factor of a sum."""
 
 
-class Pass(NamedTuple):
+class ChunkPass(NamedTuple):
     """One pass over the arrays of a parameter.
 
     Attributes:
@@ -131,7 +131,7 @@ def by_target(part: Part, outs: Sequence[jax.Array], targets: Sequence[Target]) 
     return list(map(result, targets))
 
 
-def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
+def run_pass(plan: ZeroPlan, x: ChunkPass) -> list[jax.Array]:
     """Returns the results of a pass as stored, or its sums, 0-d; call it inside `jit`."""
     if not x.is_off_device:
         outs = x.on(_whole(x.leaf), x.arrays, x.scalars)
@@ -155,32 +155,32 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
     return results
 
 
-def _in_chunks(plan: ZeroPlan, x: Pass, arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
+def _in_chunks(plan: ZeroPlan, x: ChunkPass, arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
     """Runs a pass on a device's part, chunk by chunk."""
     shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
     overwriting = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
     written = [arrays[t] for t in overwriting]
-    pieces = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
-    views = [y.reshape(pieces.view) for y in arrays]
+    chunking = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
+    views = [y.reshape(chunking.view) for y in arrays]
 
     def step(chunk: Chunk, results: list[jax.Array]) -> list[jax.Array]:
         now = [results[overwriting[k]] if k in overwriting else view for k, view in enumerate(views)]
-        here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
-        outs = x.on(_part(x.leaf, shape, first, chunk, pieces), here, scalars)
+        here = [on_device(read_chunk(y, chunk, chunking)) for y in now]
+        outs = x.on(_part(x.leaf, shape, first, chunk, chunking), here, scalars)
         if x.sums:
             return [REDUCTIONS[t.how].join(y, z) for t, y, z in zip(x.sums, results, outs, strict=True)]
         new = [y.astype(z.dtype) for y, z in zip(outs, results, strict=True)]
         new = [_to_host(y) if memory_of(z) == "host" else y for y, z in zip(new, results, strict=True)]
-        return [write_chunk(z, y, chunk, pieces) for y, z in zip(new, results, strict=True)]
+        return [write_chunk(z, y, chunk, chunking) for y, z in zip(new, results, strict=True)]
 
     if x.sums:
         begin = [jnp.asarray(REDUCTIONS[t.how].neutral, t.dtype) for t in x.sums]
-        return [y[None] for y in for_each_chunk(step, begin, pieces)]
-    begin = [views[t] if isinstance(t, int) else jnp.zeros(pieces.view, t) for t in x.targets]
-    return [y.reshape(shape) for y in for_each_chunk(step, begin, pieces)]
+        return [y[None] for y in for_each_chunk(step, begin, chunking)]
+    begin = [views[t] if isinstance(t, int) else jnp.zeros(chunking.view, t) for t in x.targets]
+    return [y.reshape(shape) for y in for_each_chunk(step, begin, chunking)]
 
 
-def _on_host(plan: ZeroPlan, x: Pass, arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
+def _on_host(plan: ZeroPlan, x: ChunkPass, arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
     """Runs a pass on a device's part, on the host's CPU."""
     shape = arrays[0].shape
     host_targets = [t for t in x.targets if isinstance(t, int) and memory_of(arrays[t]) == "host"]
@@ -196,8 +196,8 @@ def _on_host(plan: ZeroPlan, x: Pass, arrays: list[jax.Array], scalars: list[jax
     return [y[None] for y in here] if x.sums else [next(there) if s else next(here) for s in stays]
 
 
-def _split(plan: ZeroPlan, arrays: Sequence[jax.Array]) -> Pieces:
-    """Returns the pieces of arrays of one shape that are read together."""
+def _split(plan: ZeroPlan, arrays: Sequence[jax.Array]) -> Chunking:
+    """Returns the chunking of arrays of one shape that are read together."""
     bytes_per_element = sum(x.dtype.itemsize for x in arrays)
     is_tiled = platform_facts(plan.mesh).is_tiled
     return split(arrays[0].shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled)
@@ -215,14 +215,16 @@ def _whole(leaf: StateLeaf) -> Part:
     return Part(leaf, lambda dim: lax.broadcasted_iota(jnp.int32, leaf.stored_shape, dim))
 
 
-def _part(leaf: StateLeaf, shape: tuple[int, ...], first: Sequence[jax.Array], chunk: Chunk, pieces: Pieces) -> Part:
+def _part(
+    leaf: StateLeaf, shape: tuple[int, ...], first: Sequence[jax.Array], chunk: Chunk, chunking: Chunking
+) -> Part:
     """Returns a chunk of one device's part, whose first element has the index `first` along each dimension."""
-    return Part(leaf, lambda dim: first[dim] + chunk_index(dim, shape, chunk, pieces))
+    return Part(leaf, lambda dim: first[dim] + chunk_index(dim, shape, chunk, chunking))
 
 
-def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
-    """Returns the chunk of a part that is not split, and its pieces."""
-    return Chunk(0, shape[0], 0), Pieces(shape, 0, shape[0])
+def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Chunking]:
+    """Returns the chunk of a part that is not split, and its chunking."""
+    return Chunk(0, shape[0], 0), Chunking(shape, 0, shape[0])
 
 
 def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[PyTree, PyTree]], args: PyTree) -> tuple[PyTree, PyTree]:

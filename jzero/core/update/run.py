@@ -40,7 +40,7 @@ from jzero.core.layout.mesh import batch_axes
 from jzero.core.layout.placement import memory_of
 from jzero.core.layout.stored import InRecords, Stored
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.update.chunks import Pass, SumTarget, Target, run_pass
+from jzero.core.update.chunks import ChunkPass, SumTarget, Target, run_pass
 from jzero.core.update.kernels import RecordKernel
 from jzero.core.update.owned import compute_owned
 from jzero.core.update.program import (
@@ -246,7 +246,7 @@ class Run:
         x = jnp.asarray(self.value(v))
         return leaf.store(x.reshape(leaf.shape)) if x.ndim else x
 
-    def _pass(self, i: int, outputs: Sequence[Atom], targets: Sequence[jax.Array | Target]) -> Pass:
+    def _pass(self, i: int, outputs: Sequence[Atom], targets: Sequence[jax.Array | Target]) -> ChunkPass:
         """Returns the pass that computes `outputs` of a parameter, and overwrites the `targets` that are arrays."""
         leaf, kernel = self.plan.leaves[i].grad, self.program.kernel(outputs)
         structure = self.program.number_of(kernel.piece())
@@ -266,7 +266,7 @@ class Run:
 
         place = IdDict((x, k) for k, x in enumerate(arrays))
         places = [place[x] if isinstance(x, jax.Array) else x for x in targets]
-        return Pass(leaf, on_chunks, arrays, scalars, places, is_off_device=i in off_device_params(self.plan))
+        return ChunkPass(leaf, on_chunks, arrays, scalars, places, is_off_device=i in off_device_params(self.plan))
 
     def warn(self) -> None:
         """Warns of state on the host that was needed whole."""

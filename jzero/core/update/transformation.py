@@ -278,13 +278,12 @@ def _before(plan: ZeroPlan, state: PyTree, grads: Sequence[Grad[L]], params: lis
 def _opt_state_after(plan: ZeroPlan, state: PyTree, after: After[Stored], applied: jax.Array | None) -> PyTree:
     """Returns the optimizer state after an update, as stored; its padded leaves are nodes if those of `state` are."""
     own = _to_own_state(plan, state)
-    inner, masters = _stored(plan, after.inner, after.masters)
+    inner, stored = _stored(plan, after.inner, after.masters)
     number = own.num_updates
     if number is not None:
         number = number + (1 if applied is None else applied.astype(number.dtype))
-    masters = None if own.masters is None else plan.view.params.tree(masters)
-    new = dataclasses.replace(own, inner=inner, masters=masters, num_updates=number)
-    return _to_opt_state(plan, new, like=state)
+    masters = None if own.masters is None else plan.view.params.tree(stored)
+    return _to_opt_state(plan, ZeroOptState(inner, masters, own.loss_scale, number, own.disk), like=state)
 
 
 def _stored(
