@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from jzero.core.config.settings import check, one_of
 from jzero.core.config.zero import refers_to_config
-from jzero.core.engine.gradients import MicroBatches
 from jzero.core.engine.recompute import Remat
 from jzero.core.state.adapter import Loss
 from jzero.core.step.compiler_options import CompilerOptions
+from jzero.core.step.options import StepOptions
 from jzero.core.step.train_step import TrainStep
 from jzero.estimate.keeping import choose_kept
 
@@ -74,18 +73,16 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       >>> bool(metrics["step_applied"])
       True
     """
-    check("reduce", reduce, one_of("each", "last"))
-    micro = MicroBatches(accumulate_steps, reduce_last=reduce == "last")
-    return TrainStep(
-        loss_fn,
+    options = StepOptions(
         has_aux=has_aux,
-        choose=choose_kept,
-        micro=micro,
+        accumulate_steps=accumulate_steps,
         clip_norm=clip_norm,
-        mutable=mutable,
-        merge=merge,
+        reduce=reduce,
         remat=remat,
+        mutable=mutable,
+        merge=merge or {},
         compiler_options=compiler_options,
         check_processes=check_processes,
         check_rows=check_rows,
     )
+    return TrainStep(loss_fn, options, choose_kept)

@@ -264,7 +264,7 @@ MUTANTS = [
     Mutant(
         "states_mesh_is_not_set",
         "core/layout/set_mesh.py",
-        "if own is None or not _departs(own):",
+        "if not (is_foreign(compat.NO_MESH) if own is None else _departs(own)):",
         "if True:",
         "test_set_mesh.py::test_calls",
         "explicit-step",
@@ -272,7 +272,7 @@ MUTANTS = [
     Mutant(
         "results_stay_on_the_states_mesh",
         "core/layout/set_mesh.py",
-        "if not explicit_axes(current) or current.manual_axes:",
+        "if not explicit_axes(current) or current.manual_axes or _only([tree]) is not None:",
         "if True:",
         "test_set_mesh.py::test_calls",
         "explicit-step",

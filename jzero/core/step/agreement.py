@@ -12,6 +12,7 @@ from jzero.core.processes.agree import MEET_S, PROGRAM, Parts, agree, are_severa
 from jzero.core.processes.fingerprints import describe_inputs, describe_plan, describe_program, function_name
 from jzero.core.state.adapter import Loss
 from jzero.core.step.inputs import Placed, optional_rng
+from jzero.core.step.options import StepOptions
 
 
 class StepAgreement:
@@ -22,15 +23,15 @@ class StepAgreement:
       settings: The other arguments of that function, by name.
     """
 
-    def __init__(self, maker: str, fn: Loss, check_processes: bool | float, settings: Mapping[str, object]) -> None:
+    def __init__(self, maker: str, fn: Loss, options: StepOptions) -> None:
         self.where = f"{maker}({function_name(fn)})"
-        self.settings = dict(settings)
-        self._wait_s = check_wait(check_processes)
+        self.settings = {name: x for name, x in vars(options).items() if not name.startswith("check_")}
+        self._wait_s = check_wait(options.check_processes)
         self._agreed: set[Hashable] = set()
 
-    def describe(self, defaults: Mapping[str, object]) -> str:
+    def describe(self, defaults: StepOptions) -> str:
         """Returns the call that made the step, with the settings that are not the defaults."""
-        said = [f"{name}={x!r}" for name, x in self.settings.items() if x != defaults.get(name)]
+        said = [f"{name}={x!r}" for name, x in self.settings.items() if x != getattr(defaults, name)]
         return f"{', '.join([self.where[:-1], *said])})"
 
     def place(

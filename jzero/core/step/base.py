@@ -1,22 +1,19 @@
-"""The base of all steps: their options, and what a user asks of a step beside calling it."""
+"""The base of all steps: what a user asks of one beside calling it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, cast
 
 import jax
 from jax.sharding import AbstractMesh
 
 from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.config.keep import Keep
-from jzero.core.config.settings import FLAG, NAMES, Setting, check, integer, one_of
-from jzero.core.engine.gradients import WHOLE_BATCH, MicroBatches, kept_by
-from jzero.core.engine.merge import MERGES
+from jzero.core.engine.gradients import kept_by
 from jzero.core.engine.recompute import Remat
 from jzero.core.layout.set_mesh import in_own_mesh
 from jzero.core.plan.plan import ZeroPlan
@@ -24,28 +21,13 @@ from jzero.core.state.adapter import A_LOSS, Loss, adapt_sharded, plan_of
 from jzero.core.state.record_states import for_loss
 from jzero.core.step.agreement import StepAgreement
 from jzero.core.step.choice import Choose
-from jzero.core.step.compiler_options import CompilerOptions
 from jzero.core.step.inputs import abstract_inputs, find_closed_over, optional_rng
 from jzero.core.step.jitted import JittedStep
 from jzero.core.step.loss import Splitter, StepLoss, split_aux
+from jzero.core.step.options import StepOptions
 from jzero.machines.machine import Machine
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_WORDS: Setting[Any] = one_of(None, True, False, "cheap", "offload", "as_written")
-REMAT = Setting(
-    "None, True, False, 'cheap', 'offload', 'as_written' or a `Keep`",
-    lambda value: value if isinstance(value, Keep) else _WORDS.of(value),
-)
-
-
-def _merges(value: object) -> dict[str, str]:
-    if not isinstance(value, Mapping):
-        raise TypeError
-    return {str(re.compile(pattern).pattern): one_of(*MERGES).of(word) for pattern, word in value.items()}
-
-
-MERGE = Setting(f"a dictionary from regular expressions over names of variables to one of {tuple(MERGES)}", _merges)
 
 ABSTRACT_MESH = (
     "A program is lowered for a platform, and this state is laid out on an `AbstractMesh`, which has none. Name it: "
@@ -70,74 +52,25 @@ def one_batch(call: F) -> F:
 class Step(JittedStep):
     """A function of `(state, batch, rng)`, jitted once per plan."""
 
-    def __init__(  # noqa: PLR0913  # the options of a step
-        self,
-        loss_fn: Loss,
-        *,
-        has_aux: bool,
-        mutable: Sequence[str],
-        merge: Mapping[str, str] | None = None,
-        micro: MicroBatches = WHOLE_BATCH,
-        remat: Remat | None = None,
-        compiler_options: CompilerOptions | None = None,
-        check_processes: bool | float = True,
-        check_rows: bool = True,
-        choose: Choose | None = None,
-    ) -> None:
+    maker: str
+    defaults = StepOptions()
+
+    def __init__(self, loss_fn: Loss, options: StepOptions, choose: Choose | None = None) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
         if isinstance(loss_fn, Step):
             raise TypeError(f"The loss must not be a step itself: got {loss_fn!r}. {A_LOSS}")
-        micro = micro._replace(steps=check("accumulate_steps", micro.steps, integer(1)))
-        has_aux, mutable = check("has_aux", has_aux, FLAG), check("mutable", mutable, NAMES)
-        if mutable and not has_aux:
-            raise ValueError(
-                f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
-            )
-        remat = check("remat", remat, REMAT)
-        self.loss = StepLoss(
-            loss_fn,
-            split=self._splitter(has_aux),
-            maker=self.maker,
-            differentiates=self.differentiates,
-            mutable=tuple(mutable),
-            merge=check("merge", merge or {}, MERGE),
-            micro=micro,
-            remat=remat,
-            checks_rows=check("check_rows", check_rows, FLAG),
-        )
-        self.has_aux = has_aux
-        self.mutable = mutable
-        self.remat = remat
-        shared = {"has_aux": has_aux, "mutable": mutable, "remat": remat, "compiler_options": compiler_options}
-        reduce = "last" if micro.reduce_last else "each"
-        settings = {"accumulate_steps": micro.steps, "reduce": reduce, "merge": self.loss.merge, **shared}
-        self._options: dict[str, Any] = {
-            "merge": merge,
-            "micro": micro,
-            "check_processes": check_processes,
-            "check_rows": check_rows,
-            "choose": choose,
-            **shared,
-        }
+        self.loss = StepLoss(loss_fn, options, self._splitter(options.has_aux), self.maker, self.differentiates)
+        self.has_aux, self.mutable, self.remat = options.has_aux, options.mutable, options.remat
+        self._choose = choose
         super().__init__(
-            micro,
-            compiler_options,
-            StepAgreement(self.maker, loss_fn, check_processes, settings),
-            functools.partial(choose, self) if choose is not None and remat is None else None,
+            options,
+            StepAgreement(self.maker, loss_fn, options),
+            functools.partial(choose, self) if choose is not None and self.remat is None else None,
         )
 
     def __repr__(self) -> str:
         return self._agreement.describe(self.defaults)
-
-    maker: str
-    defaults: ClassVar[dict[str, object]] = {
-        "accumulate_steps": 1,
-        "reduce": "each",
-        "merge": {},
-        "has_aux": False,
-        "mutable": (),
-    }
 
     def _splitter(self, has_aux: bool) -> Splitter:
         """Returns a function that turns what the loss returns into `(loss, aux)`."""
@@ -202,7 +135,7 @@ class Step(JittedStep):
 
     def with_remat(self, remat: Remat | None) -> Self:
         """Returns a new step that differs in `remat` alone."""
-        return type(self)(self.loss.fn, **{**self._options, "remat": remat})
+        return type(self)(self.loss.fn, dataclasses.replace(self.options, remat=remat), self._choose)
 
     @in_own_mesh
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:

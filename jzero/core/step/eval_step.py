@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +15,14 @@ from jzero.core.layout.set_mesh import for_program
 from jzero.core.state.adapter import Loss, adapt_sharded
 from jzero.core.step.base import Step, one_batch
 from jzero.core.step.loss import Splitter
+from jzero.core.step.options import StepOptions
 
 
 class EvalStep(Step):
     """The callable that `make_eval_step` returns."""
 
     maker = "make_eval_step"
-    defaults: ClassVar[dict[str, object]] = {**Step.defaults, "has_aux": True, "remat": "as_written"}  # no arguments
+    defaults = StepOptions(has_aux=True, remat="as_written")  # no arguments
     differentiates = False
 
     @one_batch
@@ -66,14 +66,10 @@ def make_eval_step(
       >>> sorted(eval_step(state, jnp.ones((8, 512))))
       ['size']
     """
-    return EvalStep(
-        metric_fn,
-        has_aux=True,
-        mutable=mutable,
-        remat="as_written",
-        check_processes=check_processes,
-        check_rows=check_rows,
+    options = StepOptions(
+        has_aux=True, mutable=mutable, remat="as_written", check_processes=check_processes, check_rows=check_rows
     )
+    return EvalStep(metric_fn, options)
 
 
 def _is_marked(x: object) -> bool:

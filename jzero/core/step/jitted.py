@@ -23,14 +23,12 @@ from jax.tree_util import PyTreeDef
 
 from jzero.core.base import compat
 from jzero.core.base.types import Jitted, PyTree, TrainStateLike
-from jzero.core.engine.gradients import MicroBatches
 from jzero.core.layout.set_mesh import from_program, in_own_mesh
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.record_states import detached, for_loss, run_on_rows
 from jzero.core.state.train_state import check_alive
 from jzero.core.step.agreement import StepAgreement
 from jzero.core.step.choice import Choices
-from jzero.core.step.compiler_options import CompilerOptions, check_compiler_options
 from jzero.core.step.compiler_options import compiler_options as make_compiler_options
 from jzero.core.step.inputs import (
     InputKind,
@@ -42,6 +40,7 @@ from jzero.core.step.inputs import (
     optional_rng,
     place_inputs,
 )
+from jzero.core.step.options import StepOptions
 
 SHARED_MEMORY = (
     "The batch, `rng` or two leaves of the state share memory that a step reuses. Copy what was passed with "
@@ -78,14 +77,11 @@ class JittedStep:
 
     def __init__(
         self,
-        micro: MicroBatches,
-        compiler_options: CompilerOptions | None,
+        options: StepOptions,
         agreement: StepAgreement,
         choose: Callable[..., Any] | None,
     ) -> None:
-        check_compiler_options(compiler_options)
-        self.micro = micro
-        self.compiler_options = compiler_options
+        self.options, self.micro = options, options.micro
         self._agreement = agreement
         self._choices = Choices(choose, agreement)
         self._jits: dict[tuple[ZeroPlan, PyTreeDef], Jitted] = {}
@@ -165,7 +161,7 @@ class JittedStep:
             self._compute,
             donate_argnums=self.donated,
             out_shardings=out_shardings,
-            compiler_options=make_compiler_options(plan, self.compiler_options),
+            compiler_options=make_compiler_options(plan, self.options.compiler_options),
         )
 
     def _placed(self, jitted: Jitted, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> Placed | None:

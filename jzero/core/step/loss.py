@@ -12,7 +12,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -20,7 +20,6 @@ import jax
 from jzero.core.base.guard import attempt
 from jzero.core.base.types import PyTree, TrainStateLike
 from jzero.core.config.keep import Keep
-from jzero.core.engine.gradients import MicroBatches
 from jzero.core.engine.merge import Merge, choose_merges
 from jzero.core.engine.outputs import spread_marks
 from jzero.core.engine.recompute import Remat
@@ -32,6 +31,7 @@ from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.adapter import A_LOSS, Loss, adapt
 from jzero.core.state.train_state import require_planned_memory
 from jzero.core.step.inputs import check_batch, check_loss, check_rng, check_stored, warn_closed_over, warn_rounded
+from jzero.core.step.options import StepOptions
 from jzero.core.step.row_check import check_row_dims, results_of, warn_coupled
 
 Splitter: TypeAlias = Callable[[PyTree], tuple[PyTree, PyTree]]
@@ -40,28 +40,20 @@ Splitter: TypeAlias = Callable[[PyTree], tuple[PyTree, PyTree]]
 
 @dataclasses.dataclass
 class StepLoss:
-    """A user's loss, with the settings of its step.
+    """A user's loss, with the options of its step.
 
     Attributes:
       fn: The user's function.
       split: Turns what it returns into `(loss, aux)`.
       maker: The public function that made the step.
       differentiates: Whether the step trains: it needs the optimizer state, and keeps what the loss changes.
-      mutable: The fields of the state that the loss changes.
-      merge: How the values that devices write become one, by pattern.
-      remat: What the backward pass recomputes.
-      checks_rows: Whether to check how the results depend on rows.
     """
 
     fn: Loss
+    options: StepOptions
     split: Splitter
     maker: str
     differentiates: bool
-    mutable: tuple[str, ...]
-    merge: Mapping[str, str]
-    micro: MicroBatches
-    remat: Remat | None
-    checks_rows: bool
 
     def __post_init__(self) -> None:
         self._has_warned = False
@@ -86,18 +78,18 @@ class StepLoss:
         check_loss(traced, num_rows, {x.name for x in results if x.facts.is_constant})
         warn_closed_over(traced, plan)
         warn_rounded(traced, plan)
-        if self.checks_rows and parts > 1:
+        if self.options.check_rows and parts > 1:
             check_row_dims(results, num_rows)
             self._has_warned = self._has_warned or warn_coupled(results, plan, parts, self.maker)
         return traced, inputs
 
     def trace(self, state: TrainStateLike, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
         """Returns the traced loss and its inputs."""
-        plan, steps = state.tx.plan, self.micro.steps
-        check_keep(self.remat, plan)
+        plan, steps = state.tx.plan, self.options.accumulate_steps
+        check_keep(self.options.remat, plan)
         check_rng(rng)
         self._check_arguments(state, rng)
-        merge = Merge(self.merge, num_batch_shards(plan.mesh, plan.config))
+        merge = Merge(self.options.merge, num_batch_shards(plan.mesh, plan.config))
         _, carried = self._bind(state, merge)
         inputs = LossInputs(state.params, carried, batch, rng)
         check_batch(batch, plan, steps)
@@ -114,9 +106,12 @@ class StepLoss:
         seen = plan.with_written({leaves[x.source].path for x in traced.written})
         if seen.seen_dtypes != plan.seen_dtypes:
             traced = trace(seen)
-        traced, doubled = traced.with_remat(self.remat, plan), functools.cache(functools.partial(trace, seen, 2))
+        traced, doubled = (
+            traced.with_remat(self.options.remat, plan),
+            functools.cache(functools.partial(trace, seen, 2)),
+        )
         results = attempt(results_of, traced) or []
-        checks = self.checks_rows and self._num_parts(plan) > 1
+        checks = self.options.check_rows and self._num_parts(plan) > 1
         if traced.written or checks or any(x.must_be_constant for x in results):
             traced = _with_row_facts(traced, merge, plan, doubled)
         return choose_merges(traced, merge, plan, leaves, doubled), inputs
@@ -127,7 +122,7 @@ class StepLoss:
             signature = inspect.signature(self.fn, follow_wrapped=False)  # a decorator may take other arguments
         except Exception:  # of a builtin, or of annotations that Python cannot evaluate
             return
-        parameters = [x for x in signature.parameters.values() if x.name not in self.mutable]
+        parameters = [x for x in signature.parameters.values() if x.name not in self.options.mutable]
         positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
         further = [
             *(positional[2:] if rng is None else positional[3:]),
@@ -137,7 +132,7 @@ class StepLoss:
         if of_state := [x.name for x in further if x.name in fields and x.default is x.empty]:
             raise TypeError(
                 f"The loss takes {of_state}, as fields of the state are called. Name fields that it reads or changes: "
-                f"`jzero.{self.maker}(..., mutable={(*self.mutable, *of_state)})`. A key is passed by "
+                f"`jzero.{self.maker}(..., mutable={(*self.options.mutable, *of_state)})`. A key is passed by "
                 "`step(state, batch, rng=key)`."
             )
         if rng is None and len(positional) > 2 and positional[2].default is inspect.Parameter.empty:
@@ -152,12 +147,12 @@ class StepLoss:
 
     def _num_parts(self, plan: ZeroPlan) -> int:
         """Returns into how many parts a batch is split, each of which the loss sees alone."""
-        return num_batch_shards(plan.mesh, plan.config) * self.micro.steps
+        return num_batch_shards(plan.mesh, plan.config) * self.options.accumulate_steps
 
     def _bind(self, state: TrainStateLike, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))`, and the carried state."""
         written_shape = merge.written_shape if self.differentiates else None
-        loss_fn, carried = adapt(state).bind_loss(self.fn, self.mutable, written_shape)
+        loss_fn, carried = adapt(state).bind_loss(self.fn, self.options.mutable, written_shape)
 
         def call(
             params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree
@@ -165,7 +160,7 @@ class StepLoss:
             before = by_field(carried)  # now: the loss may write into the trees
             result, changed = loss_fn(params, batch, *rng, **carried)
             loss, aux = self.split(result)
-            if self.mutable and written_shape is not None:
+            if self.options.mutable and written_shape is not None:
                 changed, aux = split_mutable(aux, before, written_shape)
             return loss, (spread_marks(aux), changed)
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from jzero.core.base.types import Jitted, PyTree, State, TrainStateLike
-from jzero.core.config.settings import check, number, optional
 from jzero.core.config.zero import refers_to_config
 from jzero.core.engine.gradients import LossResult, loss_and_grads
 from jzero.core.engine.outputs import Weighted
@@ -23,6 +22,7 @@ from jzero.core.state.train_state import write_fields
 from jzero.core.step.base import Step, one_batch
 from jzero.core.step.compiler_options import compiler_options as make_compiler_options
 from jzero.core.step.metrics import step_metrics
+from jzero.core.step.options import StepOptions
 from jzero.core.step.overflow import OverflowWatch, loss_scale_error
 from jzero.core.step.record_step import RecordStep
 from jzero.core.update.whole import StepGrads
@@ -65,12 +65,9 @@ class TrainStep(Step):
     maker = "make_train_step"
     donated = (0,)
 
-    def __init__(self, loss_fn: Loss, *, clip_norm: float | None, **kwargs: Any) -> None:
-        super().__init__(loss_fn, **kwargs)
-        self._watch = OverflowWatch()
-        self.clip_norm = check("clip_norm", clip_norm, optional(number("a number > 0", lambda x: x > 0)))
-        self._agreement.settings["clip_norm"] = self.clip_norm
-        self._options["clip_norm"] = self.clip_norm
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.clip_norm, self._watch = self.options.clip_norm, OverflowWatch()
 
     @one_batch
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, Metrics]:
@@ -96,7 +93,7 @@ class TrainStep(Step):
     def _make_jit(self, plan: ZeroPlan, state: TrainStateLike, out_shardings: PyTree = None) -> Jitted:
         if plan.has_records:
             check_can_compute(state)
-            options = make_compiler_options(plan, self.compiler_options)
+            options = make_compiler_options(plan, self.options.compiler_options)
             return RecordStep(self._gradients, state.tx, options, self._directions(plan))
         # Exactly those of the input, so that the next call has the same types and compiles nothing.
         return super()._make_jit(plan, state, (plan.view.map(lambda x, leaf: leaf.sharding, state), None))
@@ -208,12 +205,12 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
       >>> int(state.apply_gradients(grads=grads).step)
       1
     """
-    return ValueAndGrad(
-        loss_fn,
+    options = StepOptions(
         has_aux=has_aux,
         mutable=mutable,
-        merge=merge,
+        merge=merge or {},
         remat=remat,
         check_processes=check_processes,
         check_rows=check_rows,
     )
+    return ValueAndGrad(loss_fn, options)
