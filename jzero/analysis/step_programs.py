@@ -28,8 +28,7 @@ from jzero.core.state.record_states import detached
 from jzero.core.step.inputs import bytes_on_device, optional_rng
 from jzero.core.step.record_step import RecordStep
 from jzero.core.step.train_step import TrainStep
-from jzero.core.update.chunks import SumTarget
-from jzero.core.update.kernels import RecordKernel
+from jzero.core.update.kernels import PartKernel, SumTarget
 from jzero.core.update.program import UpdateProgram
 from jzero.core.update.run import Done, Operands
 from jzero.core.update.whole import Grad, StepGrads
@@ -134,7 +133,7 @@ def check_update_of(step: TrainStep, state: State, batch: PyTree, rng: jax.Array
 class _Largest(NamedTuple):
     """The largest record that a program computes: its kernel, its other operands, its place in a part."""
 
-    kernel: RecordKernel
+    kernel: PartKernel
     operands: Operands
     place: Box
 
@@ -230,7 +229,7 @@ class _StepPrograms:
         fields, slices = shapes(["record"], place.shape), shapes(["array", "grads", "params"], place.shape)
         return fields, slices, shapes(["scalar"], ()), start
 
-    def _results(self, kernels: Sequence[RecordKernel]) -> dict[int, PyTree]:
+    def _results(self, kernels: Sequence[PartKernel]) -> dict[int, PyTree]:
         """Returns the new parameters that a pass makes, as shapes."""
         new_params = {}
         for kernel in kernels:

@@ -175,14 +175,14 @@ MUTANTS = [
     ),
     Mutant(
         "padding_updated",
-        "core/update/chunks.py",
+        "core/update/kernels.py",
         "        if cut is None or not cut.is_padded:\n            return x",
         "        if True:\n            return x",
         "test_offload_optimizer.py::test_padding_stays_zero",
     ),
     Mutant(
         "padding_counts_in_sums",
-        "core/update/chunks.py",
+        "core/update/kernels.py",
         "part.without_padding(product, neutral)",
         "part.without_padding(product, 0)",
         "test_offload_optimizer.py::test_numbers_over_state_on_the_host_equal_one_device",

@@ -43,9 +43,8 @@ from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.placement import on_device
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.records.records import Records, first_holders
-from jzero.core.update.chunks import Part, SumTarget
 from jzero.core.update.columns import update_columns
-from jzero.core.update.kernels import RecordKernel
+from jzero.core.update.kernels import Part, PartKernel, SumTarget
 from jzero.core.update.program import UpdateProgram, inputs_of, record_program
 from jzero.core.update.run import Done, Operands, Run
 from jzero.core.update.split import REDUCTIONS
@@ -90,7 +89,7 @@ class RecordPrograms:
         self.plan = plan
         self._jitted: dict[Hashable, Callable[..., RecordResult]] = {}
 
-    def of(self, program: UpdateProgram, kernel: RecordKernel) -> Callable[..., RecordResult]:
+    def of(self, program: UpdateProgram, kernel: PartKernel) -> Callable[..., RecordResult]:
         """Returns `_compute` for a kernel of a program."""
         leaf = self.plan.leaves[kernel.param].grad
         targets = tuple(x._replace(number=0) if isinstance(x, SumTarget) else x for x in kernel.targets)
@@ -146,7 +145,7 @@ class RecordPass:
         pipeline = self.records.pipeline if pipeline is None else pipeline
         return pipeline.run(self._visit, None if self.writes else numbers, writes=self.writes)
 
-    def _prepare(self, kernel: RecordKernel, operands: Operands, step_arrays: StepArrays) -> None:
+    def _prepare(self, kernel: PartKernel, operands: Operands, step_arrays: StepArrays) -> None:
         """Splits the operands of a kernel over the devices that have a part of its parameter."""
         i, leaf = kernel.param, self.plan.leaves[kernel.param]
         read: dict[str, Callable[[int], jax.Array | PartsOnHost]] = {
@@ -238,7 +237,7 @@ def host_cpu() -> jax.Device:
 
 
 def _compute(  # noqa: PLR0913  # operands of a program, by kind
-    kernel: RecordKernel,
+    kernel: PartKernel,
     leaf: StateLeaf,
     fields: Sequence[jax.Array],
     slices: Sequence[jax.Array],

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,40 +26,16 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike
 
 from jzero.core.arrays.chunks import Chunk, Chunking, chunk_index, for_each_chunk, read_chunk, split, write_chunk
 from jzero.core.arrays.host_compute import run_on_cpu
-from jzero.core.base.types import DType, PyTree
-from jzero.core.layout.casts import positions_of
+from jzero.core.base.types import PyTree
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.placement import memory_of, on_device
 from jzero.core.layout.platform import platform_facts
 from jzero.core.plan.plan import ZeroPlan
+from jzero.core.update.kernels import Part, PartKernel, SumTarget
 from jzero.core.update.split import REDUCTIONS
-
-ChunkFunction: TypeAlias = Callable[
-    [Sequence[jax.Array], Callable[[], jax.Array], Sequence[jax.Array]], list[jax.Array]
-]
-
-
-class SumTarget(NamedTuple):
-    """A number over all elements of a parameter, joined from one per chunk, part or record.
-
-    Attributes:
-      number: Its number among all sums over parameters in records; 0 for another one.
-      how: A primitive of `REDUCTIONS`.
-      num_factors: How many results are multiplied first.
-    """
-
-    number: int
-    how: str
-    num_factors: int
-    dtype: DType
-
-
-Target: TypeAlias = int | DType | SumTarget
-"""What becomes of a result: the number of what it overwrites, the dtype of a new array; or it is a factor of a sum."""
 
 
 class ChunkPass(NamedTuple):
@@ -67,68 +43,29 @@ class ChunkPass(NamedTuple):
 
     Attributes:
       leaf: The layout of all these arrays.
-      fn: `fn(chunks, positions, scalars)` returns the results on one chunk of each array; `positions()` is each
-        element's position in the natural array, uint32.
-      arrays: The arrays as stored, on the host or on the devices.
+      kernel: What it computes of each chunk. Its targets are numbers of `arrays`, on the host or on the devices, dtypes
+        of new ones on the devices, or all sums.
+      arrays: The arrays as stored.
       scalars: 0-d arrays.
-      targets: What becomes of the results: arrays that they overwrite, new ones on the devices; or all are of sums.
       is_off_device: Whether arrays are on the host, so that the pass runs on each device's part, chunk by chunk; or
         it runs on whole arrays, which the compiler divides.
     """
 
     leaf: StateLeaf
-    fn: ChunkFunction
+    kernel: PartKernel
     arrays: Sequence[jax.Array]
     scalars: Sequence[jax.Array]
-    targets: Sequence[Target]
-    is_off_device: bool = True
+    is_off_device: bool
 
     @property
     def sums(self) -> list[SumTarget]:
         """Its targets, if all are sums; else none."""
-        return [t for t in self.targets if isinstance(t, SumTarget)]
+        return [t for t in self.kernel.targets if isinstance(t, SumTarget)]
 
     def on(self, part: Part, here: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the results on a part, see `by_target`."""
-        return by_target(part, self.fn(here, part.positions, scalars), self.targets)
-
-
-class Part(NamedTuple):
-    """A part of a leaf as stored, inside of a program of one device.
-
-    Attributes:
-      along: Returns the index of each element of the part along a dimension of the stored array.
-    """
-
-    leaf: StateLeaf
-    along: Callable[[int], jax.Array]
-
-    def positions(self) -> jax.Array:
-        """Returns the position of each element in the natural array."""
-        cut, shape = self.leaf.cut, self.leaf.shape
-        natural = shape if cut is None else cut.unpadded_shape
-        return positions_of(natural, [self.along(d) for d in range(len(natural))])
-
-    def without_padding(self, x: jax.Array, value: ArrayLike) -> jax.Array:
-        """Returns an array with a value in place of padding."""
-        cut = self.leaf.cut
-        if cut is None or not cut.is_padded:
-            return x
-        return jnp.where(self.along(cut.stored_dim) < cut.natural_size, x, jnp.asarray(value, x.dtype))
-
-
-def by_target(part: Part, outs: Sequence[jax.Array], targets: Sequence[Target]) -> list[jax.Array]:
-    """Returns what becomes of a kernel's results on a part: zeros as padding, and sums as 0-d arrays."""
-    left = iter(outs)
-
-    def result(target: Target) -> jax.Array:
-        if not isinstance(target, SumTarget):
-            return part.without_padding(next(left), 0)
-        reduce, _, neutral = REDUCTIONS[target.how]
-        product = functools.reduce(lax.mul, [next(left).astype(target.dtype) for _ in range(target.num_factors)])
-        return reduce(part.without_padding(product, neutral)).astype(target.dtype)
-
-    return list(map(result, targets))
+        """Returns the results on a part of the arrays."""
+        operands = {"array": here, "scalar": scalars}
+        return self.kernel.on(part, lambda x: operands[x.kind][x.number], here[0].shape)
 
 
 def run_pass(plan: ZeroPlan, x: ChunkPass) -> list[jax.Array]:
@@ -137,7 +74,7 @@ def run_pass(plan: ZeroPlan, x: ChunkPass) -> list[jax.Array]:
         outs = x.on(_whole(x.leaf), x.arrays, x.scalars)
         if x.sums:
             return outs
-        dtypes = [x.arrays[t].dtype if isinstance(t, int) else t for t in x.targets]
+        dtypes = [x.arrays[t].dtype if isinstance(t, int) else t for t in x.kernel.targets]
         cast = [y.astype(dtype) for y, dtype in zip(outs, dtypes, strict=True)]
         return [lax.with_sharding_constraint(y, x.leaf.device_sharding) for y in cast]
     spec = x.leaf.device_sharding.spec
@@ -146,7 +83,7 @@ def run_pass(plan: ZeroPlan, x: ChunkPass) -> list[jax.Array]:
         functools.partial(_on_host if plan.config.offload.compute == "host" else _in_chunks, plan, x),
         mesh=plan.mesh,
         in_specs=([spec] * len(x.arrays), PartitionSpec()),
-        out_specs=[one_each if x.sums else spec] * len(x.targets),
+        out_specs=[one_each if x.sums else spec] * len(x.kernel.targets),
         check_vma=False,
     )
     results = mapped(list(x.arrays), list(x.scalars))
@@ -158,7 +95,8 @@ def run_pass(plan: ZeroPlan, x: ChunkPass) -> list[jax.Array]:
 def _in_chunks(plan: ZeroPlan, x: ChunkPass, arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
     """Runs a pass on a device's part, chunk by chunk."""
     shape, first = arrays[0].shape, first_index(x.leaf, arrays[0].shape)
-    overwriting = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
+    # By the number of an array: that of the result that overwrites it.
+    overwriting = {t: k for k, t in enumerate(x.kernel.targets) if isinstance(t, int)}
     written = [arrays[t] for t in overwriting]
     chunking = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
     views = [y.reshape(chunking.view) for y in arrays]
@@ -176,15 +114,15 @@ def _in_chunks(plan: ZeroPlan, x: ChunkPass, arrays: list[jax.Array], scalars: l
     if x.sums:
         begin = [jnp.asarray(REDUCTIONS[t.how].neutral, t.dtype) for t in x.sums]
         return [y[None] for y in for_each_chunk(step, begin, chunking)]
-    begin = [views[t] if isinstance(t, int) else jnp.zeros(chunking.view, t) for t in x.targets]
+    begin = [views[t] if isinstance(t, int) else jnp.zeros(chunking.view, t) for t in x.kernel.targets]
     return [y.reshape(shape) for y in for_each_chunk(step, begin, chunking)]
 
 
 def _on_host(plan: ZeroPlan, x: ChunkPass, arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
     """Runs a pass on a device's part, on the host's CPU."""
     shape = arrays[0].shape
-    host_targets = [t for t in x.targets if isinstance(t, int) and memory_of(arrays[t]) == "host"]
-    stays = [t in host_targets for t in x.targets]
+    host_targets = [t for t in x.kernel.targets if isinstance(t, int) and memory_of(arrays[t]) == "host"]
+    stays = [t in host_targets for t in x.kernel.targets]
 
     def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         outs = x.on(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)

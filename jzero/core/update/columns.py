@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.core.layout.leaves import LeafPlan, StateLeaf
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.update.chunks import Part, first_index
-from jzero.core.update.kernels import RecordKernel
+from jzero.core.update.chunks import first_index
+from jzero.core.update.kernels import Part, PartKernel
 from jzero.core.update.run import Operands
 
 
@@ -30,7 +30,7 @@ def _specs(leaf: StateLeaf) -> tuple[PartitionSpec, PartitionSpec]:
 
 def update_columns(  # noqa: PLR0913  # operands of a kernel, by kind
     plan: ZeroPlan,
-    kernel: RecordKernel,
+    kernel: PartKernel,
     operands: Operands,
     grad: jax.Array,
     param: jax.Array,

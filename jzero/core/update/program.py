@@ -35,8 +35,7 @@ from jzero.core.layout.stored import InRecords, Like
 from jzero.core.plan.matrices import Matrices, Work, find_matrices
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.planned_matrices import warn_of_whole
-from jzero.core.update.chunks import SumTarget, Target
-from jzero.core.update.kernels import Field, OperandSource, RecordKernel, _in_records
+from jzero.core.update.kernels import Field, OperandSource, PartKernel, SumTarget, Target, _in_records
 from jzero.core.update.split import EquationKind, Kernel, Split, kernel_of, split_update
 from jzero.core.update.whole import After, Before, Grad, WholeUpdate
 
@@ -118,18 +117,18 @@ class UpdateProgram:
         return targets
 
     @functools.cached_property
-    def passes(self) -> list[list[RecordKernel]]:
+    def passes(self) -> list[list[PartKernel]]:
         """What each pass over records computes: those that only read, for sums, then the one that makes new records."""
         return [self._record_kernels(level) for level in range(self.num_levels + 1)]
 
-    def _record_kernels(self, level: int) -> list[RecordKernel]:
+    def _record_kernels(self, level: int) -> list[PartKernel]:
         """Returns what a pass over records computes: sums, or in the last one new records and parameters."""
         outs, kernels = self.split.jaxpr.outvars, []
         if level == self.num_levels:
             for i in self.plan.record_fields:
                 targets = self.targets(i)
                 places = [self._place(v) if isinstance(v, Var) else v for v in targets.values()]
-                kernels += [self._record_kernel(i, [outs[k] for k in targets], places)] if targets else []
+                kernels += [self.part_kernel(i, [outs[k] for k in targets], places)] if targets else []
             return kernels
         sums: dict[int, list[int]] = {}
         for step in self.steps:
@@ -141,14 +140,15 @@ class UpdateProgram:
                 SumTarget(self.sums[k], x.primitive.name, len(x.invars), compat.type_of(x.outvars[0]).dtype)
                 for k, x in zip(members, eqns, strict=True)
             ]
-            kernels.append(self._record_kernel(i, [v for x in eqns for v in x.invars], of))
+            kernels.append(self.part_kernel(i, [v for x in eqns for v in x.invars], of))
         return kernels
 
     def _place(self, v: Var) -> int | DType:
         source = self.fields[v].source
         return source.number if source.kind == "record" else compat.type_of(v).dtype
 
-    def _record_kernel(self, i: int, outputs: Sequence[Atom], targets: Sequence[Target]) -> RecordKernel:
+    def part_kernel(self, i: int, outputs: Sequence[Atom], targets: Sequence[Target]) -> PartKernel:
+        """Returns what computes some values of a parameter part by part."""
         kernel, arrays, scalars = self.kernel(outputs), list[Var](), list[Var]()
 
         def source(v: Var) -> OperandSource:
@@ -161,7 +161,7 @@ class UpdateProgram:
 
         sources = tuple(map(source, kernel.reads))
         structure = self.number_of(kernel.piece())
-        return RecordKernel(i, kernel, sources, tuple(targets), tuple(arrays), tuple(scalars), structure)
+        return PartKernel(i, kernel.__call__, sources, tuple(targets), tuple(arrays), tuple(scalars), structure)
 
     @functools.cached_property
     def needs_grads(self) -> bool:

@@ -40,8 +40,8 @@ from jzero.core.layout.mesh import batch_axes
 from jzero.core.layout.placement import memory_of
 from jzero.core.layout.stored import InRecords, Stored
 from jzero.core.plan.plan import ZeroPlan
-from jzero.core.update.chunks import ChunkPass, SumTarget, Target, run_pass
-from jzero.core.update.kernels import RecordKernel
+from jzero.core.update.chunks import ChunkPass, run_pass
+from jzero.core.update.kernels import PartKernel, SumTarget, Target
 from jzero.core.update.owned import compute_owned
 from jzero.core.update.program import (
     Input,
@@ -208,12 +208,11 @@ class Run:
             return {}
         assert grad is not None
         leaf = self.plan.leaves[i].grad
-        array = self.array(grad.reduced, leaf)
-        overwritten = {k: self.array(x, leaf) if isinstance(x, Var) else x for k, x in targets.items()}
+        array, overwritten = self.array(grad.reduced, leaf), dict(targets)
         new_arrays = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
         for k, dtype in new_arrays.items():  # it overwrites the gradient if that is wide enough
             if can_represent(array.dtype, dtype) and memory_of(array) == "device":
-                overwritten[k] = array
+                overwritten[k] = grad.reduced
         results = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
         new = dict(zip(targets, results, strict=True))
         return new | {k: round_to(new[k], dtype) for k, dtype in new_arrays.items()}
@@ -228,8 +227,8 @@ class Run:
         places = {k: self.arrays[v] for k, v in self.program.targets(i).items() if isinstance(v, Var)}
         return {k: x if isinstance(x := places.get(k), InRecords) else result for k in self.program.targets(i)}
 
-    def operands(self, of: RecordKernel) -> Operands:
-        """Returns what a pass over records reads beside them."""
+    def operands(self, of: PartKernel) -> Operands:
+        """Returns what a pass reads beside records: arrays laid out like the gradient, and scalars."""
         leaf = self.plan.leaves[of.param].grad
         return Operands(*([self.array(v, leaf) for v in some] for some in (of.arrays, of.scalars)))
 
@@ -246,27 +245,16 @@ class Run:
         x = jnp.asarray(self.value(v))
         return leaf.store(x.reshape(leaf.shape)) if x.ndim else x
 
-    def _pass(self, i: int, outputs: Sequence[Atom], targets: Sequence[jax.Array | Target]) -> ChunkPass:
-        """Returns the pass that computes `outputs` of a parameter, and overwrites the `targets` that are arrays."""
-        leaf, kernel = self.plan.leaves[i].grad, self.program.kernel(outputs)
-        structure = self.program.number_of(kernel.piece())
-        fn = self.shared.setdefault(structure, jax.jit(kernel.__call__, static_argnums=1))
-
-        reads = [self.stored(v, leaf) for v in kernel.reads]
-        assert not any(isinstance(x, InRecords) for x in reads)
-        distinct = IdDict((x, None) for x in (*reads, *targets) if isinstance(x, jax.Array))
-        arrays, scalars = ([x for x in distinct if bool(x.ndim) == has_dims] for has_dims in (True, False))
-
-        def on_chunks(
-            chunks: Sequence[jax.Array], positions: Callable[[], jax.Array], some: Sequence[jax.Array]
-        ) -> list[jax.Array]:
-            here = IdDict(zip((*arrays, *scalars), (*chunks, *some), strict=True))
-            values = [here[x] if isinstance(x, jax.Array) else positions() for x in reads]
-            return fn(values, chunks[0].shape)
-
-        place = IdDict((x, k) for k, x in enumerate(arrays))
-        places = [place[x] if isinstance(x, jax.Array) else x for x in targets]
-        return ChunkPass(leaf, on_chunks, arrays, scalars, places, is_off_device=i in off_device_params(self.plan))
+    def _pass(self, i: int, outputs: Sequence[Atom], targets: Sequence[Var | Target]) -> ChunkPass:
+        """Returns the pass that computes `outputs` of a parameter, and overwrites the `targets` that are variables."""
+        leaf, of = self.plan.leaves[i].grad, self.program.part_kernel(i, outputs, ())
+        fn = self.shared.setdefault(of.structure, jax.jit(of.kernel, static_argnums=1))
+        arrays = list(dict.fromkeys([*of.arrays, *(x for x in targets if isinstance(x, Var))]))
+        places = tuple(arrays.index(x) if isinstance(x, Var) else x for x in targets)
+        operands = self.operands(of._replace(arrays=tuple(arrays)))
+        return ChunkPass(
+            leaf, of._replace(kernel=fn, targets=places), *operands, is_off_device=i in off_device_params(self.plan)
+        )
 
     def warn(self) -> None:
         """Warns of state on the host that was needed whole."""
