@@ -1,6 +1,6 @@
 """Loss and gradients with the collectives of the stage: runs the passes, with `shard_map` around the walk.
 
-    loss_and_grads(traced, plan, inputs, micro, *, grads_to_host) -> LossResult
+    loss_and_grads(traced, plan, inputs, micro, *, differentiates, grads_to_host) -> LossResult
 
 It runs inside `jit`. Each device runs the walk over the joint jaxpr on its own rows of the global batch; micro-batches
 are a loop around the walk. The result is the loss of the whole batch, and its gradients in the layout of the plan, with
@@ -96,42 +96,20 @@ def loss_and_grads(
     inputs: LossInputs,
     micro: MicroBatches = WHOLE_BATCH,
     *,
+    differentiates: bool = True,
     grads_to_host: bool = False,
 ) -> LossResult:
-    """Evaluates a traced loss and its gradients over the whole batch, inside `jit`.
+    """Evaluates a traced loss, and its gradients, over the whole batch, inside `jit`.
 
     Args:
       traced: The loss.
       plan: The plan of the state.
       inputs: The inputs of the loss.
       micro: How to split the batch.
+      differentiates: Whether there are gradients. If not, each parameter is gathered once per use.
       grads_to_host: Whether gradients go to the host as soon as they are reduced, if their parameter and all its
         optimizer state are there. With several micro-batches they do not.
     """
-    return _run(traced, plan, inputs, micro, differentiates=True, grads_to_host=grads_to_host)
-
-
-def bytes_of_kept_blocks(traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> int:
-    """Returns the bytes that the blocks of `Keep` save on one device for the backward pass of a micro-batch."""
-    local_step = _LocalStep(traced, plan, micro, differentiates=True, carried=[], grads_to_host=False)
-    with set_if_explicit(plan.loss_mesh):
-        return kept_bytes(local_step.joint([]).jaxpr)
-
-
-def evaluate_loss(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
-    """Evaluates a traced loss over the whole batch, inside `jit`. Gathers each parameter once per use."""
-    return _run(traced, plan, inputs, WHOLE_BATCH, differentiates=False)
-
-
-def _run(
-    traced: TracedLoss,
-    plan: ZeroPlan,
-    inputs: LossInputs,
-    micro: MicroBatches,
-    *,
-    differentiates: bool,
-    grads_to_host: bool = False,
-) -> LossResult:
     plan = plan.with_written(traced.written_paths)
     carried = carried_leaves(plan, inputs.carried)
     leaves = [
@@ -160,6 +138,13 @@ def _run(
         check_vma=False,
     )
     return LossResult(**mapped(*leaves))
+
+
+def bytes_of_kept_blocks(traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> int:
+    """Returns the bytes that the blocks of `Keep` save on one device for the backward pass of a micro-batch."""
+    local_step = _LocalStep(traced, plan, micro, differentiates=True, carried=[], grads_to_host=False)
+    with set_if_explicit(plan.loss_mesh):
+        return kept_bytes(local_step.joint([]).jaxpr)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.config.zero import refers_to_config
-from jzero.core.engine.gradients import evaluate_loss
+from jzero.core.engine.gradients import loss_and_grads
 from jzero.core.engine.outputs import Marked, Summed, Weighted
 from jzero.core.layout.set_mesh import for_program
 from jzero.core.state.adapter import Loss, adapt_sharded
@@ -35,7 +35,7 @@ class EvalStep(Step):
 
     def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         traced, inputs = self.loss.checked_trace(state, batch, rng)
-        metrics = evaluate_loss(traced, state.tx.plan, inputs).aux
+        metrics = loss_and_grads(traced, state.tx.plan, inputs, differentiates=False).aux
         return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
 
 
