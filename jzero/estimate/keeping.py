@@ -29,7 +29,6 @@ import dataclasses
 import logging
 import math
 import re
-from typing import NamedTuple
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
@@ -41,6 +40,7 @@ from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.table import format_bytes
+from jzero.core.step.choice import Chosen
 from jzero.core.step.train_step import TrainStep
 from jzero.estimate.step_memory import StepMemory, memory_of_step
 from jzero.machines.machine import Machine
@@ -53,35 +53,9 @@ FREED = 0.5
 """The part of its activations that a recomputed block is taken to free: the estimate of a second trace decides."""
 
 
-class KeepingStep(NamedTuple):
-    """A step that keeps what fits.
-
-    Attributes:
-      step: The step.
-      keep: Its option `remat`.
-      memory: Its estimated memory.
-      limit: What a step may use of a device, in bytes.
-    """
-
-    step: TrainStep
-    keep: Keep
-    memory: StepMemory
-    limit: int
-
-    @property
-    def peak(self) -> int:
-        """Its estimated peak, in bytes."""
-        return self.memory.peak
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits, though nothing was compiled."""
-        return self.memory.peak <= KEPT_SHARE * self.limit
-
-
 def choose_kept(
     step: TrainStep, arguments: tuple[TrainStateLike, PyTree, PyTree], hardware: Machine | None, limit: int
-) -> KeepingStep | None:
+) -> Chosen | None:
     """Returns the step that keeps what fits, see [Note: Kept by default]; `None` if that is nothing.
 
     `None`, too, if the estimate fails: `attempt` logs it, and the step stays at "cheap", which needs no estimate.
@@ -95,12 +69,12 @@ def choose_kept(
     traced, _ = step.loss.trace(*arguments)
     choice = attempt(_most_that_fits, step, arguments, traced, hardware, limit)
     if choice is not None:
-        params = choice.keep.params
+        keep: Keep = choice.step.remat
         logging.getLogger("jzero").info(
             "The step keeps %s parameters and %s blocks between its passes: %s of %s (estimated).",
-            params if params == "all" else len(params),
-            choice.keep.blocks,
-            format_bytes(choice.memory.peak),
+            keep.params if keep.params == "all" else len(keep.params),
+            keep.blocks,
+            format_bytes(choice.peak),
             format_bytes(limit),
         )
     return choice
@@ -112,7 +86,7 @@ def _most_that_fits(
     traced: TracedLoss,
     hardware: Machine | None,
     limit: int,
-) -> KeepingStep | None:
+) -> Chosen | None:
     plan: ZeroPlan = arguments[0].tx.plan
     cut = [leaf for leaf in plan.leaves if leaf.param.cut is not None]
     looped = _loop_shapes(traced.jaxpr)
@@ -123,18 +97,19 @@ def _most_that_fits(
         return None
     params = "all" if kept == cut else tuple(re.escape(leaf.param.path) for leaf in kept)
 
-    def keeping(blocks: int) -> KeepingStep:
+    def keeping(blocks: int) -> tuple[TrainStep, StepMemory]:
         keep = Keep(params=params, blocks=blocks)
         candidate = step.with_remat(keep)
         candidate.loss.begin_with(dataclasses.replace(traced, remat=keep))
-        return KeepingStep(candidate, keep, memory_of_step(candidate, arguments, hardware), limit)
+        return candidate, memory_of_step(candidate, arguments, hardware)
 
-    choice = keeping(total)
-    if total and not choice.fits:
-        excess = choice.memory.peak - KEPT_SHARE * limit
-        blocks = total - math.ceil(excess / max(1, FREED * choice.memory.activation_bytes / total))
-        choice = keeping(blocks) if blocks >= 0 else choice
-    return choice if choice.fits else None
+    chosen, memory = keeping(total)
+    excess = memory.peak - KEPT_SHARE * limit
+    if total and excess > 0:
+        blocks = total - math.ceil(excess / max(1, FREED * memory.activation_bytes / total))
+        if blocks >= 0:
+            chosen, memory = keeping(blocks)
+    return Chosen(chosen, memory.peak, limit) if memory.peak <= KEPT_SHARE * limit else None
 
 
 def _loop_shapes(jaxpr: AnyJaxpr) -> set[tuple[int, ...]]:

@@ -315,8 +315,8 @@ MUTANTS = [
     Mutant(
         "kept_beyond_the_share",
         "estimate/keeping.py",
-        "return self.memory.peak <= KEPT_SHARE * self.limit",
-        "return True",
+        "if memory.peak <= KEPT_SHARE * limit else None",
+        "if True else None",
         "test_kept_by_default.py::test_as_many_blocks_stay_as_fit",
     ),
     Mutant(

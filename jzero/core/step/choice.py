@@ -12,7 +12,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -32,20 +32,18 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"
 """In the message of an error: a device has too little memory left."""
 
 
-class Chosen(Protocol):
-    """What a training step chooses to keep, and the step that keeps it."""
+class Chosen(NamedTuple):
+    """What a training step chose to keep.
 
-    @property
-    def step(self) -> Any:
-        """The step."""
+    Attributes:
+      step: The step that keeps it.
+      peak: Its estimated peak, in bytes.
+      limit: What it may use of a device, in bytes.
+    """
 
-    @property
-    def peak(self) -> int:
-        """Its estimated peak, in bytes."""
-
-    @property
-    def limit(self) -> int:
-        """What it may use of a device, in bytes."""
+    step: Any
+    peak: int
+    limit: int
 
 
 Choose: TypeAlias = Callable[[Any, tuple[TrainStateLike, PyTree, PyTree], Machine | None, int], Chosen | None]
