@@ -106,10 +106,8 @@ class StepLoss:
         seen = plan.with_written({leaves[x.source].path for x in traced.written})
         if seen.seen_dtypes != plan.seen_dtypes:
             traced = trace(seen)
-        traced, doubled = (
-            traced.with_remat(self.options.remat, plan),
-            functools.cache(functools.partial(trace, seen, 2)),
-        )
+        traced = traced.with_remat(self.options.remat, plan)
+        doubled = functools.cache(functools.partial(trace, seen, 2))
         results = attempt(results_of, traced) or []
         checks = self.options.check_rows and self._num_parts(plan) > 1
         if traced.written or checks or any(x.must_be_constant for x in results):
