@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 import jzero
 import jzero.data
+from jzero.core.config.settings import check_fields
 from tests import shared
 
 loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
@@ -110,6 +112,31 @@ def test_whatever_an_argument_of_choices_is_given_it_says_what_it_takes(function
         for value in ARRAYS:
             with pytest.raises(ValueError, match=rf"`{name}` must .*: got "):
                 call(**{name: value})
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """Fields whose types list their values, and two whose types do not."""
+
+    place: Literal["none", "host", "disk"] = "none"
+    flag: bool = False
+    dtype: Literal["float32"] | None = None
+    keeps: bool | Literal["cheap"] | None = None
+    free: tuple[bool, ...] | str = ()
+    number: int | None = None
+
+    def __post_init__(self):
+        check_fields(self, prefix="Listed.")
+
+
+def test_a_field_takes_what_its_type_lists():
+    assert Listed("disk", True, "float32", "cheap", 3, "x").place == "disk"
+    assert Listed(flag=np.bool_(True)).flag is True
+    for name, value in {"place": "device", "flag": 1, "dtype": "int8", "keeps": 0}.items():
+        with pytest.raises(ValueError, match=rf"`Listed.{name}` must be .*: got {value!r}"):
+            Listed(**{name: value})
+    with pytest.raises(ValueError, match=r"one of \('none', 'host', 'disk'\)"):
+        Listed("device")
 
 
 NUMBERS = "stage", "persistence_threshold", "prefetch_bytes"

@@ -33,7 +33,7 @@ from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR
 from jzero.checkpoint.shards import read_shards
 from jzero.core.base.types import State, TrainStateLike
 from jzero.core.config.precision import is_key
-from jzero.core.config.settings import FLAG, check_fields
+from jzero.core.config.settings import check_fields
 from jzero.core.layout.casts import describe_misfit
 from jzero.core.layout.leaves import StateLeaf
 from jzero.core.layout.placement import copy_array, on_device
@@ -63,7 +63,7 @@ class Choice:
     donate: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, {"params_only": FLAG, "strict": FLAG, "donate": FLAG})
+        check_fields(self)
 
     @property
     def is_partial(self) -> bool:

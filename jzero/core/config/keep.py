@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from jzero.core.config.settings import Setting, check_fields, integer, one_of
+from jzero.core.config.settings import Setting, check_fields, integer
 
 
 def _patterns(value: object) -> str | tuple[str, ...]:
@@ -57,7 +57,6 @@ class Keep:
         allowed = {
             "params": Setting("'all', or regular expressions over paths of parameters", _patterns),
             "blocks": integer(0),
-            "remat": one_of("cheap", "as_written", True, False),
         }
         check_fields(self, allowed, prefix="Keep.")
         if self.blocks and self.remat != "cheap":

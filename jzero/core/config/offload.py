@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Literal
 
-from jzero.core.config.settings import FLAG, Setting, check_fields, integer, number, one_of, optional
+from jzero.core.config.settings import Setting, check_fields, integer, number, optional
 
 
 def byte_count(least: int) -> Setting[int]:
@@ -58,7 +58,6 @@ class ZenFlow:
             "topk_ratio": number("a number from 0 to 1", lambda x: 0 <= x <= 1),
             "update_interval": integer(1),
             "select_interval": integer(1),
-            "overlap": FLAG,
             "warm_up_steps": integer(0),
         }
         check_fields(self, allowed, prefix="ZenFlow.")
@@ -169,17 +168,12 @@ class Offload:
 
     def __post_init__(self) -> None:
         allowed = {
-            "optimizer": one_of("none", "host", "disk"),
-            "params": one_of("none", "host", "disk"),
             "ratio": number("a number from 0 to 1", lambda x: 0 <= x <= 1),
             "chunk_bytes": byte_count(1),
             "device_budget_bytes": optional(byte_count(0)),
-            "compute": one_of("device", "host"),
-            "delay": one_of(0, 1, says="0 or 1"),
             "zenflow": optional(Setting("a `jzero.ZenFlow`", _zenflow)),
             "path": optional(Setting("a folder, as text or as a `pathlib.Path`", _path)),
             "disk_threads": integer(1),
-            "disk_checksum": FLAG,
         }
         check_fields(self, allowed, prefix="Offload.")
         self._check_places()

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jzero.core.base.types import DType
-from jzero.core.config.settings import FLAG, Setting, check_fields, integer, number, optional
+from jzero.core.config.settings import Setting, check_fields, integer, number, optional
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 MAX_LOSS_SCALE = 2.0**100
@@ -51,7 +51,7 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         scale, count = number("a number > 0, up to 2^100", _is_scale), integer(1)
         allowed = {"initial": scale, "minimum": scale, "window": count, "hysteresis": count}
-        check_fields(self, {**allowed, "consecutive_hysteresis": FLAG}, prefix="DynamicLossScale.")
+        check_fields(self, allowed, prefix="DynamicLossScale.")
         if self.minimum > self.initial:
             raise ValueError(
                 f"`DynamicLossScale.minimum` ({self.minimum}) is above `initial` ({self.initial}): lower one of them."
@@ -114,8 +114,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("compute_dtype", "reduce_dtype", "accumulate_dtype", "master_dtype"), DTYPE)
-        others = {"state_dtype": STATE_DTYPE, "skip_nonfinite": FLAG, "loss_scale": LOSS_SCALE}
-        check_fields(self, {**dtypes, **others}, prefix="Precision.")
+        check_fields(self, {**dtypes, "state_dtype": STATE_DTYPE, "loss_scale": LOSS_SCALE}, prefix="Precision.")
         if self.master_dtype is not None and self.compute_dtype is None:
             raise ValueError(
                 f"`Precision.master_dtype` is {self.master_dtype!r} but `compute_dtype` is None, which leaves all "

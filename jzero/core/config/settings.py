@@ -8,6 +8,10 @@ meant.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -73,10 +77,36 @@ def shown(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def check_fields(settings: object, allowed: Mapping[str, Setting[object]], *, prefix: str = "") -> None:
-    """Checks the fields of a frozen dataclass, and replaces them by the results of `check`."""
-    for name, setting in allowed.items():
+def check_fields(settings: object, allowed: Mapping[str, Setting[object]] | None = None, *, prefix: str = "") -> None:
+    """Checks the fields of a frozen dataclass, and replaces them by the results of `check`.
+
+    Args:
+      settings: The dataclass.
+      allowed: What its fields allow. A field whose type lists all its values, such as `Literal["none", "host"]`, needs
+        no entry.
+      prefix: Of the names of fields in errors.
+    """
+    for name, setting in {**_listed(type(settings)), **(allowed or {})}.items():  # type: ignore[arg-type]
         object.__setattr__(settings, name, check(prefix + name, getattr(settings, name), setting))
+
+
+@functools.cache
+def _listed(cls: type) -> dict[str, Setting[object]]:
+    """Returns the settings of the fields whose types list their values."""
+    hints = typing.get_type_hints(cls)
+    found = {name: one_of(*values) for name, hint in hints.items() if (values := _values(hint))}
+    return found | {name: FLAG for name, hint in hints.items() if hint is bool}
+
+
+def _values(hint: object) -> tuple[object, ...]:
+    """Returns all values of a type; none if it does not list them."""
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if kind is typing.Literal:
+        return parts
+    if kind in (typing.Union, types.UnionType):
+        of_parts = list(map(_values, parts))
+        return tuple(itertools.chain(*of_parts)) if all(of_parts) else ()
+    return (True, False) if hint is bool else (None,) if hint is types.NoneType else ()
 
 
 def one_of(*choices: T, says: str | None = None) -> Setting[T]:

@@ -11,7 +11,7 @@ from typing import Literal, ParamSpec, TypeVar
 
 from jzero.core.config.offload import Offload, byte_count
 from jzero.core.config.precision import DTYPE, STATE_DTYPE, DtypeName, Precision, resolve_precision
-from jzero.core.config.settings import FLAG, Setting, check_fields, integer, one_of, optional
+from jzero.core.config.settings import Setting, check_fields, integer, optional
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,7 @@ class Quantization:
     frozen: Literal["none", "int8", "nf4"] = "none"
 
     def __post_init__(self) -> None:
-        allowed = {
-            "gather": one_of("none", "int8"),
-            "reduce": one_of("none", "int8", "int4"),
-            "frozen": one_of("none", "int8", "nf4"),
-        }
-        check_fields(self, allowed, prefix="Quantization.")
+        check_fields(self, prefix="Quantization.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,13 +94,9 @@ class LeafRule:
     def __post_init__(self) -> None:
         allowed = {
             "dim": optional(integer(0)),
-            "persistent": one_of(None, True, False, says="None, True or False"),
-            "replicated": FLAG,
             "scan_dim": optional(integer(-1)),
             "compute_dtype": DTYPE,
             "state_dtype": STATE_DTYPE,
-            "offload": one_of(None, True, False, says="None, True or False"),
-            "quantize": one_of(None, False, says="None or False"),
         }
         check_fields(self, allowed, prefix="LeafRule.")
         if self.replicated and (self.dim is not None or self.persistent is False):
@@ -120,7 +111,6 @@ class LeafRule:
             )
 
 
-STAGES = (0, 1, 2, 3)
 PADDING_THRESHOLD = 16_384
 """Most elements of a leaf that stays whole by default if it cannot be cut evenly: 64 KiB in float32."""
 
@@ -225,19 +215,14 @@ class ZeroConfig:
         )
         elements = integer(0, says="a number of elements, an integer >= 0")
         allowed = {
-            "stage": one_of(*STAGES),
             "axis": name,
             "node_axis": optional(node),
-            "secondary_params": FLAG,
-            "secondary_grads": FLAG,
             "context_axis": optional(context),
             "replica_axis": optional(other),
             "persistence_threshold": elements,
             "model_persistence_threshold": optional(elements),
             "padding_threshold": optional(elements),
-            "reshard_after_forward": FLAG,
             "prefetch_bytes": optional(byte_count(0)),
-            "reduce_scatter": FLAG,
             "all_gather_bucket_bytes": optional(byte_count(1)),
             "reduce_bucket_bytes": optional(byte_count(1)),
         }
