@@ -7,11 +7,14 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
 from jzero.core.config.offload import Offload, byte_count
 from jzero.core.config.precision import DTYPE, STATE_DTYPE, DtypeName, Precision, resolve_precision
 from jzero.core.config.settings import Setting, check_fields, integer, optional
+
+Rounded: TypeAlias = Literal["int8", "int4"]
+"""The kinds of blocks in which gradients can be summed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class Quantization:
     """
 
     gather: Literal["none", "int8"] = "none"
-    reduce: Literal["none", "int8", "int4"] = "none"
+    reduce: Literal["none", Rounded] = "none"
     frozen: Literal["none", "int8", "nf4"] = "none"
 
     def __post_init__(self) -> None:

@@ -26,18 +26,18 @@ from jax import lax
 
 from jzero.core.base.types import DType
 from jzero.core.config.precision import cast_dtype, is_float8
-from jzero.core.config.zero import ZeroConfig
+from jzero.core.config.zero import Rounded, ZeroConfig
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.blocks import pack, packed_size, unpack
 from jzero.core.layout.cut import Cut, apply_to_parts
 from jzero.core.layout.mesh import AnyMesh, axes_within_nodes, num_parts
 
-Sum: TypeAlias = Literal["scatter", "slice", "int8", "int4", "copy"]
+Sum: TypeAlias = Literal["scatter", "slice", "copy", Rounded]
 """How gradients are summed along a mesh axis.
 
-"scatter": by a reduce-scatter. "slice": by an all-reduce, of which each device keeps its part. "int8", "int4": in fp32,
-after an exchange of blocks of integers to which each device rounds its summands. "copy": by an all-reduce, since all
-devices along the axis hold the same shards.
+"scatter": by a reduce-scatter. "slice": by an all-reduce, of which each device keeps its part. "copy": by an
+all-reduce, since all devices along the axis hold the same shards. Others: in fp32, after an exchange of blocks of
+integers to which each device rounds its summands.
 """
 
 
