@@ -352,3 +352,6 @@ def test_what_cannot_be(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             sharded(flow(), tx=tx, stage=stage)
+    state = sharded(flow())
+    with pytest.raises(ValueError, match=r"outside of programs \(`Offload\(zenflow=...\)`\)"):
+        state.tx.update(state.params, state.opt_state, state.params)

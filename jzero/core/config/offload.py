@@ -232,6 +232,17 @@ class Offload:
         return self.optimizer == "disk" or self.delays_updates
 
     @property
+    def records_in(self) -> Literal["host", "disk"]:
+        """Where records are: in the host's memory, or on a disk."""
+        return "host" if self.path is None else "disk"
+
+    @property
+    def made_records(self) -> str:
+        """The option that put state into records, as in the user's program."""
+        delayed = "delay=1" if self.delay else "zenflow=..."
+        return delayed if self.delays_updates else f"optimizer={self.optimizer!r}"
+
+    @property
     def delays_updates(self) -> bool:
         """Whether updates count later than the step that they belong to."""
         return bool(self.delay) or self.zenflow is not None

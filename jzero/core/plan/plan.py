@@ -284,7 +284,7 @@ class ZeroPlan(Report):
         """
         offload, grads = self.config.offload, [self.leaves[i].grad for i in self.record_fields]
         sums = [dataclasses.replace(x, dtype=wide_dtype(x.dtype)) for x in grads]
-        records = 0 if offload.optimizer == "disk" else self._record_bytes * (1 if offload.delay else 2)
+        records = 0 if offload.records_in == "disk" else self._record_bytes * (1 if offload.delay else 2)
         return BytesPerDevice(
             params=sum_bytes(self._terms["params"], "host"),
             grads=2 * sum_bytes(sums) if offload.zenflow else sum_bytes(grads) if offload.delay else 0,
@@ -294,7 +294,7 @@ class ZeroPlan(Report):
     @property
     def disk_bytes_per_device(self) -> int:
         """Bytes of one device's state on disk: two copies, since a step writes one while it reads the other."""
-        return 2 * self._record_bytes if self.config.offload.optimizer == "disk" else 0
+        return 2 * self._record_bytes if self.config.offload.records_in == "disk" else 0
 
     @functools.cached_property
     def _record_bytes(self) -> int:

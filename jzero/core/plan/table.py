@@ -107,7 +107,7 @@ def rest(rows: Sequence[object], max_rows: int | None) -> list[str]:
 
 def _memory(leaf: StateLeaf, config: ZeroConfig) -> str:
     """Returns a leaf's memory as the table names it."""
-    return {"records": "host" if config.offload.path is None else "disk"}.get(leaf.memory, leaf.memory)
+    return config.offload.records_in if leaf.in_records else leaf.memory
 
 
 def _placement(leaf: StateLeaf, config: ZeroConfig) -> str:

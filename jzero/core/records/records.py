@@ -125,7 +125,7 @@ class Records:
     @property
     def where(self) -> str:
         """Where they are: in the memory of the host, or on a disk."""
-        return "host" if self.plan.config.offload.path is None else "disk"
+        return self.plan.config.offload.records_in
 
     def require_not_released(self) -> None:
         """Raises if the space was given back."""

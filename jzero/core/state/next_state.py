@@ -113,9 +113,8 @@ def check_can_compute(state: TrainStateLike) -> None:
     plan = state.tx.plan
     on_host = any(leaf.param.memory == "host" for leaf in plan.leaves)
     if adapt(state).has_own_update and (on_host or plan.has_records):
-        delays = plan.config.offload.delay
-        option = "params='host'" if on_host else "delay=1" if delays else "optimizer='disk'"
-        what = "parameters" if on_host else "gradients" if delays else "optimizer state"
+        option = "params='host'" if on_host else plan.config.offload.made_records
+        what = "parameters" if on_host else "gradients" if plan.config.offload.delay else "optimizer state"
         raise TypeError(
             f"`{type(state).__name__}` has an `apply_gradients` of its own, which could compute on {what}; with "
             f"`Offload({option})` they are not on the devices. Do what it does outside of the step, or go without that "

@@ -81,10 +81,10 @@ class TrainStep(Step):
 
     def _compute(self, state: TrainStateLike, batch: PyTree, *, rng: jax.Array | None = None) -> PyTree:
         if state.tx.plan.has_records:
-            option = "delay=1" if state.tx.plan.config.offload.delay else "optimizer='disk'"
             raise ValueError(
-                f"A state outside of programs (`Offload({option})`) is trained by calls of this step from Python: call "
-                "it outside of `jax.jit`, or keep the state where programs see it (`Offload(optimizer='host')`)."
+                f"A state outside of programs (`Offload({state.tx.plan.config.offload.made_records})`) is trained by "
+                "calls of this step from Python: call it outside of `jax.jit`, or keep the state where programs see it "
+                "(`Offload(optimizer='host')`)."
             )
         step_grads, changed, metrics = self._gradients(state, batch, rng=rng)
         with jax.named_scope("zero_update"):

@@ -112,11 +112,10 @@ class ZeroTransformation:
 
     def _check_in_programs(self) -> None:
         if self.plan.has_records:
-            option = "delay=1" if self.plan.config.offload.delay else "optimizer='disk'"
             raise ValueError(
-                f"Optimizer state outside of programs (`Offload({option})`) is made by `shard_train_state` and updated "
-                "by steps of `make_train_step` alone, outside of `jax.jit`. Use them, or keep the state where programs "
-                "see it (`Offload(optimizer='host')`)."
+                f"Optimizer state outside of programs (`Offload({self.plan.config.offload.made_records})`) is made by "
+                "`shard_train_state` and updated by steps of `make_train_step` alone, outside of `jax.jit`. Use them, "
+                "or keep the state where programs see it (`Offload(optimizer='host')`)."
             )
 
     def apply(
