@@ -249,6 +249,13 @@ MUTANTS = [
         "test_from_outside.py::test_an_index_stays_in_its_folder",
     ),
     Mutant(
+        "one_listed_part_of_a_type_lists_all",
+        "core/config/settings.py",
+        "return tuple(itertools.chain(*of_parts)) if all(of_parts) else ()",
+        "return tuple(itertools.chain(*of_parts))",
+        "test_settings.py::test_a_field_takes_what_its_type_lists",
+    ),
+    Mutant(
         "true_is_a_size",
         "core/config/settings.py",
         "if not isinstance(value, int) or isinstance(value, bool) or value < least:",

@@ -12,6 +12,13 @@ MUTANTS = [
         "test_disk.py::test_each_part_is_kept_once_on_other_meshes",
     ),
     Mutant(
+        "zenflow_is_called_a_disk",
+        "core/config/offload.py",
+        "return delayed if self.delays_updates else",
+        "return delayed if self.delay else",
+        "test_zenflow.py::test_what_cannot_be",
+    ),
+    Mutant(
         "replicated_parts_count_for_each_device",
         "core/records/run.py",
         "x = values[device] if device == first else",
