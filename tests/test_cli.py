@@ -67,9 +67,9 @@ def test_fit_compiles_for_this_machine(run):
 
 
 @pytest.mark.usefixtures("fit_tries_little")
-def test_fit_ends_with_1_if_nothing_fits(run):
+def test_fit_ends_with_3_if_nothing_fits(run):
     result = run("fit users:nnx_pair --topology h200:8 --stage 3 --hbm-bytes 1000 --no-confirm")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "nothing fits. The least is stage 3" in result.stdout
 
 

@@ -36,8 +36,17 @@ STATES = BytesPerDevice(3 * GIB, GIB, 8 * GIB)
 @pytest.mark.parametrize(
     ("ledger", "fits", "verdict"),
     [
-        (MemoryTable(STATES, limit=20 * GIB), None, "the states leave 8.00 GiB for the step"),
-        (MemoryTable(STATES, limit=10 * GIB), False, "does not fit: the states alone take 2.00 GiB more"),
+        (
+            MemoryTable(STATES, limit=11.5 * GIB),
+            None,
+            "parameters and optimizer state leave 512.00 MiB for gradients and the step",
+        ),
+        (MemoryTable(STATES, limit=9 * GIB), False, "does not fit: parameters and optimizer state take 2.00 GiB more"),
+        (
+            MemoryTable(STATES, 5 * GIB, limit=9 * GIB, lacks="no host has so much"),
+            False,
+            "does not fit: no host has so much",
+        ),
         (MemoryTable(STATES, 18 * GIB, limit=10 * GIB), False, "does not fit: the step takes 8.00 GiB more"),
         (MemoryTable(STATES, 18 * GIB), None, None),
     ],
@@ -68,8 +77,12 @@ def ask(monkeypatch, tmp_path):
     return call
 
 
+def run_line(line):
+    return CliRunner().invoke(app, shlex.split(line))
+
+
 def message_of(line):
-    result = CliRunner().invoke(app, shlex.split(line))
+    result = run_line(line)
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     return " ".join(result.stderr.split())
 
@@ -257,3 +270,16 @@ def test_a_users_model_says_what_it_trains(ask, tmp_path):
 
 def test_the_version(ask):
     assert ask("--version", text=True) == f"jzero {jzero.__version__}\n"
+
+
+def test_the_verdict_is_one_for_all_and_an_exit_status():
+    """Whole gradients of stage 1 would not fit beside the states, and need not exist at once."""
+    asked = "--params 15B --topology h100:8 --precision bf16 --stage 1"
+    sizes, chosen = run_line(f"estimate {asked}"), run_line(f"fit {asked} --no-confirm")
+    assert (sizes.exit_code, chosen.exit_code) == (0, 0)
+    assert "leave 22.59 GiB for gradients and the step" in sizes.stdout
+    assert "fits: 10.36 GiB left" in chosen.stdout
+    for line in ("estimate --stage 1", "plan --stage 3", "fit --stage 3 --host-bytes 1e9 --no-confirm"):
+        result = run_line(f"{line} --params 405B --topology h100:8 --precision bf16")
+        assert result.exit_code == 3, line
+        assert "71.19 GiB  does not fit: " in result.stdout

@@ -20,6 +20,9 @@ T = TypeVar("T")
 CHOSEN = "chosen"
 """The verdict on the chosen candidate."""
 
+REFUSED = "rejected by the compiler: out of memory"
+"""The verdict on one that the compiler refused."""
+
 CLOSE_TO_BEST = 1.01
 """Costs within this ratio count as equal."""
 
@@ -92,7 +95,8 @@ class Candidate:
     def ledger(self, limit: int) -> MemoryTable:
         """Returns the account of its memory, with the limit on one device."""
         memory = self.memory
-        return MemoryTable(memory.states, memory.peak, self.compiled_peak, limit, memory.host, memory.disk)
+        lacks = REFUSED if self.refused else self.lacks
+        return MemoryTable(memory.states, memory.peak, self.compiled_peak, limit, memory.host, memory.disk, lacks)
 
     @property
     def is_compiled(self) -> bool:
@@ -296,7 +300,7 @@ def judge(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> I
         if x is chosen:
             verdict = CHOSEN
         elif x.refused:
-            verdict = "rejected by the compiler: out of memory"
+            verdict = REFUSED
         elif x.peak > limit:
             verdict = f"{format_bytes(x.peak - limit)} too much"
         elif x.lacks:

@@ -25,6 +25,7 @@ class MemoryTable(Report):
       limit: The memory of the device that a step may use; `None` if unknown.
       host: State in the memory of the device's host, which is no part of `states`.
       disk: State on disk, likewise; both copies.
+      lacks: Why the step does not fit beside this, in words; may be empty.
 
     Example:
       >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
@@ -39,6 +40,7 @@ class MemoryTable(Report):
     limit: int | None = None
     host: int = 0
     disk: int = 0
+    lacks: str = ""
 
     @property
     def states_bytes(self) -> int:
@@ -57,13 +59,19 @@ class MemoryTable(Report):
 
     @property
     def left(self) -> int | None:
-        """The device memory that the step leaves, or the states if it was not traced; below 0 if it does not fit."""
-        used = self.states_bytes if self.peak is None else self.peak
+        """The device memory that the step leaves; below 0 if it does not fit.
+
+        Of a step that was not traced, what parameters and optimizer state leave, since whole gradients need not exist
+        at once.
+        """
+        used = self.states.params + self.states.opt_state if self.peak is None else self.peak
         return None if self.limit is None else self.limit - used
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits; `None` if the memory is not known, or only that the states do."""
+        """Whether the step fits; `None` if the memory is not known, or only that what stays between steps does."""
+        if self.lacks:
+            return False
         if self.left is None or (self.peak is None and self.left >= 0):
             return None
         return self.left >= 0
@@ -89,7 +97,7 @@ class MemoryTable(Report):
             return format_bytes(num_bytes) if num_bytes and not float(number) else f"{number} {unit}"
 
         params, grads, opt_state = (show(x).removesuffix(f" {unit}") for x in self.states)
-        parts = f"parameters {params}, gradients {grads}, optimizer {opt_state}"
+        parts = f"parameters {params}, gradients up to {grads}, optimizer {opt_state}"
         rows = [
             ("states", "exact", show(self.states_bytes), parts),
             ("step", "estimated", show(self.step_bytes), STEP if (self.step_bytes or 0) >= 0 else LESS),
@@ -104,8 +112,10 @@ class MemoryTable(Report):
     def _verdict(self, limit: int) -> str:
         free = self.left or 0
         if free < 0:
-            subject = "the states alone take" if self.peak is None else "the step takes"
+            subject = "parameters and optimizer state take" if self.peak is None else "the step takes"
             return f"does not fit: {subject} {format_bytes(-free)} more"
+        if self.lacks:
+            return f"does not fit: {self.lacks}"
         if self.peak is None:
-            return f"the states leave {format_bytes(free)} for the step"
+            return f"parameters and optimizer state leave {format_bytes(free)} for gradients and the step"
         return f"fits: {format_bytes(free)} left"

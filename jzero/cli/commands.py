@@ -1,7 +1,8 @@
 """The command line: reads arguments, calls the library, and prints the result as text or JSON.
 
-Every command exits with 0 on success, 1 if a check failed, and 2 if it could not run. Results have `__str__` and
-`to_json()`; all other output goes to stderr. Slow imports are inside functions, so that `--help` is fast.
+Every command exits with 0 on success, 1 if a check failed, 2 if it could not run, and 3 if a step does not fit.
+Results have `__str__` and `to_json()`; all other output goes to stderr. Slow imports are inside functions, so that
+`--help` is fast.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jzero.machines.machine import MOST_DEVICES
 
 app = typer.Typer(
     name="jzero",
-    epilog="Exit status: 0 on success, 1 if a check failed, 2 if the command could not run.",
+    epilog="Exit status: 0 on success, 1 if a check failed, 2 if the command could not run, 3 if a step does not fit.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",

@@ -11,9 +11,10 @@ import typer
 
 import jzero
 from jzero.cli.request import MOST, PlanRequest, takes_request
-from jzero.cli.terminal import Json, Traceback, choose_devices, messages, show, warn
+from jzero.cli.terminal import DOES_NOT_FIT, Json, Traceback, choose_devices, messages, show, warn
 
 if TYPE_CHECKING:
+    from jzero.cli.account import Account
     from jzero.cli.source import ModelSource
 
 
@@ -41,12 +42,16 @@ def estimate(
         if deepspeed:
             per_node, nodes = request.hosts
             per_node = per_node if num_gpus_per_node is None else num_gpus_per_node
-            result = _deepspeeds_table(request, largest_layer, per_node, nodes if num_nodes is None else num_nodes)
+            nodes = nodes if num_nodes is None else num_nodes
+            table = _deepspeeds_table(request, largest_layer, per_node, nodes)
+        elif largest_layer is not None:
+            raise ValueError("`--largest-layer` is an input of DeepSpeed's formulas: pass `--deepspeed`, too.")
         else:
-            if largest_layer is not None:
-                raise ValueError("`--largest-layer` is an input of DeepSpeed's formulas: pass `--deepspeed`, too.")
             result = _planned(request)
-    show(result, as_json)
+    if deepspeed:
+        show(table, as_json)
+    else:
+        _finish(result, as_json)
 
 
 @takes_request
@@ -55,7 +60,7 @@ def plan(request: PlanRequest, *, as_json: Json = False, traceback: Traceback = 
     with messages(traceback):
         choose_devices(request.topology, request.devices, plans_only=True)
         result = _planned(request, with_leaves=True)
-    show(result, as_json)
+    _finish(result, as_json)
 
 
 @takes_request
@@ -98,6 +103,7 @@ def analyze(
         except jzero.PlanViolation as violation:
             warn(str(violation))
             raise typer.Exit(1) from violation
+    _check_fit(result)
 
 
 @takes_request
@@ -119,7 +125,7 @@ def fit(
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Finds the configuration that fits and takes the least time per step; exits with 1 if nothing fits."""
+    """Finds the configuration that fits and takes the least time per step; exits with 3 if nothing fits."""
     with messages(traceback):
         choose_devices(request.topology, request.devices)  # without its compiler, estimates decide
         source = _load(request)
@@ -140,9 +146,18 @@ def fit(
         )
         config = (choice.chosen or choice.least).config
         result = _account(request, source, choice.ledger, config=config, result=choice)
+    _finish(result, as_json)
+
+
+def _finish(result: Account, as_json: bool) -> None:
+    """Prints the answer of a command; its verdict is the exit status."""
     show(result, as_json)
-    if choice.chosen is None:
-        raise typer.Exit(1)
+    _check_fit(result)
+
+
+def _check_fit(result: Account) -> None:
+    if result.ledger.fits is False:
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 def _planned(request: PlanRequest, *, with_leaves: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""How commands start and end: the devices that jax finds, results on stdout, messages and exit status 2 for errors."""
+"""How commands start and end: the devices that jax finds, results on stdout, messages, and the exit status."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 EXPECTED = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 """Errors that users can cause, from the library, jax and the file system; their messages need no traceback."""
+
+DOES_NOT_FIT = 3
+"""The exit status of a memory command whose verdict is that the step does not fit."""
 
 JZERO = pathlib.Path(__file__).parents[1]
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
