@@ -26,7 +26,8 @@ def options(tmp_path, *more, layers=2):
     """Writes a model and chats, if they are not there; returns the options that they are."""
     model, data = tmp_path / "model", tmp_path / "chats.jsonl"
     if not data.exists():
-        hf_models.write_folder(model, "llama", vocab_size=NUM_TOKENS, num_hidden_layers=layers)
+        if not model.exists():
+            hf_models.write_folder(model, "llama", vocab_size=NUM_TOKENS, num_hidden_layers=layers)
         sums = [(x % 7, x % 5) for x in range(200)]
         chats = [[("user", f"{a}+{b}"), ("assistant", f"is {a + b}.")] for a, b in sums]
         named = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
@@ -230,3 +231,19 @@ def test_a_model_with_more_rows_trains_and_is_written(tmp_path):
     written = tensors_of(tmp_path / "tuned")
     assert {written[name].shape[0] for name in vocabulary.ROWS} == {NUM_TOKENS}
     assert jzero.hf.read_config(tmp_path / "tuned").vocab_size == NUM_TOKENS
+
+
+@pytest.mark.slow
+def test_experts_on_devices_of_their_own_learn_as_all_on_each(tmp_path, capsys):
+    """With adapters, some of them on experts."""
+    hf_models.write_folder(tmp_path / "model", "mixtral", vocab_size=NUM_TOKENS, num_local_experts=4)
+    found = []
+    for count in (1, 2):
+        log = tmp_path / f"log{count}.jsonl"
+        how = (f"--experts={count}", f"--log={log}", "--lora-rank=4", "--steps=3", "--sample=1+1")
+        finetune_run.main(*options(tmp_path, *how, "--eval-every=3", "--accumulate-steps=1"))
+        found.append(logged(log))
+        assert ("over experts" in capsys.readouterr().out) == (count > 1)
+    (losses, held_out), (apart, held_out_apart) = found
+    assert list(apart.values()) == pytest.approx(list(losses.values()), rel=1e-4)
+    assert held_out_apart == pytest.approx(held_out, rel=1e-4)

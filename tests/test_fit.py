@@ -87,7 +87,7 @@ def test_nothing_fits():
     assert "nothing fits. The least is stage 3" in str(choice)
     assert all(x.peak > choice.limit for x in choice.tried)
     least = min(choice.tried, key=lambda x: x.peak)
-    assert least.compiled_peak is not None
+    assert (least.compiled_peak is None) == (least.memory.peak > 2 * choice.limit), "estimates are not so far off"
     with pytest.raises(ValueError, match="nothing fits"):
         _ = choice.config
     assert json.loads(choice.to_json())["chosen"] is None

@@ -206,7 +206,7 @@ def test_other_numbers_come_as_near_as_the_guide_says():
         ("--params 7B --kv-heads 5", r"`--heads 32` must be a multiple of `--kv-heads 5`, as 30 and 35 are"),
         ("--params 7B --heads 4096", r"heads of 1, which must be even"),
         ("--params 7B --devices 8 --batch 12", r"`--batch 12` .* over 8 devices: 8 or 16 sequences can, or 4 devices"),
-        ("--params 7B --devices 8 --batch 3", r"8 sequences can, or 1 device\."),
+        ("--params 7B --devices 8 --batch 3", r"8 sequences can, or 1 device; `--context 8`"),
         ("--params 7B --quantize int8", r"pass `--lora-rank`, too"),
         ("--params 7B --model somewhere", r"got --model and --params"),
         ("--model nowhere", r"no nowhere/config\.json"),
@@ -278,7 +278,7 @@ def test_the_verdict_is_one_for_all_and_an_exit_status():
     sizes, chosen = run_line(f"estimate {asked}"), run_line(f"fit {asked} --no-confirm")
     assert (sizes.exit_code, chosen.exit_code) == (0, 0)
     assert "leave 22.59 GiB for gradients and the step" in sizes.stdout
-    assert "fits: 10.36 GiB left" in chosen.stdout
+    assert "fits: 13.95 GiB left" in chosen.stdout
     for line in ("estimate --stage 1", "plan --stage 3", "fit --stage 3 --host-bytes 1e9 --no-confirm"):
         result = run_line(f"{line} --params 405B --topology h100:8 --precision bf16")
         assert result.exit_code == 3, line

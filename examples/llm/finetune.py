@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import jzero
 import jzero.data
@@ -32,11 +33,12 @@ from packing import PackedRows
 from training import (
     add_options,
     make_evaluate,
+    make_mesh,
     make_optimizer,
-    mesh_axes,
     model_folder,
     of_parts,
     say,
+    set_apart,
     start,
     train,
     zero_config,
@@ -66,24 +68,25 @@ def finetune(args: argparse.Namespace, tokenizer: Any) -> Any:
     """Fine-tunes and exports; returns the last state."""
     model = Decoder(jzero.hf.read_config(args.model), make_lora(args), args.products)
     check_vocabulary(model, tokenizer)
-    train_data, held_out = load_data(args, tokenizer)
+    mesh = make_mesh(model, args)
+    train_data, held_out = load_data(args, tokenizer, mesh)
     args.steps = args.steps or train_data.batches_per_epoch
-    state = make_sharded_state(model, args)
+    state = make_sharded_state(model, args, mesh)
     say(jzero.plan_of(state))
     state = train(
         state,
-        make_step(of_parts(model, args), args),
+        make_step(of_parts(model, args, mesh), args),
         train_data,
         args,
         begin=functools.partial(jzero.load_params, path=args.model, mapping="auto", paths=BASE, donate=True),
-        look=make_look(model, held_out, tokenizer, args),
+        look=make_look(model, held_out, tokenizer, args, mesh),
     )
     if args.out is not None:
         export(state, model, args)
     return state
 
 
-def make_sharded_state(model: Decoder, args: argparse.Namespace) -> jzero.TrainState:
+def make_sharded_state(model: Decoder, args: argparse.Namespace, mesh: Mesh) -> jzero.TrainState:
     """Returns a state in shards: zeros, which the published weights replace, and adapters if there are any."""
     tx = make_optimizer(args.lr, args.steps)
     trainable = None if model.lora is None else ADAPTERS
@@ -95,12 +98,11 @@ def make_sharded_state(model: Decoder, args: argparse.Namespace) -> jzero.TrainS
         params = jax.tree_util.tree_map_with_path(
             lambda path, x: x if path[-1].key in ("lora_a", "lora_b") else x.astype(base_dtype), params
         )
-        return jzero.TrainState.create(params=params, tx=tx)
+        return jzero.TrainState.create(params=set_apart(params, mesh), tx=tx)
 
     config, key = zero_config(args, quantize=args.quantize), jax.random.key(args.seed)
     if model.config.experts is not None:  # what a router chooses jumps, so its kernel is not rounded
         config = dataclasses.replace(config, rules=config.rules | {".*/router/.*": jzero.LeafRule(quantize=False)})
-    mesh = jzero.make_mesh(**mesh_axes(args))
     return jzero.init_train_state(make_state, key, config=config, mesh=mesh, trainable=trainable, zeros=BASE)
 
 
@@ -122,7 +124,9 @@ def check_vocabulary(model: Decoder, tokenizer: Any) -> None:
         )
 
 
-def load_data(args: argparse.Namespace, tokenizer: Any) -> tuple[jzero.data.Loader, jzero.data.Loader | None]:
+def load_data(
+    args: argparse.Namespace, tokenizer: Any, mesh: Mesh
+) -> tuple[jzero.data.Loader, jzero.data.Loader | None]:
     """Returns loaders of the data to train on and of the data held out, if there is enough."""
     read = functools.partial(read_examples, tokenizer=tokenizer, max_tokens=args.seq + 1, skip_bad=args.skip_bad)
     examples, counts = read(args.data)
@@ -133,7 +137,7 @@ def load_data(args: argparse.Namespace, tokenizer: Any) -> tuple[jzero.data.Load
         examples = [example for number, example in enumerate(examples, 1) if number % HOLD_OUT_EVERY]
     rows = PackedRows(examples, args.seq + 1)
     say(f"{counts}; {rows}; {len(held_out)} examples held out")
-    sizes = {"batch_size": args.batch, "mesh": jzero.make_mesh(**mesh_axes(args))}
+    sizes = {"batch_size": args.batch, "mesh": mesh}
     loader = jzero.data.make_loader(rows, **sizes, num_epochs=None, shuffle=True, seed=args.seed)
     if not held_out:
         return loader, None
@@ -141,10 +145,10 @@ def load_data(args: argparse.Namespace, tokenizer: Any) -> tuple[jzero.data.Load
 
 
 def make_look(
-    model: Decoder, held_out: jzero.data.Loader | None, tokenizer: Any, args: argparse.Namespace
+    model: Decoder, held_out: jzero.data.Loader | None, tokenizer: Any, args: argparse.Namespace, mesh: Mesh
 ) -> Callable[[Any], dict[str, float]]:
     """Returns a function that prints a sample and returns the held-out loss; it takes a state."""
-    evaluate = make_evaluate(of_parts(model, args))
+    evaluate = make_evaluate(of_parts(model, args, mesh))
     sampling = Sampling(num_tokens=args.sample_tokens, stop=stop_tokens(args.model, tokenizer))
     rows = None
     if args.sample is not None:  # before training, since it may be empty

@@ -22,16 +22,17 @@ import jzero.data
 import jzero.hf
 from balance import make_step
 from decoder import Decoder
-from expert_parallel import EXPERTS, check_parts, cut_by_expert, of_experts
+from expert_parallel import of_experts
 from jzero.machines.limits import this_machine
 from training import (
     add_options,
     make_evaluate,
+    make_mesh,
     make_optimizer,
-    mesh_axes,
     model_folder,
     of_parts,
     say,
+    set_apart,
     start,
     train,
     zero_config,
@@ -69,12 +70,11 @@ def main() -> None:
 
     def make_state(key: jax.Array) -> jzero.TrainState:
         params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-        params = params if args.experts == 1 else cut_by_expert(params, mesh)
-        return jzero.TrainState.create(params=params, tx=tx)
+        return jzero.TrainState.create(params=set_apart(params, mesh), tx=tx)
 
     state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=zero_config(args), mesh=mesh)
     say(jzero.plan_of(state))
-    parts = of_parts(model, args).clone(mesh=None if args.experts == 1 else mesh)
+    parts = of_parts(model, args, mesh)
     evaluate = make_evaluate(parts)
     train(
         state,
@@ -85,14 +85,6 @@ def main() -> None:
         look=lambda state: {} if held_out is None else {"held_out": evaluate(state, held_out)},
         sinks=[peak_share(model, args)],
     )
-
-
-def make_mesh(model: Decoder, args: argparse.Namespace) -> jax.sharding.Mesh:
-    """Returns the mesh of a run: over nodes, tokens go between devices with different experts, which are more."""
-    if args.experts == 1:
-        return jzero.make_mesh(**mesh_axes(args))
-    check_parts(model.config, args.experts)
-    return jzero.make_mesh(**{EXPERTS: args.experts}, **mesh_axes(args))
 
 
 def load_data(
@@ -145,7 +137,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="files of tokens")
     parser.add_argument("--held-out", type=pathlib.Path, nargs="+", help="files of tokens to evaluate on")
     parser.add_argument("--token-dtype", choices=["uint16", "uint32"], default="uint16")
-    parser.add_argument("--experts", type=int, default=1, help="devices that share the experts of a mixture")
     add_options(parser, lr=3e-4)
     return parser.parse_args(argv)
 

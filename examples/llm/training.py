@@ -20,6 +20,7 @@ import jzero.data
 import jzero.hf
 from attention import own_part
 from decoder import Decoder
+from expert_parallel import EXPERTS, check_parts, cut_by_expert
 from experts import WAYS
 
 Batch = Mapping[str, jax.Array]
@@ -71,9 +72,23 @@ def mesh_axes(args: argparse.Namespace) -> dict[str, int]:
     return {"data": -1} if args.context == 1 else {"data": -1, CONTEXT: args.context}
 
 
-def of_parts(model: Decoder, args: argparse.Namespace) -> Decoder:
-    """Returns the model as a device computes it: on its part of the rows, with some of the logits at a time."""
-    return model.clone(context=None if args.context == 1 else CONTEXT, loss_chunks=args.loss_chunks)
+def make_mesh(model: Decoder, args: argparse.Namespace) -> jax.sharding.Mesh:
+    """Returns the mesh of a run: over nodes, tokens go between devices with different experts, which are more."""
+    if args.experts == 1:
+        return jzero.make_mesh(**mesh_axes(args))
+    check_parts(model.config, args.experts)
+    return jzero.make_mesh(**{EXPERTS: args.experts}, **mesh_axes(args))
+
+
+def set_apart(params: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Returns parameters, those of experts cut over the mesh's axis for them, if there is one."""
+    return cut_by_expert(params, mesh) if EXPERTS in mesh.shape else params
+
+
+def of_parts(model: Decoder, args: argparse.Namespace, mesh: jax.sharding.Mesh | None = None) -> Decoder:
+    """Returns the model as a device computes it: its part of the rows, its experts, some of the logits at a time."""
+    apart = mesh if mesh is not None and EXPERTS in mesh.shape else None
+    return model.clone(context=None if args.context == 1 else CONTEXT, loss_chunks=args.loss_chunks, mesh=apart)
 
 
 def next_token_losses(model: Decoder, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -246,6 +261,7 @@ def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step, over all devices")
     parser.add_argument("--context", type=int, default=1, help="devices that share each row")
+    parser.add_argument("--experts", type=int, default=1, help="devices that share the experts of a mixture")
     parser.add_argument("--loss-chunks", type=int, default=1, help="parts of a row whose logits exist one at a time")
     parser.add_argument("--steps", type=int, help="one epoch by default")
     parser.add_argument("--lr", type=float, default=lr, help="the highest learning rate")

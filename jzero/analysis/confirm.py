@@ -11,6 +11,9 @@ from jzero.analysis.compiled_step import compile_step
 from jzero.analysis.search import Search, by_cost
 from jzero.estimate.step_memory import StepMemory
 
+BEYOND_DOUBT = 2
+"""Estimates are not off by this factor: what takes so much more than the limit is not compiled."""
+
 RIVALS = 3
 """The fitting candidates to compile, since estimated times are inexact."""
 
@@ -32,7 +35,7 @@ def confirm(search: Search, tried: Sequence[Candidate]) -> list[Candidate]:
                 return tried
             # Nothing fits by the estimates: compile the smallest, to be sure.
             i = min(range(len(tried)), key=lambda i: (tried[i].refused, bool(tried[i].lacks), tried[i].peak))
-            if tried[i].is_compiled:
+            if tried[i].is_compiled or tried[i].peak > BEYOND_DOUBT * search.limit:
                 return tried
         x = compiled(search, tried[i])
         tried = [_with_figures(y, x) for y in tried]

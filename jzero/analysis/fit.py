@@ -1,4 +1,24 @@
-"""`fit`: finds the fastest layout among those that fit a machine's memory."""
+"""`fit`: finds the fastest layout among those that fit a machine's memory.
+
+[Note: What fit searches]
+Stage, micro-batches and recomputation; over several hosts, also one replica per host, and hops between and within them
+(`ZeroConfig.node_axis`, `secondary_params`, `secondary_grads`). `estimate_step_memory` gives the memory and the time of
+each candidate from its trace. If nothing fits, it cuts smaller parameters, too, and then keeps optimizer state in host
+memory, unless what the step needs beside its state is too much. A step with state there waits for as long as it takes
+over the link. With `disk_path`, it also tries optimizer state on that disk; a step then waits for as long as the state
+takes to be read and written once. It searches no other offload, nor what changes numbers: a note tells what
+`Quantization` would save.
+
+Sizes of mesh axes that divide a model or rows (experts, tensors, `ZeroConfig.context_axis`) are not searched: they are
+those of `mesh`, and with it all candidates are on that mesh, replicas and nodes included. Their states are exact.
+Estimates count collectives that the model names, such as those in its `shard_map`; those that the compiler adds for a
+sharding constraint are in compiled figures alone.
+
+Then it compiles candidates, the fastest first, until three fit, and those that the estimate may wrongly rule out. It
+chooses the fastest of these by the compiled schedule, and spends the remaining memory as `fill_memory` does: then
+`choice.remat` is a `Keep`. On devices whose rates are not known, the cheapest is the one that sends least, then the one
+that computes least; only the choice, and what fills it, is compiled.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +61,11 @@ FRACTION = (
     f"jax takes 75 % of a GPU's memory unless told otherwise: to train with {USABLE:.0%} of it, set "
     f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}."
 )
+STEP_TOO_LARGE = (
+    "What a step needs beside its state is alone too much, which no offload of state changes: share rows between "
+    "devices (`ZeroConfig.context_axis`), compute the loss in parts of a row, put `jax.checkpoint` around each layer "
+    "and around parts of attention, or take fewer rows."
+)
 
 
 def fit(  # noqa: PLR0913  # what is searched, and what is not
@@ -67,28 +92,10 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     rng: Any = None,
     confirm: bool = True,
 ) -> Fit:
-    """Finds the fastest way to train a model that fits a machine.
-
-    It searches stage, micro-batches and recomputation; over several hosts, also one replica per host, and hops between
-    and within them (`ZeroConfig.node_axis`, `secondary_params`, `secondary_grads`). `estimate_step_memory` gives
-    the memory and the time of each candidate from its trace. If nothing fits, it cuts smaller parameters, too, and then
-    keeps optimizer state in host memory. With `disk_path`, it also tries optimizer state on that disk; a step then
-    waits for as long as the state takes to be read and written once. It searches no other offload, nor what changes
-    numbers: a note tells what `Quantization` would save.
-
-    Sizes of mesh axes that divide a model or rows (experts, tensors, `ZeroConfig.context_axis`) are not searched: they
-    are those of `mesh`, and with it all candidates are on that mesh, replicas and nodes included. Their states are
-    exact. Estimates count collectives that the model names, such as those in its `shard_map`; those that the compiler
-    adds for a sharding constraint are in compiled figures alone.
-
-    Then it compiles candidates, the fastest first, until three fit, and those that the estimate may wrongly rule out.
-    It chooses the fastest of these by the compiled schedule, and spends the remaining memory as `fill_memory` does:
-    then `choice.remat` is a `Keep`. On devices whose rates are not known, the cheapest is the one that sends least,
-    then the one that computes least; only the choice, and what fills it, is compiled.
+    """Finds the fastest way to train a model that fits a machine, see [Note: What fit searches].
 
     Args:
-      make_state: A function from a PRNG key to a train state, as for `init_train_state`, or a state, concrete or
-        abstract.
+      make_state: From a PRNG key to a train state, as for `init_train_state`, or a state, concrete or abstract.
       loss_fn: As for `make_train_step`.
       batch: The global batch, concrete or abstract.
       topology: The machine, such as `"h200:8"`; by default the devices of `mesh`, or of this process.
@@ -97,31 +104,25 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       hbm_bytes: Most bytes of a step on one device. By default 90 % of the device's memory.
       config: Everything that is not searched, such as the precision.
       trainable: Which parameters are trained, as for `shard_train_state`.
-      stages: The stages to search. Those that `config` excludes are left out, as `Offload(params="host")` excludes all
-        but 3.
-      remat: The options to try for `make_train_step(remat=...)`; "offload" is not searched. In place of `None`, a
-        candidate has what a step keeps by itself if it may use `hbm_bytes`.
+      stages: The stages to search. Those that `config` excludes are left out.
+      remat: The options to try for `make_train_step`; "offload" is not searched. `None`: what a step keeps by itself.
       max_accumulate_steps: Most micro-batches to try.
       host_bytes: What the state may take of one host's memory.
       disk_path: A folder on a local disk of every host, for `Offload(optimizer="disk")`.
       disk_bytes: What the state may take of that disk.
       disk_bytes_per_s: The disk's rate in each direction, both at once, as `jzero doctor --disk` measures it.
-      offload: Whether to compare optimizer state in host memory with all else, rather than try it last. A step then
-        waits for as long as the state takes over the link to the host.
+      offload: Whether to compare optimizer state in host memory with all else, rather than try it last.
       has_aux: As for `make_train_step`.
       mutable: As for `make_train_step`.
       merge: As for `make_train_step`.
       rng: The `rng` of the step.
-      confirm: Whether to compile. Without it, or without the compiler of `topology`, the figures are estimates, and can
-        be wrong by 10 % or more.
+      confirm: Whether to compile. Else, or without the compiler, figures are estimates, wrong by 10 % or more.
 
     Returns:
       A `Fit`. If nothing fits, `chosen` is `None`, and `tried` shows by how much.
 
     Raises:
-      ValueError: There is no such machine, its memory is unknown, an argument is out of range, `disk_path` comes
-        without the disk's size and rate, `config` excludes all of `stages`, the batch cannot be split over the machine,
-        or a mesh is needed, or does not fit `topology` or `config`.
+      ValueError: An argument is out of range, unknown or contradicts another, or the batch cannot be split.
       TypeError: `make_state` gives no train state.
 
     Example:
@@ -133,50 +134,59 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     """
     stages = check("stages", stages, some_of(*STAGES))
     remat = check("remat", remat, some_of(*(x.remat for x in RECOMPUTED)))
-    max_accumulate_steps = check("max_accumulate_steps", max_accumulate_steps, integer(1))
-    hbm_bytes = check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
+    steps = check("max_accumulate_steps", max_accumulate_steps, integer(1))
     check("confirm", confirm, FLAG)
     check("offload", offload, FLAG)
     base = config or ZeroConfig(stage=0)
     state = _shapes_of(make_state, mesh, base)
-    hardware, devices, notes = hardware_of(topology, mesh, confirm=confirm)
-    limit = limit_of(hbm_bytes, topology, hardware)
-    if hbm_bytes is None and hardware is not None and hardware.kind == "gpu":
-        notes.append(FRACTION)
-    num_devices = hardware.num_devices if hardware is not None else len(jax.devices()) if mesh is None else mesh.size
-    per_host = hardware.devices_per_host if hardware is not None else 0
-    if topology is None:
-        per_host = max(per_host, jax.local_device_count())  # a host may have several processes
-    host = HostMemory(
-        devices=min(per_host, num_devices),
-        host_bytes=host_bytes,
-        disk_path=disk_path,
-        disk_bytes=disk_bytes,
-        disk_bytes_per_s=disk_bytes_per_s,
-    )
+    place, per_host, notes = _place(topology, mesh, hbm_bytes, confirm=confirm)
     search = Search(
+        **place,
         state=state,
         trainable=trainable,
         loss_fn=loss_fn,
         options={"has_aux": has_aux, "mutable": mutable, "merge": merge},
         batch=batch,
         rng=rng,
-        topology=topology,
-        hardware=hardware,
-        devices=devices,
-        num_devices=num_devices,
-        host=host,
+        host=HostMemory(per_host, host_bytes, disk_path, disk_bytes, disk_bytes_per_s),
         base=base,
-        limit=limit,
         stages=_allowed(stages, config),
         remat=remat,
-        max_steps=max_accumulate_steps,
-        mesh=mesh,
+        max_steps=steps,
     )
-    offloads, last, remarks = _offloads(search, from_start=offload)
+    return _search(search, notes, from_start=offload, compiles=confirm and search.devices is not None)
+
+
+def _place(
+    topology: str | None, mesh: AnyMesh | None, hbm_bytes: float | None, *, confirm: bool
+) -> tuple[dict[str, Any], int, list[str]]:
+    """Returns the facts of a `Search` about the machine, its devices per host, and notes."""
+    hbm_bytes = check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
+    hardware, devices, notes = hardware_of(topology, mesh, confirm=confirm)
+    if hbm_bytes is None and hardware is not None and hardware.kind == "gpu":
+        notes.append(FRACTION)
+    num_devices = hardware.num_devices if hardware is not None else len(jax.devices()) if mesh is None else mesh.size
+    per_host = hardware.devices_per_host if hardware is not None else 0
+    if topology is None:
+        per_host = max(per_host, jax.local_device_count())  # a host may have several processes
+    place = {"topology": topology, "mesh": mesh, "hardware": hardware, "devices": devices, "num_devices": num_devices}
+    limit = limit_of(hbm_bytes, topology, hardware)
+    return {**place, "limit": limit}, min(per_host, num_devices), notes
+
+
+def _search(search: Search, notes: list[str], *, from_start: bool, compiles: bool) -> Fit:
+    """Returns the result of a search.
+
+    Args:
+      search: The search.
+      notes: Remarks so far.
+      from_start: Whether optimizer state on the host is compared with all else, rather than tried last.
+      compiles: Whether to compile.
+    """
+    hardware, limit = search.hardware, search.limit
+    offloads, last, remarks = _offloads(search, from_start=from_start)
     search, notes = dataclasses.replace(search, last=last), [*notes, *remarks]
     tried = search.estimate(offloads)
-    compiles = devices is not None and confirm
     if compiles:
         tried = confirmed(search, tried)
     chosen = choose(tried, limit, confirmed=compiles)
@@ -184,10 +194,11 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         tried, chosen = [filled, *tried], filled
     name = hardware.name if hardware is not None else f"{search.num_devices} {jax.devices()[0].device_kind} devices"
     notes += [f"{steps} micro-batches were not tried: {error}" for steps, error in search.untried.items()]
+    notes += [STEP_TOO_LARGE] if search.exceeded_by_step(tried) else []
     notes += [] if chosen is None else _notes_on(search, chosen)
     judged = tuple(judge(tried, chosen, limit))
     chosen = next((x for x in judged if x.verdict == CHOSEN), None)
-    return Fit(name, limit, judged, chosen, tuple(notes), _workload(search.state, batch))
+    return Fit(name, limit, judged, chosen, tuple(notes), _workload(search.state, search.batch))
 
 
 def _shapes_of(

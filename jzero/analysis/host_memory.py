@@ -14,7 +14,7 @@ from jzero.machines.machine import Machine
 POSITIVE = optional(number("a number > 0", lambda x: 0 < x < math.inf))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class HostMemory:
     """The memory and the local disk of one host.
 

@@ -109,12 +109,19 @@ class Search:
         return sorted(tried, key=by_cost)
 
     def more(self, tried: Sequence[Candidate]) -> list[Candidate]:
-        """Returns what to try if nothing fits without a disk: every parameter cut, then state in host memory."""
-        if any(x.fits(self.limit) and not x.memory.disk for x in tried):
+        """Returns what to try if nothing fits without a disk: every parameter cut, then state in host memory.
+
+        Nothing, if no state is as large as what is lacking: then the step itself is too large.
+        """
+        if any(x.fits(self.limit) and not x.memory.disk for x in tried) or self.exceeded_by_step(tried):
             return []
         return self._cut_further(tried) or self._layouts(
             [x for x in self.last if not any(y.config.offload == x for y in tried)]
         )
+
+    def exceeded_by_step(self, tried: Sequence[Candidate]) -> bool:
+        """Whether what steps need beside their state and batch is alone more than the limit."""
+        return min(x.memory.temporaries for x in tried) > self.limit
 
     def next_steps(self, x: Candidate) -> list[Candidate]:
         """Returns the candidates to try after one that takes more than its estimate: more micro-batches."""

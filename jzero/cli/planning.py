@@ -89,6 +89,7 @@ def analyze(
             user.state,
             user.batch,
             topology=request.topology,
+            mesh=request.fixed_mesh,
             config=config,
             trainable=user.trainable,
             **user.keywords,
@@ -135,6 +136,7 @@ def fit(
             user.loss_fn,
             user.batch,
             topology=request.topology,
+            mesh=request.fixed_mesh,
             hbm_bytes=hbm_bytes,
             config=request.config,
             trainable=user.trainable,
@@ -144,6 +146,10 @@ def fit(
             confirm=confirm,
             **user.keywords,
         )
+        if choice.chosen is None and source.sizes is not None:
+            from jzero.cli.parts import with_parts
+
+            choice = with_parts(choice, request)
         config = (choice.chosen or choice.least).config
         result = _account(request, source, choice.ledger, config=config, result=choice)
     _finish(result, as_json)

@@ -78,6 +78,13 @@ class PlanRequest:
     seq: Annotated[int | None, typer.Option(min=1, max=MOST, help=f"Tokens per sequence. Default: {DEFAULT_SEQ}.")] = (
         None
     )
+    context: Annotated[int, typer.Option(min=1, max=MOST_DEVICES, help="Devices that share each sequence.")] = 1
+    loss_chunks: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Parts of a sequence whose logits exist one at a time.")
+    ] = 1
+    experts: Annotated[
+        int, typer.Option(min=1, max=MOST_DEVICES, help="Devices that share the experts of a mixture.")
+    ] = 1
     stage: Annotated[
         int | None, typer.Option(min=0, max=3, help="ZeRO stage. Default: 3; `fit` searches all.", show_default=False)
     ] = None
@@ -148,19 +155,43 @@ class PlanRequest:
         return f"{number} x {parse_machine(self.topology)[0]}"
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The axes of the mesh: those of a run of `examples/llm` with these options."""
+        beside = self.context * self.experts
+        if rest := self.num_devices % beside:
+            options = [f"--{name} {size}" for name in ("context", "experts") if (size := getattr(self, name)) > 1]
+            raise ValueError(
+                f"`{' '.join(options)}` needs a multiple of {beside} devices: got {self.num_devices}; "
+                f"{self.num_devices - rest or beside} would do."
+            )
+        sizes = {"experts": self.experts, "data": self.num_devices // beside, "context": self.context}
+        return {name: size for name, size in sizes.items() if size > 1 or name == "data"}
+
+    @property
     def mesh(self) -> Any:
         """A mesh without devices; `None` for those of this machine."""
-        if self.topology is None and self.devices is None:
+        if self.topology is None and self.devices is None and len(self.axes) == 1:
             return None
         from jzero.analysis.replanning import abstract_mesh
 
-        return abstract_mesh(self.num_devices, {"data": self.num_devices})
+        return abstract_mesh(self.num_devices, self.axes)
+
+    @property
+    def fixed_mesh(self) -> Any:
+        """The mesh to compile for, if there are axes beside ZeRO's; without devices if there is no compiler for it."""
+        if len(self.axes) == 1:
+            return None
+        from jzero.machines.limits import hardware_of
+
+        _, devices, _ = hardware_of(self.topology, confirm=True)
+        return self.mesh if devices is None else jzero.make_mesh(devices=devices, **self.axes)
 
     @property
     def config(self) -> jzero.ZeroConfig:
         """The configuration of the options."""
         return jzero.ZeroConfig(
             stage=3 if self.stage is None else self.stage,  # type: ignore[arg-type]  # typer has no Literal of numbers
+            context_axis="context" if self.context > 1 else None,
             precision=self.precision,
             persistence_threshold=self.threshold,
             quantization=jzero.Quantization(frozen=self.quantize),
@@ -182,19 +213,27 @@ class PlanRequest:
         """Returns the global batch and the tokens of each sequence.
 
         Raises:
-          ValueError: The devices do not divide the batch.
+          ValueError: The devices do not divide the batch, or the sequence has no such parts.
         """
-        number, batch = self.num_devices, self.batch
+        number, batch, seq = self.axes["data"] * self.experts, self.batch, self.seq or DEFAULT_SEQ
+        for option, parts in (("context", self.context), ("loss-chunks", self.context * self.loss_chunks)):
+            if rest := seq % parts:
+                raise ValueError(
+                    f"`--seq {seq}` has no {parts} equal parts, for `--{option}`: {seq - rest or parts} has."
+                )
         if batch is None:
             batch = number
         if rest := batch % number:
             fewer = math.gcd(batch, number)
             near = [str(x) for x in (batch - rest, batch - rest + number) if x]
+            groups = "devices" if self.context == 1 else f"groups of {self.context} devices"
+            shared = f"; `--context {self.num_devices // fewer}` shares them between devices" if batch < number else ""
             raise ValueError(
-                f"`--batch {batch}` sequences cannot be shared out evenly over {number} devices: "
-                f"{' or '.join(near)} sequences can, or {fewer} device{'s' * (fewer > 1)}."
+                f"`--batch {batch}` sequences cannot be shared out evenly over {number} {groups}: "
+                f"{' or '.join(near)} sequences can, or {fewer} {groups if fewer > 1 else groups.replace('s', '', 1)}"
+                f"{shared}."
             )
-        return batch, self.seq or DEFAULT_SEQ
+        return batch, seq
 
 
 def takes_request(command: Callable[..., None]) -> Callable[..., None]:

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.cli.decoder import ADAPTERS, make_loss, make_state
+from jzero.cli.decoder import ADAPTERS, CONTEXT, make_loss, make_state
 from jzero.cli.request import SIZES, PlanRequest
 from jzero.cli.sizes import model_sizes
 from jzero.cli.user_model import UserModel, load_model
+from jzero.core.state.init import state_shapes
 from jzero.weights.config import ModelConfig, read_sizes
 
 
@@ -60,6 +61,7 @@ def load_source(request: PlanRequest) -> ModelSource:
 
 def _of_user(request: PlanRequest, name: str) -> ModelSource:
     unsupported = {"batch": request.batch, "seq": request.seq, "lora_rank": request.lora_rank or None, **request.sizes}
+    unsupported |= {x: n for x in ("context", "loss_chunks", "experts") if (n := getattr(request, x)) > 1}
     if refused := [x for x, value in unsupported.items() if value is not None]:
         _refuse(refused, f"{name} returns its own state and batch", "`--model` and `--params`")
     if os.getcwd() not in sys.path:  # unlike `python -m`, scripts do not search it
@@ -83,11 +85,17 @@ def _decoder(request: PlanRequest, name: str, sizes: ModelConfig) -> ModelSource
             f"`--quantize {request.quantize}` is for parameters that are not trained, and all are: pass `--lora-rank`, "
             "too."
         )
+    if request.experts > 1 and (sizes.experts is None or sizes.experts.count % request.experts):
+        count = 0 if sizes.experts is None else sizes.experts.count
+        raise ValueError(f"`--experts {request.experts}` must divide the experts of the model: it has {count}.")
+    mesh = request.mesh if request.experts > 1 else None
     # What is not trained keeps the dtype that it has, which is what the loss computes in if it was published so.
     base_dtype = request.config.policy.compute_dtype if rank else None
-    state = jax.eval_shape(make_state(sizes, rank=rank, base_dtype=base_dtype or "float32"), jax.random.key(0))
+    state = state_shapes(make_state(sizes, rank=rank, base_dtype=base_dtype or "float32", mesh=mesh), mesh)
     tokens = jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32)
-    model = UserModel(state, make_loss(sizes), tokens, ADAPTERS if rank else None)
+    context = CONTEXT if request.context > 1 else None
+    loss_fn = make_loss(sizes, context=context, loss_chunks=request.loss_chunks, mesh=mesh)
+    model = UserModel(state, loss_fn, tokens, ADAPTERS if rank else None)
     return ModelSource(model, f"{name}: {_words(sizes)}", f"{batch} x {seq}", sizes)
 
 

@@ -252,10 +252,13 @@ class _Visitor:
         arrays = [self._write(x) for x, inside in zip(inputs, arguments, strict=True) if body.reads([inside]) & read]
         results = self._operation(inputs, arrays, in_place=True, inner=body, kind=kind)
         self.program.operations[-1].times = length
-        for x, inside in zip(results[num_carry:], outputs[num_carry:], strict=True):
-            assert x.buffer is not None
-            self.program.buffers[x.buffer].times = length
-            self.program.buffers[x.buffer].name = inside.name or f"{self.name}:carried"
+        for i, inside in enumerate(outputs[num_carry:], num_carry):
+            number = results[i].buffer
+            assert number is not None
+            buffer = self.program.buffers[number]
+            buffer.num_bytes, parts = _split(self.eqn.outvars[i].aval, inputs, length)  # one iteration's decides
+            buffer.times, buffer.name = length, inside.name or f"{self.name}:carried"
+            results[i] = dataclasses.replace(results[i], num_bytes=buffer.num_bytes, parts=parts)
         return results
 
     def _opaque(self, inputs: list[BufferValue]) -> list[BufferValue]:
@@ -354,8 +357,12 @@ def _product(eqn: JaxprEqn) -> Product | None:
     return Product(flops, compat.type_of(eqn.invars[0]).dtype, highest)
 
 
-def _split(aval: jax.core.AbstractValue, inputs: Iterable[BufferValue]) -> tuple[int, int]:
-    """Returns a value's bytes on one device, and the number of devices that it is split among, judging by `inputs`."""
+def _split(aval: jax.core.AbstractValue, inputs: Iterable[BufferValue], length: int = 1) -> tuple[int, int]:
+    """Returns a value's bytes on one device, and the number of devices that it is split among, judging by `inputs`.
+
+    One that stacks the results of so many iterations is judged by a single one.
+    """
     num_bytes = bytes_of(aval)
-    parts = max((x.parts for x in inputs if x.parts > 1 and 8 * x.num_bytes * x.parts >= num_bytes), default=1)
+    least = num_bytes / max(1, length) / 8
+    parts = max((x.parts for x in inputs if x.parts > 1 and x.num_bytes * x.parts >= least), default=1)
     return num_bytes // parts, parts
