@@ -5,6 +5,8 @@ import json
 import pathlib
 import re
 import shlex
+import sys
+import types
 
 import jax
 import numpy as np
@@ -283,3 +285,27 @@ def test_the_verdict_is_one_for_all_and_an_exit_status():
         result = run_line(f"{line} --params 405B --topology h100:8 --precision bf16")
         assert result.exit_code == 3, line
         assert "71.19 GiB  does not fit: " in result.stdout
+
+
+def test_a_name_of_the_hub_is_asked_for_where_there_is_one(ask, tmp_path, monkeypatch):
+    (tmp_path / "cached").mkdir()
+    (tmp_path / "cached/config.json").write_text(json.dumps(COUNTS["qwen2"]["config"]))
+    hub = types.ModuleType("huggingface_hub")
+    hub.hf_hub_download = lambda name, file, **_: {"Qwen/Qwen2-0.5B": f"{tmp_path}/cached/{file}"}[name]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert ask("estimate --model Qwen/Qwen2-0.5B --devices 2")["num_params"] == COUNTS["qwen2"]["parameters"]
+
+    def unreachable(*_, **__):
+        raise OSError("no network")
+
+    hub.hf_hub_download = unreachable
+    assert "no Qwen/Qwen2-0.5B/config.json" in message_of("estimate --model Qwen/Qwen2-0.5B --devices 2")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "no Qwen/Qwen2-0.5B/config.json" in message_of("estimate --model Qwen/Qwen2-0.5B --devices 2")
+
+
+def test_a_wrong_machine_is_said_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fails.py").write_text("raise RuntimeError('loaded')\n")
+    for command in ("estimate", "plan", "fit", "analyze"):
+        assert "may mean 'v5p:2x2x4'" in message_of(f"{command} fails:model --topology v5p-32")

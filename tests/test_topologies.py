@@ -1,6 +1,7 @@
 """Machines that are not there: their names, the facts about them, and that both compilers take them."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import re
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.analysis.collectives import find_collectives
-from jzero.machines import topologies
+from jzero.machines import names, topologies
 from jzero.machines.accelerators import GPUS, TPUS
 from jzero.machines.machine import machine
 from jzero.machines.topologies import target_config, topology_devices
@@ -62,12 +63,29 @@ def test_an_unknown_name_is_answered_with_the_known_ones(function, name):
         ("v5e-8", ["v5e:2x4"]),
         ("v5litepod-16", ["v5e:4x4"]),
         ("v5p-32", ["v5p:2x2x4"]),  # Google Cloud counts its two cores
+        ("TPU v5p-32", ["v5p:2x2x4"]),
+        ("H100", ["h100:8"]),
     ],
 )
 def test_a_name_of_other_places_is_answered_with_the_one_here(name, meant):
     with pytest.raises(ValueError, match=f"got '{name}', which may mean {' or '.join(map(repr, meant))}\\. GPUs"):
         machine(name)
     assert all(map(machine, meant))
+
+
+def test_names_as_people_write_them():
+    same = {
+        "h100:8": ("8xH100", "8 x H100", "H100x8", "NVIDIA H100:8", "p5.48xlarge", "a3-highgpu-8g", "DGX H100"),
+        "h100:16": ("2x8xH100", "2xp5.48xlarge", "DGX H100 x 2", "h100-sxm5-80gb:16"),
+        "a100-80:8": ("a100-80gb:8", "8xA100-80GB", "Standard_ND96amsr_A100_v4"),
+        "rtx4090:2": ("2xRTX4090", "RTX 4090 x 2", "geforce rtx 4090:2"),
+        "v5e:2x4": ("V5E:2x4", "TPU v5e:2x4"),
+        "v5e:4x4*2": ("tpu v5e:4x4*2",),
+    }  # fmt: skip
+    for name, others in same.items():
+        for other in others:
+            assert dataclasses.replace(machine(other), name=name) == machine(name), other
+    assert all(machine(x).num_devices == 8 for x in names.INSTANCES)
 
 
 @pytest.mark.parametrize("name", ["h200:0", "h200:9", "h200:12", "b200:2x4"])

@@ -61,7 +61,9 @@ class PlanRequest:
     ] = None
     folder: Annotated[
         str | None,
-        typer.Option("--model", metavar="FOLDER", help="A Hugging Face model; its `config.json` will do."),
+        typer.Option(
+            "--model", metavar="FOLDER", help="A Hugging Face model; its `config.json` will do. Or its name on the Hub."
+        ),
     ] = None
     params: Annotated[
         str | None, typer.Option("--params", help="A decoder of so many parameters, e.g. `7B`: a Llama of that size.")
@@ -109,7 +111,7 @@ class PlanRequest:
     ] = 100_000
     topology: Annotated[
         str | None,
-        typer.Option(help="The machine, e.g. `h100:8`, `8xH100` or `v5e:2x4`. Default: this machine."),
+        typer.Option(help="The machine, e.g. `h100:8`, `2x8xH100`, `p5.48xlarge` or `v5e:2x4`. Default: this machine."),
     ] = None
     devices: Annotated[
         int | None,

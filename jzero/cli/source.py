@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -17,8 +18,9 @@ from jzero.cli.decoder import ADAPTERS, CONTEXT, make_loss, make_state
 from jzero.cli.request import SIZES, PlanRequest
 from jzero.cli.sizes import model_sizes
 from jzero.cli.user_model import UserModel, load_model
+from jzero.core.base.extras import import_extra
 from jzero.core.state.init import state_shapes
-from jzero.weights.config import ModelConfig, read_sizes
+from jzero.weights.config import CONFIG, ModelConfig, read_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,20 @@ def load_source(request: PlanRequest) -> ModelSource:
         return _decoder(request, request.params, model_sizes(request.params, request.sizes))
     if request.sizes:
         _refuse(request.sizes, f"`config.json` in {request.folder} says the sizes", "`--params`")
-    return _decoder(request, pathlib.Path(request.folder).resolve().name, read_sizes(request.folder))
+    return _decoder(request, pathlib.Path(request.folder).resolve().name, read_sizes(_folder(request.folder)))
+
+
+def _folder(name: str) -> str:
+    """Returns the folder of a model; for the name of one on the Hub, where that can be reached, one with its sizes."""
+    if pathlib.Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return name
+    try:
+        hub = import_extra("huggingface_hub", "`pip install huggingface_hub`")
+        logging.getLogger("jzero").info("Asking the Hub for %s.", name)
+        return str(pathlib.Path(hub.hf_hub_download(name, CONFIG, etag_timeout=5)).parent)
+    except (ImportError, OSError, ValueError) as error:
+        logging.getLogger("jzero").info("The Hub has not given it: %s", error)
+        return name
 
 
 def _of_user(request: PlanRequest, name: str) -> ModelSource:

@@ -142,6 +142,10 @@ def choose_devices(
     if topology is None and devices is None:
         return
     use_cpu(None if plans_only else devices)
+    if topology is not None:
+        from jzero.machines.machine import machine
+
+        machine(topology)  # whose name may be wrong
     if topology is not None and compiles:
         from jzero.machines.topologies import topology_devices
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from jzero.machines.accelerators import GPUS, TPUS
+from jzero.machines.names import spelt
 
 GPUS_PER_HOST = 8
 MOST_DEVICES = 2**20
@@ -68,9 +69,9 @@ def machine(name: str) -> Machine:
     """Returns the specifications of a machine. Needs neither the machine nor its compiler.
 
     Args:
-      name: A GPU and how many of them, such as `h200:8` or `8xH200`, in hosts of 8 if there are more; or a TPU and the
-        shape of the slice, such as `v5e:4x4` or `v5p:2x2x2`, and for several slices their number, `v5e:4x4*2`. `GPUS`
-        and `TPUS` have the names.
+      name: A GPU and how many of them, such as `h200:8`, `8xH200` or `p5e.48xlarge`, in hosts of 8 if there are more;
+        or a TPU and the shape of the slice, such as `v5e:4x4` or `v5p:2x2x2`, and for several slices their number,
+        `v5e:4x4*2`. `GPUS`, `TPUS` and `names.INSTANCES` have the names.
 
     Returns:
       A `Machine`.
@@ -136,9 +137,8 @@ def chips_of_host(shape: Sequence[int]) -> list[int]:
 
 def parse_machine(name: str) -> tuple[str, tuple[int, ...], int]:
     """Returns the chip that `name` names, the shape of the machine, `(count,)` for GPUs, and the number of slices."""
-    lowercase = name.lower() if isinstance(name, str) else ""
-    number_first = re.fullmatch(r"([0-9]+)x([a-z][\w-]*)", lowercase)  # as vendors write
-    chip, _, text = (f"{number_first[2]}:{number_first[1]}" if number_first else lowercase).partition(":")
+    lowercase = spelt(name) if isinstance(name, str) else ""
+    chip, _, text = lowercase.partition(":")
     match = re.fullmatch(r"([0-9]+(?:x[0-9]+)*)(?:\*([1-9][0-9]*))?", text)
     if match is None or chip not in (*GPUS, *TPUS):
         meant = " or ".join(map(repr, _meant(lowercase if match is None else f"{chip}:{text}")))
@@ -175,7 +175,7 @@ def _meant(name: str) -> list[str]:
     """Returns the machines that a name may mean: `v5e-8` and `v5litepod-8`, as Google Cloud writes it, or `a100:8`."""
     match = re.fullmatch(r"(\w+?)[:-]([1-9][0-9]{0,8})", name)
     if match is None:
-        return []
+        return [f"{name}:{GPUS_PER_HOST}"] if name in GPUS else []
     chip, count = match[1], int(match[2])
     slices = [
         _slice_of(tpu, max(1, count // facts.cores_per_chip))
