@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import jzero.lora
 from jzero.weights.model_types import COMMON, FAMILIES
 from tests import hf_models
 from tests.hf_models import SIZES, STRETCHED
+from tests.pages import PAGES
 from tests.tiers import default_for, slow
 
 LLAMA = {"model_type": "llama", **SIZES}
@@ -244,3 +246,8 @@ def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
     loaded = jzero.load_params(state, tmp_path, mapping="auto")
     embedding = jzero.get_full_param(loaded, "embed/embedding")
     np.testing.assert_array_equal(embedding, there["model.embed_tokens.weight"])
+
+
+def test_the_guides_table_has_every_family():
+    rows = re.findall(r"^\|[^|]+\| `(\w+)` \|", PAGES["guides/published_models.md"].read_text(), re.MULTILINE)
+    assert sorted({*rows} - {"model_type"}) == sorted(FAMILIES)

@@ -68,9 +68,9 @@ def read_examples(
     """
     examples: list[Example] = []
     counts = Counts()
-    for where, line in _lines(paths):
+    for where, line in read_lines(paths):
         try:
-            example = _example(line, tokenizer)
+            example = example_of(fields_of(line), tokenizer)
         except BadLineError as error:
             if not skip_bad:
                 raise BadLineError(f"{where}: {error} --skip-bad leaves such lines out.") from error
@@ -88,7 +88,8 @@ def read_examples(
     return examples, counts
 
 
-def _lines(paths: Iterable[Any]) -> Iterator[tuple[str, str]]:
+def read_lines(paths: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yields the lines of files that are not empty, each with its place."""
     for path in paths:
         with pathlib.Path(path).open(encoding="utf-8", errors="surrogateescape") as file:
             for number, line in enumerate(file, 1):
@@ -96,7 +97,8 @@ def _lines(paths: Iterable[Any]) -> Iterator[tuple[str, str]]:
                     yield f"{path}:{number}", line
 
 
-def _example(line: str, tokenizer: Any) -> Example:
+def fields_of(line: str) -> dict[str, Any]:
+    """Returns the object that a line of JSON is."""
     try:
         fields = json.loads(line)
         json.dumps(fields, ensure_ascii=False).encode()  # half a character, of which a tokenizer makes nothing
@@ -106,6 +108,11 @@ def _example(line: str, tokenizer: Any) -> Example:
         raise BadLineError(f"This is not JSON: {error}.") from error
     if not isinstance(fields, dict):
         raise BadLineError(f"A line must be an object: got {type(fields).__name__}.")
+    return fields
+
+
+def example_of(fields: Mapping[str, Any], tokenizer: Any) -> Example:
+    """Returns a chat, a prompt with its completion, or a text as tokens."""
     match fields:
         case {"messages": messages}:
             tokens, learned = _chat(messages, tokenizer)

@@ -180,9 +180,13 @@ def export(state: Any, model: Decoder, args: argparse.Namespace) -> None:
         say(f"adapters are added to their kernels as the plan stores these; all else is copied from {args.model}")
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Fine-tune a published model on chats.")
+def parse_args(
+    argv: Sequence[str] | None = None, description: str = "Fine-tune a published model on chats.", **more: float
+) -> argparse.Namespace:
+    """Reads the command line, with `more` options that are numbers, by their defaults."""
+    parser = argparse.ArgumentParser(description=description)
+    for name, default in more.items():
+        parser.add_argument(f"--{name}", type=float, default=default)
     parser.add_argument("--model", type=model_folder, required=True, help="folder with config.json and safetensors")
     parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="JSONL files, see chat_data.py")
     parser.add_argument("--held-out", type=pathlib.Path, help="JSONL file; by default every 20th example")
