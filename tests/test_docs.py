@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -210,3 +211,32 @@ def test_the_search_leaves_out_what_is_dated(site):
     assert not {"results", "changelog.html"} & found
     assert (site / "results").exists()
     assert (site / "changelog.html").exists()
+
+
+FOUND = {  # among the first two
+    "pmap": "guides/from_pmap.html",
+    "push to hub": "guides/published_models.html#push-to-the-hub",
+    "learning rate schedule": "recipes.html#learning-rate-schedules",
+    "DPO": "guides/several_models.html#preference-tuning-dpo",
+    "reference model": "guides/several_models.html",
+    "target network": "guides/several_models.html#actor-and-critic-with-target-networks",
+    "out of memory": "guides/memory.html#if-it-does-not-fit",
+    "resume": "guides/checkpoints.html#resume-a-run",
+    "long context": "guides/long_contexts.html",
+    "experts": "guides/published_models.html#mixtures-of-experts",
+    "W&B": "monitoring.html#tracking-servers",
+    "TPU pod": "guides/multi_host.html#on-a-tpu-pod",
+    "mixed precision": "guides/precision.html",
+    "quantize": "guides/fine_tuning.html#qlora",
+}
+
+
+@pytest.mark.slow
+def test_the_search_finds_what_people_type(site):
+    """By the theme's own program, as a reader's browser runs it."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node")
+    command = [node, ROOT / "tests/search.js", site, *FOUND]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert not {query: found[query][:3] for query, page in FOUND.items() if page not in found[query][:2]}
