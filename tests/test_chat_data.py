@@ -82,8 +82,11 @@ def test_a_bad_line_is_named_or_skipped(line, tmp_path):
 
 
 def test_chats_need_a_template_that_writes_them_one_way(tmp_path):
-    with pytest.raises(ValueError, match=r"jsonl:1: .*no chat template"):
-        read(tmp_path, {"messages": CHAT}, tokenizer=ByteTokenizer(template=False))
+    for skips in (False, True):  # which would leave out every line
+        with pytest.raises(
+            ValueError, match=r"jsonl:1: .*no chat template.* all chats as `prompt` and `completion`\.$"
+        ):
+            read(tmp_path, {"messages": CHAT}, tokenizer=ByteTokenizer(template=False), skip_bad=skips)
     with pytest.raises(ValueError, match=r"message 1 .*\{% generation %\}"):
         read(tmp_path, {"messages": CHAT}, tokenizer=ByteTokenizer(drops_old=True))
     (example,), _ = read(tmp_path, {"messages": CHAT[:2]}, tokenizer=ByteTokenizer(drops_old=True))

@@ -181,7 +181,7 @@ def test_mistakes_write_nothing(state, tmp_path):
 
 
 @pytest.mark.parametrize("exit_code", [0, 143, None])
-def test_sigterm_saves_and_ends(exit_code, state, tmp_path):
+def test_sigterm_saves_and_ends(exit_code, state, tmp_path, caplog):
     before = signal.getsignal(signal.SIGTERM)
     with jzero.CheckpointManager(tmp_path, save_interval_steps=100, preemption_exit_code=exit_code) as manager:
         assert manager.save(numbered(state, 100))
@@ -195,6 +195,7 @@ def test_sigterm_saves_and_ends(exit_code, state, tmp_path):
             with pytest.raises(SystemExit) as ended:
                 manager.save(numbered(state, 101))
             assert ended.value.code == exit_code
+            assert f"SIGTERM: step 101 is saved in {tmp_path}; the program ends." in caplog.text
             assert jzero.CheckpointManager(tmp_path).latest_step() == 101, "complete before the end"
     assert signal.getsignal(signal.SIGTERM) == before
 

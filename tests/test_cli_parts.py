@@ -142,7 +142,7 @@ def test_experts_are_cut_over_their_axis(command, tmp_path, monkeypatch):
         ("--devices 8 --context 2 --batch 6", r"over 4 groups of 2 devices: 4 or 8 sequences can, or 2 groups of 2"),
         (
             "--devices 8 --context 2 --loss-chunks 3",
-            r"`--seq 4096` has no 6 equal parts, for `--loss-chunks`: 4092 has",
+            r"`--seq 4096` must be a multiple of 6, for `--loss-chunks`: 4092 is",
         ),
         ("--devices 8 --experts 2", r"`--experts 2` must divide the experts of the model: it has 0"),
     ],

@@ -161,6 +161,8 @@ def test_two_processes_end_as_one(tmp_path):
         ("--lora-rank=0 --quantize=int8", "--quantize int8 stores what is not trained: it needs --lora-rank"),
         ("--out=.", "--out . exists: name a new folder"),
         ("--log=log.txt", "--log: must be FILE.csv, FILE.jsonl, wandb:PROJECT or mlflow:EXPERIMENT: got 'log.txt'"),
+        ("--data=missing.jsonl", "argument --data: there is no file missing.jsonl"),
+        ("--held-out=missing.jsonl", "argument --held-out: there is no file missing.jsonl"),
         ("--batch=9", "`batch_size` must be a multiple of the 8 parts"),
         ("--model=Qwen/Tiny-1B", "fetch its folder, `hf download Qwen/Tiny-1B --local-dir Tiny-1B`, and pass that"),
     ],
@@ -169,6 +171,25 @@ def test_bad_options_are_refused_before_anything_is_read(bad, says, tmp_path, ca
     with pytest.raises((SystemExit, ValueError)) as error:
         finetune_run.main(*options(tmp_path), *bad.split())
     assert says in str(error.value) + capsys.readouterr().err
+
+
+def test_what_an_option_does_not_do_is_said(tmp_path, capsys):
+    """A line of data fills no step; a model below the threshold has nothing to round; a default is said by `--help`."""
+    given, line = options(tmp_path, "--steps=1", "--eval-every=9", layers=1), tmp_path / "one.jsonl"
+    line.write_text('{"prompt": "1+1", "completion": "2"}')
+    finetune_run.main(*given, f"--data={line}", "--quantize=int8", "--persistence-threshold=100000")
+    output = capsys.readouterr().out
+    assert "warning: 1 of the 8 rows of a step have data" in output
+    assert "--quantize int8 stores nothing as int8: parameters of up to 100000 elements are whole" in output
+    finetune_run.main(*given, "--quantize=int8")
+    output = capsys.readouterr().out
+    assert "warning: " not in output
+    assert "stores nothing" not in output
+    with pytest.raises(SystemExit):
+        finetune_run.finetune.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tokens of a row (default: 1024)" in text
+    assert "(default: None)" not in text
 
 
 def test_a_run_that_resumes_keeps_its_options(tmp_path, capsys):

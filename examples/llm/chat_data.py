@@ -21,6 +21,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
+class NoTemplateError(ValueError):
+    """A tokenizer that cannot write chats."""
+
+
 class BadLineError(ValueError):
     """A line that is not an example; the message names file and line."""
 
@@ -71,6 +75,8 @@ def read_examples(
     for where, line in read_lines(paths):
         try:
             example = example_of(fields_of(line), tokenizer)
+        except NoTemplateError as error:  # no matter which line
+            raise NoTemplateError(f"{where}: {error}") from error
         except BadLineError as error:
             if not skip_bad:
                 raise BadLineError(f"{where}: {error} --skip-bad leaves such lines out.") from error
@@ -153,8 +159,9 @@ def _chat(messages: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Returns the tokens of a chat by the tokenizer's template, and which of them are the assistant's."""
     _check_messages(messages)
     if not tokenizer.chat_template:
-        raise BadLineError(
-            "The tokenizer has no chat template: take an instruct model, or write `prompt` and `completion`."
+        raise NoTemplateError(
+            "The tokenizer has no chat template, as those of base models: take the instruct model, add its "
+            "chat_template.jinja to the folder, or write all chats as `prompt` and `completion`."
         )
 
     def render(messages: Sequence[Any], **options: bool) -> Mapping[str, Any]:

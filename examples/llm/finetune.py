@@ -31,7 +31,9 @@ from generate import ADAPTERS, decode, encode, stop_tokens
 from generation import Sampling, generate, left_padded
 from packing import PackedRows
 from training import (
+    Help,
     add_options,
+    data_file,
     make_evaluate,
     make_mesh,
     make_optimizer,
@@ -73,6 +75,7 @@ def finetune(args: argparse.Namespace, tokenizer: Any) -> Any:
     args.steps = args.steps or train_data.batches_per_epoch
     state = make_sharded_state(model, args, mesh)
     say(jzero.plan_of(state))
+    say_if_none_is_rounded(state, args)
     state = train(
         state,
         make_step(of_parts(model, args, mesh), args),
@@ -106,6 +109,16 @@ def make_sharded_state(model: Decoder, args: argparse.Namespace, mesh: Mesh) -> 
     return jzero.init_train_state(make_state, key, config=config, mesh=mesh, trainable=trainable, zeros=BASE)
 
 
+def say_if_none_is_rounded(state: jzero.TrainState, args: argparse.Namespace) -> None:
+    """Says if `--quantize` stores nothing in few bits."""
+    frozen = [leaf.param.cut for leaf in jzero.plan_of(state).leaves if not leaf.trained]
+    if args.quantize != "none" and not any(cut is not None and cut.blocks is not None for cut in frozen):
+        say(
+            f"--quantize {args.quantize} stores nothing as {args.quantize}: parameters of up to "
+            f"{args.persistence_threshold} elements are whole. Lower --persistence-threshold for so small a model."
+        )
+
+
 def make_lora(args: argparse.Namespace) -> Lora | None:
     """Returns the adapters; `None` for the training of all parameters."""
     if args.lora_rank:
@@ -137,6 +150,10 @@ def load_data(
         examples = [example for number, example in enumerate(examples, 1) if number % HOLD_OUT_EVERY]
     rows = PackedRows(examples, args.seq + 1)
     say(f"{counts}; {rows}; {len(held_out)} examples held out")
+    if len(rows) < args.batch:
+        say(
+            f"warning: {len(rows)} of the {args.batch} rows of a step have data, the others are padding: lower --batch."
+        )
     sizes = {"batch_size": args.batch, "mesh": mesh}
     loader = jzero.data.make_loader(rows, **sizes, num_epochs=None, shuffle=True, seed=args.seed)
     if not held_out:
@@ -184,12 +201,12 @@ def parse_args(
     argv: Sequence[str] | None = None, description: str = "Fine-tune a published model on chats.", **more: float
 ) -> argparse.Namespace:
     """Reads the command line, with `more` options that are numbers, by their defaults."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, formatter_class=Help)
     for name, default in more.items():
-        parser.add_argument(f"--{name}", type=float, default=default)
+        parser.add_argument(f"--{name}", type=float, default=default, help="of the method")
     parser.add_argument("--model", type=model_folder, required=True, help="folder with config.json and safetensors")
-    parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="JSONL files, see chat_data.py")
-    parser.add_argument("--held-out", type=pathlib.Path, help="JSONL file; by default every 20th example")
+    parser.add_argument("--data", type=data_file, nargs="+", required=True, help="JSONL files, see chat_data.py")
+    parser.add_argument("--held-out", type=data_file, help="JSONL file; by default every 20th example")
     parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no examples, and count them")
     parser.add_argument("--lora-rank", type=int, default=8, help="of the adapters; 0 to train all parameters")
     parser.add_argument("--lora-alpha", type=float, default=16.0, help="adapters are multiplied by alpha / rank")
@@ -201,7 +218,7 @@ def parse_args(
     )
     parser.add_argument("--quantize", choices=["none", "int8", "nf4"], default="none", help="store the frozen base so")
     parser.add_argument("--sample", help="prompt to answer at each evaluation")
-    parser.add_argument("--sample-tokens", type=int, default=64)
+    parser.add_argument("--sample-tokens", type=int, default=64, help="of that answer, at most")
     parser.add_argument("--out", type=pathlib.Path, help="folder to write")
     parser.add_argument("--merge", action="store_true", help="write the whole model, not only the adapters")
     add_options(parser, lr=2e-4)

@@ -25,6 +25,7 @@ from decoder import Decoder
 from expert_parallel import of_experts
 from jzero.machines.limits import this_machine
 from training import (
+    Help,
     add_options,
     make_evaluate,
     make_mesh,
@@ -132,11 +133,11 @@ def peak_share(model: Decoder, args: argparse.Namespace) -> Callable[[int, Mappi
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Train a language model from the start.")
+    parser = argparse.ArgumentParser(description="Train a language model from the start.", formatter_class=Help)
     parser.add_argument("--config", type=model_folder, required=True, help="config.json, or its folder")
     parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="files of tokens")
     parser.add_argument("--held-out", type=pathlib.Path, nargs="+", help="files of tokens to evaluate on")
-    parser.add_argument("--token-dtype", choices=["uint16", "uint32"], default="uint16")
+    parser.add_argument("--token-dtype", choices=["uint16", "uint32"], default="uint16", help="of these files")
     add_options(parser, lr=3e-4)
     return parser.parse_args(argv)
 

@@ -248,6 +248,21 @@ def model_folder(text: str) -> pathlib.Path:
     return pathlib.Path(text)
 
 
+def data_file(text: str) -> pathlib.Path:
+    """Checks a file of data, before a model is loaded."""
+    if not (path := pathlib.Path(text)).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path
+
+
+class Help(argparse.HelpFormatter):
+    """Says the defaults of options."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = action.default in (None, False, argparse.SUPPRESS) or "default" in (action.help or "")
+        return action.help if said else f"{action.help or ''} (default: %(default)s)".strip()
+
+
 def log_target(text: str) -> str:
     """Checks a value of `--log`."""
     kind, _, name = text.partition(":")
@@ -265,7 +280,7 @@ def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
     parser.add_argument("--loss-chunks", type=int, default=1, help="parts of a row whose logits exist one at a time")
     parser.add_argument("--steps", type=int, help="one epoch by default")
     parser.add_argument("--lr", type=float, default=lr, help="the highest learning rate")
-    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="of products")
     parser.add_argument("--persistence-threshold", type=int, default=100_000, help="elements kept whole")
     parser.add_argument("--accumulate-steps", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--products", choices=[*WAYS], default="blocks", help="of experts; ragged on TPUs")
@@ -274,7 +289,7 @@ def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--eval-every", type=int, default=50, help="steps between evaluations")
     parser.add_argument("--log", type=log_target, help=LOG)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of data, and of new parameters")
     parser.add_argument(
         "--cluster", action="store_true", help="one of many processes, which SLURM or Kubernetes started"
     )

@@ -109,13 +109,19 @@ def free_port() -> int:
 
 def parse_args() -> argparse.Namespace:
     """Reads the command line; arguments after `--` are for the script."""
-    parser = argparse.ArgumentParser(description="Start several processes of a training script on this machine.")
-    parser.add_argument("--processes", type=int, default=2)
+    parser = argparse.ArgumentParser(
+        description="Start several processes of a training script on this machine.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--processes", type=int, default=2, help="how many")
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices of each process")
-    parser.add_argument("--script", type=pathlib.Path, default=TRAIN)
+    parser.add_argument("--script", type=pathlib.Path, default=TRAIN, help="the program that they run")
     parser.add_argument("--grace-seconds", type=float, default=30, help="from the first failure to SIGKILL")
     parser.add_argument("args", nargs="*", help="arguments of the script, after --")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.script.is_file():
+        parser.error(f"--script: there is no file {args.script}")
+    return args
 
 
 if __name__ == "__main__":

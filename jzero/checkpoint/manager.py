@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import threading
 import warnings
@@ -177,6 +178,9 @@ class CheckpointManager:
             self._branch = None
         if now and self._exit_code is not None:
             self.close()
+            logging.getLogger("jzero").warning(
+                "SIGTERM: step %s is saved in %s; the program ends.", step, self.directory
+            )
             raise SystemExit(self._exit_code)
         return saved
 

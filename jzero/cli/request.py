@@ -221,7 +221,7 @@ class PlanRequest:
         for option, parts in (("context", self.context), ("loss-chunks", self.context * self.loss_chunks)):
             if rest := seq % parts:
                 raise ValueError(
-                    f"`--seq {seq}` has no {parts} equal parts, for `--{option}`: {seq - rest or parts} has."
+                    f"`--seq {seq}` must be a multiple of {parts}, for `--{option}`: {seq - rest or parts} is."
                 )
         if batch is None:
             batch = number
