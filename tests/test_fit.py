@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 
 import jzero
 from jzero.analysis import compiled_step, fit, search
+from jzero.core.base.text import printed
 from jzero.machines.machine import machine
 from tests.fit_models import BATCH, make_state, reckoned_once
 from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
@@ -325,3 +327,30 @@ def test_a_disk_must_be_known():
         on_h200(disk_path="/local/scratch")
     with pytest.raises(ValueError, match="`host_bytes` must be"):
         on_h200(host_bytes=-1)
+
+
+def test_rows_that_are_alike_are_one_and_all_are_there_on_demand():
+    choice = fitted(64, topology="h200:16", stages=(1, 3), remat=("as_written", True), confirm=False)
+    text, every = str(choice), printed(choice.parts(max_rows=None))
+    rows, all_rows = (re.findall(r"^(?:1|3|3, kept) {2,}.*$", x, re.MULTILINE) for x in (text, every))
+    assert len(all_rows) == len(choice.tried) > len(rows)
+    assert 1 < len(rows) <= 10
+    assert "  chosen  " in rows[0]
+    assert "  chosen  " in all_rows[0]
+    alike = sum(int(n) for row in rows for n in re.findall(r"(\d+) by (?:mesh|remat|micro-batches|whole)", row))
+    assert len(rows) + alike == len(choice.tried)
+    assert {row.split("  ")[0] for row in rows} == {row.split("  ")[0] for row in all_rows}, "no stage is hidden"
+    units = {unit for row in rows for unit in re.findall(r"[\d.]+ ([KMG]?i?B)\b", re.sub(r"\S+ \S+ too much", "", row))}
+    assert len(units) == 1, "one unit per table"
+
+
+def test_pictures_show_layouts_and_what_lives_when(tmp_path):
+    pytest.importorskip("matplotlib")
+    choice = fitted(64, stages=(1, 3), remat=("as_written",), confirm=False)
+    choice.save_figure(str(tmp_path / "fit.svg"))
+    assert (tmp_path / "fit.svg").stat().st_size > 10_000
+    memory = choice.chosen.memory
+    totals = [sum(moment.values()) for moment in memory.course]
+    assert max(totals) <= memory.temporaries
+    assert max(totals) > 0.8 * memory.temporaries
+    assert "course" not in memory.to_dict()

@@ -130,7 +130,7 @@ def test_deepspeeds_formula_is_that_of_the_layout(ask, tmp_path):
         text=True,
     )
     assert "\non host  exact" in text
-    assert "(2/N bytes per parameter, not " in text
+    assert "(2/N bytes per parameter, and the largest layer whole)" in text
 
 
 def test_the_guides_figures_of_8b(ask):
@@ -309,3 +309,14 @@ def test_a_wrong_machine_is_said_before_a_model_is_loaded(tmp_path, monkeypatch)
     (tmp_path / "fails.py").write_text("raise RuntimeError('loaded')\n")
     for command in ("estimate", "plan", "fit", "analyze"):
         assert "may mean 'v5p:2x2x4'" in message_of(f"{command} fails:model --topology v5p-32")
+
+
+@pytest.mark.usefixtures("fit_tries_little")
+def test_a_plot_is_drawn_or_refused_at_once(tmp_path):
+    pytest.importorskip("matplotlib")
+    tiny = f"--params {TINY_PARAMS} {TINY} --seq 16 --batch 8 --stage 3"
+    for line in (f"fit {tiny} --topology h100:8 --no-confirm --all", f"analyze {tiny}"):
+        assert run_line(f"{line} --plot {tmp_path}/it.png").exit_code == 0
+        assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "it.png").unlink()
+    assert "`--plot` must name a .png, .svg or .pdf file" in message_of("fit nowhere:model --plot it.txt")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jzero.analysis.memory_table import MemoryTable
+from jzero.analysis.alike import grouped
+from jzero.analysis.figure import draw, draw_course, draw_layouts
+from jzero.analysis.memory_table import MemoryTable, in_unit, unit_of
 from jzero.core.base.text import Part, Report, Table, format_number, picked
 from jzero.core.config.keep import Keep
 from jzero.core.config.zero import ZeroConfig
@@ -225,32 +228,86 @@ class Fit(Report):
         need = f"{describe_candidate(least)} with {format_bytes(least.peak)} per device"
         return f"{self.machine}: nothing fits. The least is {need}, {excess}."
 
-    def parts(self) -> list[Part]:
-        """Returns the headline, the candidates and the notes."""
-        columns = {
-            "stage": lambda x: str(x.config.stage) + ", kept" * _keeps(x),
+    def save_figure(self, path: str) -> None:
+        """Draws the layouts by time and memory, and the memory of the choice, or of the least, over a step.
+
+        Args:
+          path: The file; its suffix chooses the format (`.png`, `.svg`).
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        first, tried = self.chosen or self.least, self._best_first()
+        tried = [first, *(x for x in tried if x is not first)]
+        knows_time = all(x.memory.seconds is not None for x in tried)
+        points = [(1e3 * x.best_cost() if knows_time else x.memory.sent_bytes / 1e6, x.peak) for x in tried]
+        names = ["stage " + _stage(x) + ", state on the host" * (x.memory.host > 0) for x in tried]
+        unit = "ms of a step" if knows_time else "MB sent in a step"
+        parts = [
+            functools.partial(draw_layouts, names=names, points=points, limit=self.limit, unit=unit),
+            functools.partial(draw_course, memory=first.memory, limit=self.limit),
+        ]
+        draw(path, self._headline(), parts)
+
+    def _best_first(self) -> list[Candidate]:
+        """Returns the candidates: the choice, those that fit by cost, the others by what they lack."""
+
+        def place(x: Candidate) -> tuple[Any, ...]:
+            fits = x.fits(self.limit)
+            return (x.verdict != CHOSEN, not fits, x.best_cost() if fits else (x.refused, x.peak))
+
+        return sorted(self.tried, key=place)
+
+    def parts(self, *, max_rows: int | None = 10) -> list[Part]:
+        """Returns the headline, the candidates and the notes.
+
+        Args:
+          max_rows: Most rows of candidates, each with how many differ from it in one option alone; `None` for a row of
+            each.
+        """
+        tried = self._best_first()
+        unit = unit_of(max(x.peak for x in tried))
+
+        def sized(num_bytes: int) -> str:
+            return in_unit(num_bytes, unit)
+
+        columns = {**OPTIONS} | {
             "verdict": lambda x: x.verdict,
-            "mesh": lambda x: ",".join(f"{name}={size}" for name, size in x.mesh_shape.items()),
-            "micro-batches": lambda x: str(x.accumulate_steps),
-            "remat": lambda x: _recomputation(x.remat).name,
-            "whole up to": lambda x: f"{x.config.persistence_threshold:,}",
-            "secondary": lambda x: "yes" if x.config.secondary_params or x.config.secondary_grads else "",
-            "states": lambda x: format_bytes(x.memory.states.total),
-            "estimated": lambda x: format_bytes(x.memory.peak),
-            "compiled": lambda x: "refused" if x.refused else _or_blank(x.compiled_peak, format_bytes),
-            "sends": lambda x: format_bytes(x.memory.sent_bytes),
+            "states": lambda x: sized(x.memory.states.total),
+            "estimated": lambda x: sized(x.memory.peak),
+            "compiled": lambda x: "refused" if x.refused else _or_blank(x.compiled_peak, sized),
+            "sends": lambda x: sized(x.memory.sent_bytes),
             "of it": lambda x: ", ".join(sent_over(_beside_zero(x))),
             "ms": lambda x: "" if x.memory.seconds is None else _milliseconds(x.cost()),
             "compiled ms": lambda x: _or_blank(x.compiled_cost(), _milliseconds),
-            "host": lambda x: format_bytes(x.memory.host) if x.memory.host else "",
             "disk": lambda x: f"{format_number(x.disk_seconds, 3)} s" if x.memory.disk else "",
         }
-        rows = [[show(x) for show in columns.values()] for x in self.tried]
-        table = Table([tuple(columns), *rows], left=5, optional=OPTIONAL)
+        order = ("stage", "verdict", *OPTIONS, *columns)
+        columns = {name: columns[name] for name in dict.fromkeys(order)}
+        groups = [(x, "") for x in tried]
+        if max_rows is not None:
+            groups = grouped(tried, lambda x: {name: show(x) for name, show in OPTIONS.items()}, "stage")
+        rows = [[*(show(x) for show in columns.values()), alike] for x, alike in groups]
+        table = Table([(*columns, "alike"), *rows], left=5, last_left=True, optional=OPTIONAL, max_rows=max_rows)
         return [self._headline(), self.workload, "", table, *([""] if self.notes else []), *self.notes]
 
 
-OPTIONAL = ("secondary", "compiled", "of it", "ms", "compiled ms", "host", "disk")
+def _stage(x: Candidate) -> str:
+    return str(x.config.stage) + ", kept" * _keeps(x)
+
+
+OPTIONS: dict[str, Callable[[Candidate], str]] = {
+    "stage": _stage,
+    "mesh": lambda x: ",".join(f"{name}={size}" for name, size in x.mesh_shape.items()),
+    "micro-batches": lambda x: str(x.accumulate_steps),
+    "remat": lambda x: _recomputation(x.remat).name,
+    "whole up to": lambda x: f"{x.config.persistence_threshold:,}",
+    "secondary": lambda x: "yes" if x.config.secondary_params or x.config.secondary_grads else "",
+    "host": lambda x: format_bytes(x.memory.host) if x.memory.host else "",
+}
+"""What a candidate is, by the title of its column."""
+
+OPTIONAL = ("secondary", "compiled", "of it", "ms", "compiled ms", "host", "disk", "alike")
 """The columns of the table that may be missing."""
 
 

@@ -1,12 +1,13 @@
-"""The picture of a report: memory by class, and the timeline. The only file that uses matplotlib."""
+"""The pictures of reports: memory by class and over time, layouts, the timeline. The only file that uses matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero.analysis.schedule import Timeline
 from jzero.core.base.extras import import_extra
+from jzero.estimate.step_memory import StepMemory
 
 # Okabe and Ito's palette, which color-blind readers can distinguish.
 COLOURS = {
@@ -20,31 +21,79 @@ COLOURS = {
 MIB = 2**20
 
 
-def draw(path: str, title: str, memory: Mapping[str, int], timeline: Timeline | None) -> None:
-    """Writes the picture.
+GIB = 2**30
+LIVES = {
+    "optimizer": "#0072B2",
+    "parameters": "#56B4E9",
+    "other": "#BBBBBB",
+    "gathered": "#E69F00",
+    "activations": "#009E73",
+    "gradients": "#D55E00",
+    "working": "#CC79A7",
+}
+"""What lives in memory, from below, and its color."""
 
-    Args:
-      path: The file; its suffix chooses the format.
-      title: The title.
-      memory: Bytes by class.
-      timeline: The timeline, if there is one.
+
+def check_matplotlib() -> Any:
+    """Returns its module of figures.
 
     Raises:
       ImportError: matplotlib is not installed.
     """
     needs = "Figures need matplotlib, which is not installed: `pip install 'jzero[examples]'`."
-    figures = import_extra("matplotlib.figure", needs)
-    rows = 1 if timeline is None else 2
-    figure = figures.Figure(figsize=(9, 2.6 * rows), layout="constrained")
+    return import_extra("matplotlib.figure", needs)
+
+
+def draw(path: str, title: str, parts: Sequence[Callable[[Any], None]]) -> None:
+    """Writes a picture.
+
+    Args:
+      path: The file; its suffix chooses the format.
+      title: The title.
+      parts: What draws each part, from above.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    figure = check_matplotlib().Figure(figsize=(9, 2.8 * len(parts)), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
-    _draw_memory(axes[0], memory)
-    if timeline is not None:
-        _draw_timeline(axes[1], timeline)
+    for part, axes in zip(parts, figure.subplots(len(parts), 1, squeeze=False)[:, 0], strict=True):
+        part(axes)
     figure.savefig(path, dpi=150)
 
 
-def _draw_memory(axes: Any, memory: Mapping[str, int]) -> None:
+def draw_course(axes: Any, memory: StepMemory, limit: int | None) -> None:
+    """Draws the memory of a device through a step, by what lives in it."""
+    fixed = {"optimizer": memory.opt_state, "parameters": memory.params, "other": memory.other}
+    heights = [[{**fixed, **moment}[name] / GIB for moment in memory.course] for name in LIVES]
+    axes.stackplot(range(len(memory.course)), *heights, labels=LIVES, colors=LIVES.values(), step="post")
+    axes.set_ylabel("GiB per device")
+    axes.set_xlabel("operations of the step, as estimated; of a loop, one iteration")
+    axes.set_xticks([])
+    _draw_limit(axes.axhline, limit)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, reverse=True)
+
+
+def draw_layouts(axes: Any, names: Sequence[str], points: Sequence[tuple[float, int]], limit: int, unit: str) -> None:
+    """Draws layouts by the time and the memory of a step; the first is the choice."""
+    for name in dict.fromkeys(names):
+        some = [point for point, of in zip(points, names, strict=True) if of == name]
+        axes.scatter([x for x, _ in some], [y / GIB for _, y in some], label=name, alpha=0.7)
+    axes.scatter(points[0][0], points[0][1] / GIB, s=160, facecolors="none", edgecolors="black")
+    axes.set_xlabel(f"{unit}; the circle is the choice, or the least")
+    axes.set_ylabel("GiB per device")
+    axes.set_yscale("log")
+    _draw_limit(axes.axhline, limit)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def _draw_limit(line: Any, limit: int | None) -> None:
+    if limit is not None:
+        line(limit / GIB, color="black", linestyle="--", label="usable")
+
+
+def draw_memory(axes: Any, memory: Mapping[str, int]) -> None:
+    """Draws bytes by class."""
     names = list(memory)[::-1]
     bars = axes.barh(names, [memory[name] / MIB for name in names], color=COLOURS["compute"])
     axes.bar_label(bars, fmt="%.1f", padding=3)
@@ -52,7 +101,8 @@ def _draw_memory(axes: Any, memory: Mapping[str, int]) -> None:
     axes.margins(x=0.1)
 
 
-def _draw_timeline(axes: Any, timeline: Timeline) -> None:
+def draw_timeline(axes: Any, timeline: Timeline) -> None:
+    """Draws the busy times of the two streams."""
     streams = ("communication", "compute")
     drawn = set()
     for kind in dict.fromkeys(span.name for span in timeline.spans):

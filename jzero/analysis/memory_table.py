@@ -14,6 +14,17 @@ LESS = f"{STEP}, less the gradients that never exist at once"
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
+def unit_of(most: int) -> str:
+    """Returns the unit for a table whose largest figure is so many bytes."""
+    return next(name for name, size in UNITS.items() if 2 * most >= size or size == 1)
+
+
+def in_unit(num_bytes: int, unit: str) -> str:
+    """Returns a number of bytes in a unit; in a smaller one if it would be 0."""
+    number = f"{num_bytes / UNITS[unit]:.{0 if unit == 'B' else 2}f}"
+    return format_bytes(num_bytes) if num_bytes and not float(number) else f"{number} {unit}"
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryTable(Report):
     """The bytes of a training step on one device. `print` it for the account.
@@ -87,14 +98,10 @@ class MemoryTable(Report):
 
     def parts(self) -> list[Part]:
         """Returns the ledger."""
-        most = max(self.states_bytes, self.estimated_peak or 0, self.compiled_peak or 0)
-        unit = next(name for name, size in UNITS.items() if 2 * most >= size or size == 1)
+        unit = unit_of(max(self.states_bytes, self.estimated_peak or 0, self.compiled_peak or 0))
 
         def show(num_bytes: int | None) -> str:
-            if num_bytes is None:
-                return "-"
-            number = f"{num_bytes / UNITS[unit]:.{0 if unit == 'B' else 2}f}"
-            return format_bytes(num_bytes) if num_bytes and not float(number) else f"{number} {unit}"
+            return "-" if num_bytes is None else in_unit(num_bytes, unit)
 
         params, grads, opt_state = (show(x).removesuffix(f" {unit}") for x in self.states)
         parts = f"parameters {params}, gradients up to {grads}, optimizer {opt_state}"

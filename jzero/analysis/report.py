@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jzero.analysis.collectives import CompiledCollective
-from jzero.analysis.figure import draw
+from jzero.analysis.figure import draw, draw_course, draw_memory, draw_timeline
 from jzero.analysis.memory import Memory
 from jzero.analysis.memory_table import MemoryTable
 from jzero.analysis.schedule import Timeline, trace_of
@@ -151,7 +152,7 @@ class AnalysisReport(Report):
         return data
 
     def save_figure(self, path: str) -> None:
-        """Draws memory by class and, if there is one, the timeline.
+        """Draws memory by class and, as far as there are such, over the time of a step, and the timeline.
 
         Args:
           path: The file; its suffix chooses the format (`.png`, `.svg`).
@@ -159,7 +160,12 @@ class AnalysisReport(Report):
         Raises:
           ImportError: matplotlib is not installed.
         """
-        draw(path, "\n".join(self._heading()), as_data(self.memory), self.timeline)
+        parts: list[Callable[[Any], None]] = [functools.partial(draw_memory, memory=as_data(self.memory))]
+        if self.estimated is not None:
+            parts.append(functools.partial(draw_course, memory=self.estimated, limit=self.limit))
+        if self.timeline is not None:
+            parts.append(functools.partial(draw_timeline, timeline=self.timeline))
+        draw(path, "\n".join(self._heading()), parts)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the modelled timeline as a trace, for https://ui.perfetto.dev or `chrome://tracing`.

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from jzero.analysis.candidates import Fit
 from jzero.analysis.memory_table import MemoryTable
 from jzero.cli.request import PlanRequest
 from jzero.cli.source import ModelSource
@@ -45,6 +46,7 @@ class Account(Report):
       deepspeed_bytes: The states of one device by DeepSpeed's formula; `None` for a layout that has none.
       sizes: The sizes of a decoder, as data.
       result: The plan, fit or analysis; `None` if there is none.
+      every: Whether all rows of a fit are shown.
     """
 
     title: tuple[str, str]
@@ -55,20 +57,23 @@ class Account(Report):
     deepspeed_bytes: int | None
     sizes: dict[str, Any] | None
     result: Report | None
+    every: bool = False
 
     def parts(self) -> list[Part]:
         """Returns the ledger, then the result."""
         lines = [*self.title, *self.ledger.parts()]
         if self.deepspeed_bytes is not None:
             lines.append(f"DeepSpeed's formula: {format_bytes(self.deepspeed_bytes)} ({self._why_other()})")
-        return lines if self.result is None else [*lines, "", *self.result.parts()]
+        if self.result is None:
+            return lines
+        result = (
+            self.result.parts(max_rows=None) if self.every and isinstance(self.result, Fit) else self.result.parts()
+        )
+        return [*lines, "", *result]
 
     def _why_other(self) -> str:
         terms = TERMS[self.config.stage, self.config.offload]
-        if self.config.stage < 3:
-            return f"{terms}, all trained"
-        ours = self.ledger.states_bytes * self.num_devices / self.num_params
-        return f"{terms}, not {ours:.3g}/N, and the largest layer whole"
+        return f"{terms}, {'all trained' if self.config.stage < 3 else 'and the largest layer whole'}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all of it as plain data, with the fields of the result and the ledger at the same level."""

@@ -5,6 +5,8 @@ All take a `PlanRequest` and print an `Account`, whose states are the same to th
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +14,13 @@ import typer
 import jzero
 from jzero.cli.request import MOST, PlanRequest, takes_request
 from jzero.cli.terminal import DOES_NOT_FIT, Json, Traceback, choose_devices, messages, show, warn
+
+Plot = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help="Draw the memory of a step over time, and layouts or collectives: `.png`, `.svg`."
+    ),
+]
 
 if TYPE_CHECKING:
     from jzero.cli.account import Account
@@ -76,11 +85,13 @@ def analyze(
         ),
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Exit with 1 if the program departs from the plan.")] = False,
+    plot: Plot = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
     """Compiles a training step without running it; prints its memory, collectives and departures from the plan."""
     with messages(traceback):
+        _check_plot(plot)
         choose_devices(request.topology, request.devices, compiles=True)
         source = _load(request)
         user, config = source.model, request.config
@@ -95,6 +106,8 @@ def analyze(
             **user.keywords,
         )
         result = _account(request, source, report.ledger, config=config, result=report)
+        if plot is not None:
+            report.save_figure(plot)
     show(result, as_json)
     if report.num_devices == 1 and config.stage > 0:
         warn("With one device, nothing is partitioned. Pass `--topology` or `--devices`.")
@@ -123,11 +136,16 @@ def fit(
         float | None, typer.Option(help="Memory of one host that the state may take, e.g. `1e12`.")
     ] = None,
     confirm: Annotated[bool, typer.Option(help="Compile the best candidates; their schedules decide.")] = True,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print a row for each layout. Default: ten, alike ones as one.")
+    ] = False,
+    plot: Plot = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
     """Finds the configuration that fits and takes the least time per step; exits with 3 if nothing fits."""
     with messages(traceback):
+        _check_plot(plot)
         choose_devices(request.topology, request.devices)  # without its compiler, estimates decide
         source = _load(request)
         user = source.model
@@ -151,7 +169,11 @@ def fit(
 
             choice = with_parts(choice, request)
         config = (choice.chosen or choice.least).config
-        result = _account(request, source, choice.ledger, config=config, result=choice)
+        result = dataclasses.replace(
+            _account(request, source, choice.ledger, config=config, result=choice), every=every
+        )
+        if plot is not None:
+            choice.save_figure(plot)
     _finish(result, as_json)
 
 
@@ -164,6 +186,16 @@ def _finish(result: Account, as_json: bool) -> None:
 def _check_fit(result: Account) -> None:
     if result.ledger.fits is False:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _check_plot(path: str | None) -> None:
+    """Raises if a picture is asked for that cannot be drawn, before anything that takes long."""
+    if path is not None:
+        from jzero.analysis.figure import check_matplotlib
+
+        check_matplotlib()
+        if pathlib.Path(path).suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"`--plot` must name a .png, .svg or .pdf file: got {path!r}.")
 
 
 def _planned(request: PlanRequest, *, with_leaves: bool = False) -> Any:

@@ -32,11 +32,13 @@ class Footprint:
       peak: The peak in bytes.
       at_peak: The bytes at the peak, by purpose.
       residuals: The buffers that the forward pass saves for the backward pass.
+      course: The bytes at each operation, by purpose; of a loop, those of one iteration.
     """
 
     peak: int
     at_peak: Mapping[BufferKind, int]
     residuals: tuple[Buffer, ...]
+    course: tuple[Mapping[BufferKind, int], ...] = ()
 
 
 def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> Footprint:
@@ -64,6 +66,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
     live: set[int] = set()
     held = _no_bytes()  # of what is live
     best, at_peak = -1, _no_bytes()
+    course: list[Mapping[BufferKind, int]] = []
     for t, op in enumerate(program.operations):
         reused = _find_reused(op, live, sizes, last, t) if op.in_place else set()
         for i in reused:
@@ -73,6 +76,8 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
             held[kinds[i]] += sizes[i]
         live.update(op.writes)
         in_use = {**held, "working": held["working"] + reduced.get(t, 0)}
+        inside = bodies[t].course if t in bodies else (_no_bytes(),)
+        course += [{kind: in_use[kind] + x[kind] for kind in in_use} for x in inside]
         for kind, num_bytes in bodies[t].at_peak.items() if t in bodies else ():
             in_use[kind] += num_bytes
         if sum(in_use.values()) >= best:
@@ -85,8 +90,9 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
     regathered = regathered_bytes([sizes[i] for i in program.regathered], limit)
     if regathered > best:
         at_peak = {**_no_bytes(), "gathered": regathered}
-    inside = [x for t, body in bodies.items() if not program.operations[t].backward for x in body.residuals]
-    return Footprint(sum(at_peak.values()), at_peak, (*(program.buffers[i] for i in sorted(residuals)), *inside))
+    within = [x for t, body in bodies.items() if not program.operations[t].backward for x in body.residuals]
+    saved = (*(program.buffers[i] for i in sorted(residuals)), *within)
+    return Footprint(sum(at_peak.values()), at_peak, saved, tuple(course))
 
 
 def regathered_bytes(sizes: list[int], limit: float) -> int:

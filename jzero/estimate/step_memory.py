@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -72,6 +73,7 @@ class StepMemory(Report):
       time: The seconds of the step at the machine's rates; `None` without a machine.
       host: The state's bytes in the memory of the device's host. Not part of the other figures.
       disk: The state's bytes on disk, both copies. Likewise.
+      course: The temporaries at each operation, by purpose, for pictures; of a loop, those of one iteration.
 
     Example:
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
@@ -98,6 +100,11 @@ class StepMemory(Report):
     time: StepTime | None = None
     host: int = 0
     disk: int = 0
+    course: tuple[Mapping[Any, int], ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all figures but the course as plain data."""
+        return {name: x for name, x in super().to_dict().items() if name != "course"}
 
     @property
     def arguments(self) -> int:
@@ -252,6 +259,7 @@ def memory_of_trace(
         communication_seconds=None if hardware is None else sum(x.seconds for x in traffic),
         flops=program.flops,
         time=None if hardware is None else step_time(program, traffic, hardware, micro_batches),
+        course=temporaries.course,
     )
 
 

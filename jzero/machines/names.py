@@ -43,7 +43,7 @@ def spelt(name: str) -> str:
       ['h100:16', 'a100-80:8', 'h100:8', 'h100:16', 'v5p-32']
     """
     text = re.sub(r"^(nvidia|tpu)[ -]+", "", name.lower())
-    first = re.fullmatch(r"((?:\d+ ?x? ?)*?)([a-z][^:]*?)(?:(?: ?[:*] ?|(?<=\d) ?x ?| x )(\d+))?", text)
+    first = re.fullmatch(r"((?:\d{1,9} ?x? ?)*?)([a-z][^:]*?)(?:(?: ?[:*] ?|(?<=\d) ?x ?| x )(\d{1,9}))?", text)
     if first is None:
         return text
     counts = [int(x) for x in (*re.findall(r"\d+", first[1]), first[3]) if x]
