@@ -33,17 +33,21 @@ import os
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only without an accelerator
 os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for eight virtual devices on few cores
 
+import pathlib
 import sys
+import tempfile
 
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from jax.sharding import AbstractMesh
 
-sys.path.append("../examples")
+import jzero
+
+checkout = (pathlib.Path(jzero.__file__).parents[1], *pathlib.Path.cwd().resolve().parents)
+sys.path.append(str(next(x / "examples" for x in checkout if (x / "examples/decoder_models.py").exists())))
 
 import decoder_models
-import jzero
 
 GIB = 2**30
 print(f"{jax.device_count()} {jax.devices()[0].platform} devices, for the last section")
@@ -119,8 +123,9 @@ for (stage, (whole, cut)), color in zip(BYTES.items(), ("#D55E00", "#E69F00", "#
         totals.append(jzero.plan_train_state(large, config=config, mesh=mesh).bytes_per_device.total)
     np.testing.assert_allclose(totals, whole * size + cut * size / COUNTS, rtol=0.01)
     axes.loglog(COUNTS, np.array(totals) / GIB, marker="o", markersize=4, color=color, label=f"stage {stage}")
-axes.axhline(80e9 / GIB, color="#999999", linestyle="--")
-axes.text(COUNTS[-1], 70e9 / GIB, "80 GB", ha="right", va="top", color="#666666")
+USABLE = 0.9 * 79.1  # GiB of an H100, sold as 80 GB, without what the runtime takes
+axes.axhline(USABLE, color="#999999", linestyle="--")
+axes.text(COUNTS[-1], 0.9 * USABLE, "usable on an H100", ha="right", va="top", color="#666666")
 axes.set_xticks(COUNTS, COUNTS, minor=False)
 axes.minorticks_off()
 axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
@@ -161,9 +166,9 @@ np.testing.assert_allclose(left * GIB, [m.peak for m in memories.values()], rtol
 for row, total in enumerate(left):
     axes.text(total, row, f" {total:.0f}", va="center")
 figure.legend(loc="outside upper center", ncols=len(names), frameon=False)
-axes.axvline(80e9 / GIB, color="#999999", linestyle="--")
+axes.axvline(USABLE, color="#999999", linestyle="--")
 axes.margins(x=0.08)
-axes.set_xlabel("GiB per device: 7 billion parameters in bf16 on 8 devices (dashed: 80 GB)")
+axes.set_xlabel("GiB per device: 7 billion parameters in bf16 on 8 devices (dashed: usable on an H100)")
 axes.spines[["top", "right"]].set_visible(False)
 axes.invert_yaxis()
 
@@ -178,6 +183,24 @@ choice = jzero.fit(make_state, loss_fn, batch, topology="h100:8", config=bf16, c
 print(choice)
 
 # %% [markdown]
+# `save_figure` draws the layouts by time and memory, and what lives in memory through a step of the chosen one.
+
+
+# %%
+def show_figure(report):
+    """Shows the figure of `save_figure`."""
+    with tempfile.TemporaryDirectory() as folder:
+        report.save_figure(f"{folder}/figure.png")
+        image = plt.imread(f"{folder}/figure.png")
+    figure = plt.figure(figsize=(9, 9 * image.shape[0] / image.shape[1]))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.imshow(image)
+    axes.set_axis_off()
+
+
+show_figure(choice)
+
+# %% [markdown]
 # Pass the result to the calls of a training script:
 #
 # ```python
@@ -186,21 +209,22 @@ print(choice)
 # step = jzero.make_train_step(loss_fn, accumulate_steps=choice.accumulate_steps, remat=choice.remat)
 # ```
 #
-# With 20 GB per device, only stage 3 is left. Look at the room that it leaves: if that is less than a tenth, compile
+# With 20 GiB per device, only stage 3 is left. Look at the room that it leaves: if that is less than a tenth, compile
 # before you trust it.
 
 # %%
-small = jzero.fit(make_state, loss_fn, batch, topology="h100:8", config=bf16, hbm_bytes=20e9, confirm=False)
+small = jzero.fit(make_state, loss_fn, batch, topology="h100:8", config=bf16, hbm_bytes=20 * GIB, confirm=False)
 print(small)
 assert choice.chosen.peak <= choice.limit
-assert small.chosen is None or small.chosen.peak <= 20e9
+assert small.chosen is None or small.chosen.peak <= 20 * GIB
 assert small.chosen is None or small.config.stage >= choice.config.stage
 
 # %% [markdown]
 # ## Asking the compiler
 #
 # `analyze` compiles the step for a machine that you do not have. It needs that machine's compiler:
-# `pip install 'jzero[gpu]'` or `'jzero[tpu]'`. Without it, the cell says so and compiles for the devices here.
+# `pip install 'jzero[gpu]'` or `'jzero[tpu]'`. Without it, the cell says so and compiles for the devices here, which
+# shows what does not depend on the compiler: state and batch.
 
 # %%
 # The output varies with versions and machines.
@@ -210,19 +234,22 @@ except (ImportError, RuntimeError) as error:  # no such compiler, or jax has ref
     print(f"{error}\n\nThis machine's compiler in its place:\n")
     shape = jax.ShapeDtypeStruct((jax.device_count(), batch.shape[1]), batch.dtype)
     report = jzero.analyze(step, state, shape, config=bf16)
-print(report)
+print(report if report.machine == "h200:8" else report.plan.bytes_per_device)
 
 # %% [markdown]
-# The report shows the estimate beside the compiler's figures. State and batch are equal. The peak is within 15 % for
-# eight H200, and can be further off for CPUs, whose compiler the estimate does not model.
+# State and batch are equal. For eight H200 the estimated peak is within 15 % of the compiler's; what CPUs take beside
+# state and batch is not compared, since the estimate does not model their compiler.
 
 # %%
 # The output varies with versions and machines.
 report.verify()
 np.testing.assert_allclose(report.estimated.arguments, report.memory.arguments, rtol=0.01)
-assert report.machine != "h200:8" or abs(report.estimated.peak / report.memory.peak - 1) < 0.15
-for name, peak in {"estimated": report.estimated.peak, "compiled": report.memory.peak}.items():
-    print(f"{name}: {peak / GIB:.1f} GiB, {'fits' if peak < 20e9 else 'does not fit'} in 20 GB")
+pairs = {"state and batch": (report.estimated.arguments, report.memory.arguments)}
+if report.machine == "h200:8":
+    pairs["peak"] = report.estimated.peak, report.memory.peak
+    np.testing.assert_allclose(*pairs["peak"], rtol=0.15)
+for name, (estimated, compiled) in pairs.items():
+    print(f"{name}: {estimated / GIB:.2f} GiB estimated, {compiled / GIB:.2f} GiB compiled")
 
 # %% [markdown]
 # Next: [checkpoints across world sizes](03_checkpoints_across_world_sizes.ipynb).

@@ -71,13 +71,13 @@ def test_committed_outputs_are_whole_and_name_no_machine(path):
 
 @pytest.mark.slow  # CI runs the first with the documentation
 @pytest.mark.parametrize("number", ["01", "02", "03", "04"])
-def test_notebook_runs_and_prints_what_is_committed(number, monkeypatch):
+def test_notebook_runs_and_prints_what_is_committed(number, tmp_path, monkeypatch):
     """Every claim of its that can be an assertion is one, so that to run is to pass; of outputs the words count.
 
     It runs in this process, which has eight devices too; on other numbers of devices it starts one.
     """
     (path,) = (path for path in NOTEBOOKS if path.stem.startswith(number))
-    monkeypatch.chdir(FOLDER)
+    monkeypatch.chdir(tmp_path)  # any folder
     plt.switch_backend("agg")
     namespace = {"__name__": "__main__"}
     for index, cell in enumerate(json.loads(path.read_text())["cells"]):
