@@ -12,6 +12,7 @@ import itertools
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class Counts:
 
 def load_tokenizer(folder: Any) -> Any:
     """Returns the tokenizer of a published model."""
+    print(f"loading the tokenizer of {folder}", file=sys.stderr)
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415  # which takes seconds, and is an extra
     except ImportError as error:

@@ -12,6 +12,7 @@ a prompt, as text or as messages, and two answers:
 Shapes: B pairs, S tokens.
 """
 
+import argparse
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,9 +35,7 @@ LossFn = Callable[[Any, Batch], tuple[jzero.Weighted, dict[str, jzero.Summed]]]
 
 def main(argv: Sequence[str] | None = None, tokenizer: Any = None) -> Any:
     """Reads the command line, trains and exports; returns the last state."""
-    args = finetune.parse_args(argv, "Tune a published model on preferences.", beta=0.1)
-    if not args.lora_rank:
-        raise SystemExit("The reference is the base without adapters: pass a --lora-rank above 0.")
+    args = parse_args(argv)
     start(cluster=args.cluster)
     tokenizer = tokenizer or load_tokenizer(args.model)
     model = Decoder(jzero.hf.read_config(args.model), finetune.make_lora(args), args.products)
@@ -158,6 +157,14 @@ def _answers(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         "A line must have a `prompt`, as text or messages, and the texts `chosen` and `rejected`: got "
         f"{sorted(fields)}."
     )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    args = finetune.parse_args(argv, "Tune a published model on preferences.", beta=0.1)
+    if not args.lora_rank:
+        raise SystemExit("The reference is the base without adapters: pass a --lora-rank above 0.")
+    return args
 
 
 if __name__ == "__main__":

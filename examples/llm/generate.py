@@ -10,6 +10,7 @@ together. Unless you choose, the program divides them as little as it can, and p
 import argparse
 import functools
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ def complete(args: argparse.Namespace, tokenizer: Any) -> list[str]:
     batch = left_padded(prompts, jax.random.key(args.seed), num_rows=num_rows)
     params = load(model, args, mesh)
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    print(f"compiling for {num_places} tokens, and generating", file=sys.stderr)
     new = np.asarray(jax.jit(functools.partial(generate, model, sampling=sampling))(params, batch))
     return [decode(tokenizer, row) for row in new[: len(prompts)]]
 

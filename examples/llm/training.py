@@ -47,7 +47,7 @@ def start(*, cluster: bool = False) -> None:
         os.environ.setdefault("PJRT_NPROC", "32")  # threads for two steps at once; see ../cpu_devices.py
         jax.config.update("jax_num_cpu_devices", 8)  # has no effect on accelerators
     if jax.process_index() == 0:
-        logging.basicConfig()
+        logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("jzero").setLevel(logging.INFO)  # says what takes long
 
 

@@ -34,6 +34,8 @@ def main() -> None:
     signals: list[int] = []  # received signals; `wait` handles them one by one
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(number))
+    if sys.stderr.isatty():  # it takes seconds until they say something
+        print(f"starting {args.processes} processes of {args.script.name}", file=sys.stderr, flush=True)
     processes = start([sys.executable, str(args.script), *args.args], count=args.processes, devices=args.devices)
     printers = [threading.Thread(target=print_lines, args=pair) for pair in enumerate(processes)]
     for printer in printers:

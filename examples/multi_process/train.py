@@ -11,6 +11,7 @@ processes.
 """
 
 import argparse
+import logging
 import os
 import pathlib
 from typing import Any
@@ -60,6 +61,8 @@ def main() -> None:
         preemption_exit_code=STOPPED_EXIT_CODE,
     )
     if index == 0:
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("jzero").setLevel(logging.INFO)  # says what takes long
         print(jzero.plan_of(state), flush=True)
     with manager:
         done = manager.latest_step() or 0
