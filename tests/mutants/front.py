@@ -143,8 +143,8 @@ MUTANTS = [
     Mutant(
         "topology_of_any_kind",
         "machines/machine.py",
-        'name.lower() if isinstance(name, str) else ""',
-        "name.lower()",
+        'spelt(name) if isinstance(name, str) else ""',
+        "spelt(name)",
         "test_settings.py::test_whatever_an_argument_of_choices_is_given_it_says_what_it_takes",
     ),
     # Fit.
@@ -268,5 +268,26 @@ MUTANTS = [
         "return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())",
         "return True",
         "test_monitor_sinks.py::test_two_sinks_of_one_file_take_turns",
+    ),
+    Mutant(
+        "whole_gradients_count_against_the_device",
+        "analysis/memory_table.py",
+        "used = self.states.params + self.states.opt_state if",
+        "used = self.states_bytes if",
+        "test_memory_story.py::test_the_verdict_is_one_for_all_and_an_exit_status",
+    ),
+    Mutant(
+        "keys_of_own_tokens_alone",
+        "cli/decoder.py",
+        "key, value = (lax.all_gather(x, context, axis=1, tiled=True) for x in (key, value))",
+        "pass",
+        "test_cli_parts.py::test_the_loss_in_parts_of_rows_is_that_of_whole_rows",
+    ),
+    Mutant(
+        "layouts_of_another_stage_count_as_alike",
+        "analysis/alike.py",
+        "if len(differs) == 1 and differs[0] != apart:",
+        "if len(differs) == 1:",
+        "test_fit.py::test_rows_that_are_alike_are_one_and_all_are_there_on_demand",
     ),
 ]
