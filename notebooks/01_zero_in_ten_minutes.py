@@ -137,6 +137,7 @@ for whole in jzero.plan_train_state(plain, config=config_of(3)).replicated:
 
 # %%
 STAGES = (0, 1, 2, 3)
+print("Compiling the step of each stage, then training.")
 states, losses = {}, {}
 for stage in STAGES:
     state = jzero.shard_train_state(plain, config=config_of(stage))
@@ -212,6 +213,7 @@ def bytes_on_one_device(tree):
     return sum(shard.data.nbytes for shard in shards if shard.device == jax.local_devices()[0])
 
 
+print("Compiling the step of each stage.")
 bars = {"parameters": [], "optimizer state": [], "temporaries": []}
 for stage in STAGES:
     bars["parameters"].append(bytes_on_one_device(states[stage].params))

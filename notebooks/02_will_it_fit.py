@@ -179,6 +179,7 @@ axes.invert_yaxis()
 # least time. With `confirm=False` it only estimates; by default it also compiles the best ones.
 
 # %%
+print("Tracing the layouts.")
 choice = jzero.fit(make_state, loss_fn, batch, topology="h100:8", config=bf16, confirm=False)
 print(choice)
 
@@ -228,6 +229,7 @@ assert small.chosen is None or small.config.stage >= choice.config.stage
 
 # %%
 # The output varies with versions and machines.
+print("Compiling for eight H200.")
 try:
     report = jzero.analyze(step, state, batch, topology="h200:8", config=bf16)
 except (ImportError, RuntimeError) as error:  # no such compiler, or jax has refused it

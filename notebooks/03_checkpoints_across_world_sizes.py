@@ -110,6 +110,7 @@ print(jzero.plan_of(state))
 
 # %%
 run = directory / "run"
+print("Compiling the step, then training.")
 losses = []
 with jzero.CheckpointManager(run, max_to_keep=2) as manager:
     for start in (0, 5, 10):

@@ -75,6 +75,7 @@ print(f"Ψ = {SIZE:,} parameters in {NUM_LAYERS} layers")
 
 # %%
 state = jzero.shard_train_state(plain, stage=3)
+print("Compiling stage 3.")
 report = jzero.analyze(step, state, batch)
 print(report)
 
@@ -228,6 +229,7 @@ def show_figure(report):
     axes.set_axis_off()
 
 
+print("Compiling for eight H200, twice.")
 small_step = jzero.make_train_step(loss_fn, remat="cheap")  # gathers and recomputes, though all would fit
 try:
     timed = {
