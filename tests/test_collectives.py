@@ -40,7 +40,8 @@ def test_what_is_recomputed_gathers_no_parameter_a_third_time(recompute, again):
     needed_again = [x for x in cut if re.search(again, x) and not x.endswith("down/bias")]
     text = in_line(lowered.as_text())
     assert text.count("stablehlo.reduce_scatter") == len(cut)
-    assert text.count("stablehlo.all_gather") == len(cut) + len(needed_again)
+    # The embedding's rows are summed over devices, not gathered: indices are, and in the backward pass the gradients.
+    assert text.count("stablehlo.all_gather") == len(cut) - 1 + len(needed_again) + 3
 
 
 def test_all_reduce_and_slice_on_request():

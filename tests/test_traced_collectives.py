@@ -62,10 +62,9 @@ def test_each_parameter_travels_as_often_as_counted_by_hand(scan, remat, options
             # A loop that gathers ahead does so once more in each pass.
             assert extra == 0 or (scan and "prefetch_bytes" in options and 0 < extra <= 2 * passes), name
             assert found[name, "reductions"] == number, name
-    # For the lookup, the logits, and the gradient of the last hidden state; one that stays whole, for all of them.
-    assert found["embed", "gathers"] == (3 if config.reshard_after_forward else 1)
-    # Its uses are summed first, unless there is a loop between them.
-    assert found["embed", "reductions"] == (2 if scan else 1)
+    # Rows for the lookup, and the whole for the logits and, unless it stays, for the gradient of the last hidden state.
+    assert found["embed", "gathers"] == (3 if config.reshard_after_forward else 2)
+    assert found["embed", "reductions"] == 2  # of its rows, and of the whole
 
 
 def test_micro_batches_and_replicas_count():

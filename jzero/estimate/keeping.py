@@ -35,7 +35,7 @@ from jzero.core.base.compat import AnyJaxpr
 from jzero.core.base.guard import attempt
 from jzero.core.base.types import PyTree, TrainStateLike
 from jzero.core.config.keep import Keep
-from jzero.core.engine.trace import TracedLoss
+from jzero.core.engine.trace import TracedLoss, plan_for
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.plan.plan import ZeroPlan
@@ -66,8 +66,9 @@ def choose_kept(
       hardware: The machine, if it is known.
       limit: What a step may use of a device, in bytes.
     """
-    traced, _ = step.loss.trace(*arguments)
-    choice = attempt(_most_that_fits, step, arguments, traced, hardware, limit)
+    traced, inputs = step.loss.trace(*arguments)
+    plan = plan_for(arguments[0].tx.plan, traced, inputs.carried)
+    choice = attempt(_most_that_fits, step, arguments, traced, plan, hardware, limit)
     if choice is not None:
         keep: Keep = choice.step.remat
         logging.getLogger("jzero").info(
@@ -84,11 +85,11 @@ def _most_that_fits(
     step: TrainStep,
     arguments: tuple[TrainStateLike, PyTree, PyTree],
     traced: TracedLoss,
+    plan: ZeroPlan,
     hardware: Machine | None,
     limit: int,
 ) -> Chosen | None:
-    plan: ZeroPlan = arguments[0].tx.plan
-    cut = [leaf for leaf in plan.leaves if leaf.param.cut is not None]
+    cut = [leaf for leaf in plan.leaves if leaf.param.cut and plan.traffic.lookups_of(leaf.path) != "all"]
     looped = _loop_shapes(traced.jaxpr)
     kept = [leaf for leaf in cut if leaf.scan_dim is None or leaf.param.shape not in looped]
     num_bytes = sum(array_bytes(math.prod(leaf.param.shape), leaf.compute_dtype) for leaf in kept)

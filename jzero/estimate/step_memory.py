@@ -24,6 +24,7 @@ from jzero.estimate.buffers import Buffer, Transfer, bytes_of
 from jzero.estimate.footprint import footprint, update_at_peak
 from jzero.estimate.step_time import CollectiveTraffic, StepTime, step_time, traffic_of
 from jzero.estimate.traced import trace_program
+from jzero.estimate.traced_collectives import traced_lookups
 from jzero.machines.machine import Machine
 
 GATHERS_WORTH_A_NOTE = 1.05
@@ -239,6 +240,7 @@ def memory_of_trace(
     after = update_at_peak(plan, gpu=gpu, limit=limit)
     if sum(after.values()) > temporaries.peak:
         temporaries = dataclasses.replace(temporaries, peak=sum(after.values()), at_peak=after)
+    plan = dataclasses.replace(plan, lookups=traced_lookups(traced.jaxpr, max(1, micro_batches)))
     sizes = plan.bytes_per_device
     traffic = [traffic_of(x, plan.mesh, hardware) for x in program.transfers]
     return StepMemory(

@@ -19,13 +19,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr, Atom
 from jzero.core.base.types import DType
-from jzero.core.engine.placed import collectives_of, gather_p, named_p, reduce_p, wait_p
+from jzero.core.engine.placed import collectives_of, dtype_moved, gather_p, named_p, reduce_p, wait_p
+from jzero.core.jaxpr.lookups import TableReads
 from jzero.core.jaxpr.primitives import Trait, primitives_with
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.route import Collective
@@ -79,8 +79,7 @@ class TracedCollective(NamedTuple):
     @property
     def dtype(self) -> DType:
         """The dtype that travels."""
-        dtype = compat.type_of(self.eqn.invars[0]).dtype
-        return self.eqn.params["dtype"] if self.gathers else jnp.dtype(self.eqn.params["sums"].dtype_of(dtype))
+        return dtype_moved(self.eqn)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -101,6 +100,18 @@ def traced_collectives(jaxpr: AnyJaxpr) -> Iterator[TracedCollective]:
     """
     opened, _ = compat.open_jaxpr(jaxpr)
     yield from _Walk(times=1, in_loop=False, inputs={}, outputs={}, stacked=frozenset())(opened)
+
+
+def traced_lookups(jaxpr: AnyJaxpr, micro_batches: int) -> dict[str, TableReads]:
+    """Returns what one micro-batch reads of the parameters whose rows a step's program looks up in their shards."""
+    gathers = [x for x in traced_collectives(jaxpr) if x.gathers]
+    whole = {x.path for x in gathers if "lookup" not in x.eqn.params}
+    found: dict[str, TableReads] = {}
+    for x in gathers:
+        if "lookup" in x.eqn.params:
+            read = found.setdefault(x.path, TableReads(otherwise=x.path in whole))
+            read.add(x.times * x.eqn.params["lookup"].num_rows // micro_batches, len(x.cut.shape))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +172,8 @@ class _Walk:
 
     def _fate(self, gather: JaxprEqn, jaxpr: Jaxpr) -> Fate:
         """Returns the fate of a gathered parameter in the jaxpr that gathers it."""
+        if gather.params.get("lookup") is not None:
+            return Fate.USED  # of its rows
         unsharded = {gather.outvars[0]}
         alike = {gather.outvars[0]}  # what is computed from it, in its shape
         for eqn in jaxpr.eqns:

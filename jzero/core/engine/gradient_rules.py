@@ -38,11 +38,14 @@ from jax.sharding import NamedSharding
 from jzero.core.base import compat
 from jzero.core.base.compat import Atom
 from jzero.core.base.types import DType
+from jzero.core.engine.placed import reduce_p
 from jzero.core.engine.shard_rules import widens
 from jzero.core.jaxpr.equations import equations_in
+from jzero.core.jaxpr.lookups import lookup_of
 from jzero.core.jaxpr.primitives import CALLS, REMAT
 from jzero.core.jaxpr.sizes import mixes
 from jzero.core.layout.cut import Cut
+from jzero.core.layout.lookups import hop_of_rows
 from jzero.core.layout.route import Route, Sums
 
 
@@ -135,6 +138,17 @@ def _update(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | No
     return Passed({1: reduction.for_shape(compat.type_of(x).shape)}, apply)
 
 
+def _add_rows(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+    """The gradients of rows that were looked up, which are added on the shard."""
+    lookup = lookup_of(eqn) if reduction.by_rows and def_use.is_zero(eqn.invars[0]) else None
+    if lookup is None or hop_of_rows(reduction.cut, reduction.route, reduces=True) is None:
+        return None
+    how = reduction
+    params = {"path": how.path, "is_awaited": how.is_awaited, "cut": how.cut, "dtype": how.dtype, "lookup": lookup}
+    # [V, D/N] or [V/N, D]. Nothing reads the whole zeros any more.
+    return Passed({}, lambda xs: reduce_p.bind(xs[2], xs[1], **params, route=how.route, sums=how.sums))
+
+
 def _add(def_use: DefUse, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     """See [Note: Several uses]."""
     x, y = eqn.invars
@@ -155,6 +169,8 @@ def _is_part(def_use: DefUse, atom: Atom, reduction: Reduction) -> bool:
     eqn = def_use.find(atom)
     if eqn is None:
         return False
+    if reduction.by_rows and any(lookup_of(x) for x in equations_in(eqn) if x.primitive.name == "scatter-add"):
+        return True
     if eqn.primitive.name == "add_any":
         return any(_is_part(def_use, v, reduction) for v in eqn.invars)
     return eqn.primitive.name in PLACES and GRADIENT_RULES[eqn.primitive.name](def_use, eqn, reduction) is not None
@@ -169,6 +185,7 @@ GRADIENT_RULES: dict[str, Callable[[DefUse, JaxprEqn, Reduction], Passed | None]
     "dynamic_update_slice": _update,
     "pad": _pad,
     "reshard": _constraint,
+    "scatter-add": _add_rows,
     "sharding_constraint": _constraint,
     "transpose": _transpose,
 }
@@ -247,6 +264,7 @@ class Reduction:
       route: How it travels.
       dtype: The dtype of its shards.
       by_use: Whether to reduce for each use if a loop stands between the uses.
+      by_rows: Whether gradients of rows that were looked up travel, not the whole gradient.
       to_host: Whether shards move to host memory at once.
       is_awaited: Whether a loop, or the first block, waits for it if it is made outside blocks.
     """
@@ -257,6 +275,7 @@ class Reduction:
     sums: Sums
     dtype: DType
     by_use: bool
+    by_rows: bool = False
     to_host: bool = False
     is_awaited: bool = True
 

@@ -35,7 +35,7 @@ from jzero.core.engine.recompute import recompute
 from jzero.core.engine.reduce_early import reduce_early
 from jzero.core.engine.roles import Parameter
 from jzero.core.engine.rules import start_walk
-from jzero.core.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
+from jzero.core.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves, plan_for
 from jzero.core.engine.waits import wait_for_gradients
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.leaves import StateLeaf
@@ -110,7 +110,7 @@ def loss_and_grads(
       grads_to_host: Whether gradients go to the host as soon as they are reduced, if their parameter and all its
         optimizer state are there. With several micro-batches they do not.
     """
-    plan = plan.with_written(traced.written_paths)
+    plan = plan_for(plan, traced, inputs.carried)
     carried = carried_leaves(plan, inputs.carried)
     leaves = [
         plan.view.params.flat(inputs.params),  # global arrays
@@ -187,7 +187,8 @@ class _LocalStep:
         gather, remat = self.plan.traffic.gather_plan(leaf), self.traced.remat
         if not self.differentiates:  # an evaluation uses each only once
             return gather._replace(is_secondary=False)
-        return gather._replace(stays=not self.plan.regathers or (isinstance(remat, Keep) and remat.keeps(leaf.path)))
+        stays = not self.plan.regathers or (isinstance(remat, Keep) and remat.keeps(leaf.path))
+        return gather._replace(stays=stays and gather.lookups != "all")  # which is never whole
 
     @functools.cached_property
     def params(self) -> list[Parameter]:
@@ -355,7 +356,7 @@ def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches)
     """Returns what a step keeps on one device between its passes."""
     params = [(leaf.param, leaf.compute_dtype) for leaf in plan.leaves]
     params += [(x, x.compute_dtype) for x in plan.other_leaves if x.compute_dtype is not None]
-    cut = [(leaf, dtype) for leaf, dtype in params if leaf.cut is not None]
+    cut = [(x, dtype) for x, dtype in params if x.cut and plan.traffic.lookups_of(x.path) != "all"]
     stay = [(leaf, dtype) for leaf, dtype in cut if keep.keeps(leaf.path) or not plan.regathers]
     total = traced.num_blocks(plan)
     return Kept(

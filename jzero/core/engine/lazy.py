@@ -36,13 +36,14 @@ from jax.extend.core import JaxprEqn
 from jzero.core.base import compat
 from jzero.core.base.types import DType
 from jzero.core.engine.placed import gather_p, read_p
+from jzero.core.jaxpr.lookups import Lookup
 from jzero.core.jaxpr.primitives import CHEAP
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.casts import round_without_derivative
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.placement import on_device
 from jzero.core.layout.route import Route
-from jzero.core.plan.traffic import GatherPlan
+from jzero.core.plan.traffic import GatherPlan, Lookups
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -75,7 +76,7 @@ ParamKey: TypeAlias = tuple[int, Cut]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["shard", "unsharded"],
-    meta_fields=["cut", "route", "wire_dtype", "dtype", "row_of", "path", "on_disk", "stays"],
+    meta_fields=["cut", "route", "wire_dtype", "dtype", "row_of", "path", "on_disk", "stays", "lookups"],
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
@@ -93,6 +94,7 @@ class ShardedParam:
       path: Its key path; inside a function that layers share, which input it is.
       on_disk: The dtype of its rows on disk, which the gather reads; `None` if it is in memory.
       stays: Whether it stays whole from its first to its last use, in both passes.
+      lookups: Which of its reads look up rows in its shards, see `jzero.core.layout.lookups`.
     """
 
     shard: jax.Array
@@ -105,6 +107,7 @@ class ShardedParam:
     path: str = ""
     on_disk: DType | None = None
     stays: bool = False
+    lookups: Lookups = "none"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,6 +130,11 @@ class ShardedParam:
             return self.unsharded
         shard = self.shard if self.on_disk is None else self._read()
         return gather_p.bind(shard, path=self.path, cut=self.cut, dtype=self.wire_dtype, route=self.route)
+
+    def look_up(self, ids: jax.Array, lookup: Lookup) -> jax.Array:
+        """Returns rows of the parameter."""
+        how = {"path": self.path, "cut": self.cut, "dtype": self.wire_dtype, "route": self.route, "lookup": lookup}
+        return gather_p.bind(self.shard, ids, **how).astype(self.dtype)
 
     def _read(self) -> jax.Array:
         """Returns the row of a stack on disk. [2] -> [..., P/N]."""
@@ -158,7 +166,7 @@ def make_lazy(stored: jax.Array, plan: GatherPlan, dtype: DType) -> Leaf:
     (cut, route), *before = plan.legs(sent)
     for part, between in before:
         shard = gather_p.bind(shard, path=leaf.path, cut=part, dtype=sent.dtype_sent(dtype), route=between)
-    return ShardedParam(shard, None, cut, route, dtype, dtype, path=leaf.path, stays=plan.stays)
+    return ShardedParam(shard, None, cut, route, dtype, dtype, path=leaf.path, stays=plan.stays, lookups=plan.lookups)
 
 
 class Operation(NamedTuple):
@@ -220,6 +228,11 @@ def is_cut(x: object) -> TypeGuard[ShardedParam]:
     """Whether `x` is a parameter that must be gathered before use."""
     # An array in another dtype was rounded otherwise, so it does not count.
     return isinstance(x, ShardedParam) and (x.unsharded is None or x.unsharded.dtype != x.wire_dtype)
+
+
+def is_looked_up(x: object) -> bool:
+    """Whether `x` is a parameter of which rows are looked up, and nothing else is read."""
+    return isinstance(x, ShardedParam) and x.lookups == "all"
 
 
 def is_constant(x: object) -> bool:

@@ -57,6 +57,7 @@ from jzero.core.engine.lazy import (
     is_constant,
     is_cut,
     is_lazy,
+    is_looked_up,
     num_bytes,
 )
 from jzero.core.engine.placed import reduce_p, wait, without_last_hops
@@ -309,7 +310,7 @@ def _restore_stacked(row: Value, index: int) -> Callable[[list[jax.Array]], Leaf
 def _prepare_inputs(walk: Walk, body: Jaxpr, inputs: list[Value], fixed: list[bool]) -> list[Value]:
     """Returns a loop's constants and initial carry; gathers parameters, except those that the iterations only index."""
     lazily = [
-        is_lazy(x) and ((same and is_constant(x)) or _is_only_indexed(body, v))
+        is_lazy(x) and ((same and (is_constant(x) or is_looked_up(x))) or _is_only_indexed(body, v))
         for x, v, same in zip(inputs, body.invars, fixed, strict=False)
     ]
     arrays = walk.gather([None if lazy else x for x, lazy in zip(inputs, lazily, strict=True)])

@@ -7,6 +7,9 @@
     s_ = zero_named[path=w] s                                                  # s itself
     s:f32[64,64] = zero_read[shape=(64, 64) dtype=float32] h                   # the row on disk that h:i32[2] names
 
+    x:f32[8,64] = zero_gather[path=t cut=1/8 lookup=8 ...] s i                 # 8 rows of a table, never whole, and
+    r:f32[512,8] = zero_reduce[path=t cut=1/8 lookup=8 ...] c i                # their gradients, summed over all
+
 They keep a parameter's name until the program is lowered, so that passes, printed programs and checks find it without
 looking for collectives by their shapes. Inside of a function that layers share, a gather is named after the function's
 input, "input 3", and a reduction after its result: one function has one program. A `zero_named` before and after each
@@ -61,17 +64,30 @@ from jzero.core.base.compat import Atom, J
 from jzero.core.base.types import DType, Params, PyTree
 from jzero.core.disk.rows import take_row
 from jzero.core.jaxpr.edit import params_of_call
+from jzero.core.jaxpr.lookups import Lookup
 from jzero.core.jaxpr.primitives import RUNS, called_jaxpr
 from jzero.core.layout.casts import round_without_derivative
 from jzero.core.layout.cut import Cut
+from jzero.core.layout.lookups import add_rows, dtype_sent, look_up, row_collectives
 from jzero.core.layout.placement import on_device
 from jzero.core.layout.platform import Wait
 from jzero.core.layout.route import Collective, Route, Sums
 
 
-def _gather(shard: jax.Array, *, cut: Cut, dtype: DType, route: Route, **_: object) -> jax.Array:
-    """[..., P/N] -> [..., D]. Only now a shard in host memory moves to the device."""
+def _gather(
+    shard: jax.Array,
+    ids: jax.Array | None = None,
+    *,
+    cut: Cut,
+    dtype: DType,
+    route: Route,
+    lookup: Lookup | None = None,
+    **_: object,
+) -> jax.Array:
+    """[..., P/N] -> [..., D], or rows of it. Only now a shard in host memory moves to the device."""
     shard = on_device(shard)
+    if lookup is not None and ids is not None:
+        return look_up(shard, ids, lookup, cut, dtype, route)
     if cut.blocks is None:
         return gather_param(round_without_derivative(shard, dtype), cut, route)
     return round_without_derivative(gather_param(shard, cut, route), dtype)
@@ -82,8 +98,20 @@ def _read(handle: jax.Array, *, shape: tuple[int, ...], dtype: DType) -> jax.Arr
     return call_python(take_row, handle, shape, dtype)
 
 
-def _reduce(grad: jax.Array, *, cut: Cut, dtype: DType, route: Route, sums: Sums, **_: object) -> jax.Array:
-    """[..., D] -> [..., P/N]. `path` and `is_awaited` are for who reads the program."""
+def _reduce(  # noqa: PLR0913  # an equation's parameters
+    grad: jax.Array,
+    ids: jax.Array | None = None,
+    *,
+    cut: Cut,
+    dtype: DType,
+    route: Route,
+    sums: Sums,
+    lookup: Lookup | None = None,
+    **_: object,
+) -> jax.Array:
+    """[..., D], or gradients of rows -> [..., P/N]. `path` and `is_awaited` are for who reads the program."""
+    if lookup is not None and ids is not None:
+        return add_rows(grad, ids, lookup, cut, dtype, route, sums)
     return reduce_shard(grad, cut, route, sums).astype(dtype)
 
 
@@ -160,9 +188,15 @@ def _primitive(
     return primitive
 
 
-gather_p = _primitive("zero_gather", _gather, lambda x, *, cut, dtype, **_: compat.array_type(cut.shape, dtype))
+def _gathered(
+    shard: object, *ids: object, cut: Cut, dtype: DType, lookup: Lookup | None = None, **_: object
+) -> jax.core.ShapedArray:
+    return compat.array_type(cut.shape if lookup is None else (*lookup.shape, *cut.shape[1:]), dtype)
+
+
+gather_p = _primitive("zero_gather", _gather, _gathered)
 read_p = _primitive("zero_read", _read, lambda x, *, shape, dtype: compat.array_type(shape, dtype))
-reduce_p = _primitive("zero_reduce", _reduce, lambda x, *, cut, dtype, **_: compat.array_type(cut.shard_shape, dtype))
+reduce_p = _primitive("zero_reduce", _reduce, lambda *_, cut, dtype, **__: compat.array_type(cut.shard_shape, dtype))
 unreduced_p = _primitive("zero_unreduced", _same, lambda x, **_: x)
 named_p = _primitive("zero_named", _same, lambda x, **_: x)
 wait_p = _primitive("zero_wait", _wait, lambda *xs, **_: list(xs), several=True)
@@ -177,9 +211,18 @@ def collectives_of(eqn: JaxprEqn) -> tuple[Collective, ...]:
         return ()
     with compat.where_traced(eqn):
         cut, route = eqn.params["cut"].of_part(jax.sharding.get_abstract_mesh().shape), eqn.params["route"]
+    reduces, lookup = eqn.primitive is reduce_p, eqn.params.get("lookup")
+    if lookup is not None:
+        return row_collectives(cut, route, lookup.num_rows, dtype_moved(eqn), reduces=reduces)
+    return route.reductions(cut, dtype_moved(eqn)) if reduces else route.gathers(cut, dtype_moved(eqn))
+
+
+def dtype_moved(eqn: JaxprEqn) -> DType:
+    """Returns the dtype in which a gather or a reduction sends its values."""
     if eqn.primitive is gather_p:
-        return route.gathers(cut, eqn.params["dtype"])
-    return route.reductions(cut, eqn.params["sums"].dtype_of(compat.type_of(eqn.invars[0]).dtype))
+        return eqn.params["dtype"]
+    dtype, sums = compat.type_of(eqn.invars[0]).dtype, eqn.params["sums"]
+    return jnp.dtype(sums.dtype_of(dtype)) if eqn.params.get("lookup") is None else dtype_sent(dtype, sums)
 
 
 def operations_of(eqn: JaxprEqn) -> Jaxpr:

@@ -227,5 +227,7 @@ def _adds_shards(eqn: JaxprEqn, place: int, index: int, how: Reduction) -> bool:
     if any(v is body.invars[place] for v in read) or not any(v is tried.invars[place] for v in read):
         return False
     # Turns that each reduce all of it would send more than one reduction after the loop.
-    num_reduced = sum(math.prod(x.params["cut"].shape) for x in equations_of(tried) if x.primitive is reduce_p)
+    # Those of rows that were looked up send less, as was decided.
+    whole = [x for x in equations_of(tried) if x.primitive is reduce_p and "lookup" not in x.params]
+    num_reduced = sum(math.prod(x.params["cut"].shape) for x in whole)
     return int(eqn.params["length"]) * num_reduced <= math.prod(how.cut.shape)

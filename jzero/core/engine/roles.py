@@ -99,7 +99,8 @@ class Parameter:
         by_use = self.stage > 1  # stage 1 has the memory to sum whole gradients
         cut, route = self._legs(cut)[0]
         dtype = jnp.dtype(self.sum_dtype)
-        return Reduction(self.leaf.path, cut, route, self.sums, dtype, by_use, self.to_host, is_awaited)
+        by_rows = self.gather.lookups != "none"
+        return Reduction(self.leaf.path, cut, route, self.sums, dtype, by_use, by_rows, self.to_host, is_awaited)
 
     def _legs(self, cut: Cut) -> tuple[Leg, ...]:
         return self.route.legs(cut) if self.reduces_once else ((cut, self.route),)

@@ -36,6 +36,8 @@ from jzero.core.engine.lazy import (
     Static,
     Value,
     defer,
+    has_param,
+    is_cut,
     is_lazy,
     is_unevaluated,
 )
@@ -47,8 +49,10 @@ from jzero.core.engine.walk import CalledFunction, HeldParameters, Rule, Walk, c
 from jzero.core.jaxpr.edit import is_recomputed, params_retraced
 from jzero.core.jaxpr.identity import IdDict
 from jzero.core.jaxpr.interpret import propagate
+from jzero.core.jaxpr.lookups import lookup_of
 from jzero.core.jaxpr.primitives import CALLS, REMAT, RUNS, called_jaxpr
 from jzero.core.jaxpr.structure import is_worth_a_call
+from jzero.core.layout.lookups import hop_of_rows
 from jzero.core.layout.placement import memory_of, on_device
 
 _EMPTY = Static("empty")
@@ -149,6 +153,20 @@ def _put_behind_barrier(values: list[Value], stays: list[bool]) -> list[Value]:
     behind = IdDict(zip(arrays, lax.optimization_barrier(list(arrays)), strict=True))
     new = treedef.unflatten([behind.get(x, x) for x in leaves])
     return [x if stay else y for x, y, stay in zip(values, new, stays, strict=True)]
+
+
+# Rows of tables.
+
+
+def _look_up(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+    """Looks up rows of a parameter in its shards, unless it is held whole."""
+    table = walk.held.fill(inputs[0]) if isinstance(inputs[0], ShardedParam) else None
+    if table is None or table.lookups == "none" or not is_cut(table) or has_param(inputs[1]):
+        return walk.bind_unsharded(eqn, inputs)
+    lookup = lookup_of(eqn)
+    if lookup is None or hop_of_rows(table.cut, table.route, reduces=False) is None:
+        return walk.bind_unsharded(eqn, inputs)
+    return [table.look_up(walk.gather(inputs[1:])[0], lookup)]
 
 
 # Equations that lazy parameters pass unchanged.
@@ -264,6 +282,7 @@ def _cast_to_varying(eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Deferred | 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(RUNS - REMAT, _call),
     **dict.fromkeys(REMAT, _checkpoint),
+    "gather": _look_up,
     "scan": scan,
     "cond": _cond,
     "optimization_barrier": _barrier,

@@ -33,6 +33,7 @@ from jzero.core.config.precision import is_key
 from jzero.core.engine.kept_blocks import num_blocks
 from jzero.core.engine.recompute import AxisEnv, Remat, has_parts_to_recompute
 from jzero.core.jaxpr.growth import growth
+from jzero.core.jaxpr.lookups import table_reads
 from jzero.core.jaxpr.references import check_references
 from jzero.core.jaxpr.row_facts import RowFacts
 from jzero.core.jaxpr.rows import row_facts
@@ -274,6 +275,14 @@ def _make_jaxpr(fn: Callable[..., PyTree], plan: ZeroPlan, shapes: tuple[PyTree,
 def carried_leaves(plan: ZeroPlan, carried: Mapping[str, PyTree]) -> list[StateLeaf]:
     """Returns the layout of each leaf of the carried state."""
     return [leaf for name in sorted(carried) for leaf in plan.leaves_of(name)]  # as jax flattens a dictionary
+
+
+def plan_for(plan: ZeroPlan, traced: TracedLoss, carried: Mapping[str, PyTree]) -> ZeroPlan:
+    """Returns the plan for a traced loss, given the carried state: what it writes, and what it only looks up."""
+    plan = plan.with_written(traced.written_paths)
+    paths = [*(leaf.path for leaf in plan.leaves), *(leaf.path for leaf in carried_leaves(plan, carried))]
+    reads = dict(zip(paths, table_reads(traced.jaxpr, len(paths)), strict=True))
+    return dataclasses.replace(plan, lookups=plan.traffic.choose_lookups(reads))
 
 
 def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, PyTree]) -> dict[str, PyTree]:

@@ -5,5 +5,5 @@ programs, also for what an output needs), `edit` (builds programs), `identity` (
 (bytes and operations) and `references` (which functions must not hold). Then `repeats` (finds repeated blocks) with
 `structure` (compares them); `regions` (the matrix work of each parameter in an update) with `flat` (takes programs
 apart) and `batches` (one slice of a stack); `rows` (how values depend on the rows of a batch) with `row_facts` and
-`row_rules`, and `growth` (how they grow with their number).
+`row_rules`, and `growth` (how they grow with their number); `lookups` (what a program reads of tables).
 """

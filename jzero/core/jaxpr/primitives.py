@@ -63,7 +63,7 @@ _ROWS: tuple[tuple[Trait, str], ...] = (
     (Trait.ELEMENTWISE | Trait.KEEPS_ZERO, "abs add add_any convert_element_type neg select_n sign sub"),
     (
         Trait.ELEMENTWISE | Trait.KEEPS_ZERO | Trait.ALIAS,
-        "copy copy_p reduce_precision sharding_constraint stop_gradient",
+        "copy copy_p layout_constraint reduce_precision sharding_constraint stop_gradient",
     ),
     (Trait.LAYOUT, "concatenate dynamic_slice iota pad rev split stack tile unstack"),
     (Trait.LAYOUT | Trait.ALIAS, "bitcast_convert_type"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -14,6 +14,7 @@ from jzero.core.base.text import Part, Report, as_data, picked, printed
 from jzero.core.base.types import DType, PyTree
 from jzero.core.config.precision import is_key, wide_dtype
 from jzero.core.config.zero import ZeroConfig
+from jzero.core.jaxpr.lookups import TableReads
 from jzero.core.jaxpr.sizes import array_bytes, itemsize
 from jzero.core.layout.box import Box, field_offsets, record_boxes
 from jzero.core.layout.leaves import LeafPlan, StateLeaf
@@ -48,6 +49,7 @@ class ZeroPlan(Report):
       closed_over: Arrays that the loss closes over, of more elements than the persistence threshold and than 4,096.
         Every device holds them whole; only the plan from `step.plan(state, batch)` knows them.
       kept: What a step with `remat=Keep(...)` keeps between its passes; likewise.
+      lookups: By path, what a loss reads of the parameters whose rows it looks up in their shards; likewise.
       matrices: The matrix work of the optimizer: what one device computes, and what all of them do.
       explicit_axes: The mesh axes that are Explicit while jax traces the loss.
       params_treedef: Structure of `state.params`.
@@ -73,6 +75,7 @@ class ZeroPlan(Report):
     kept: Kept | None = None
     matrices: MatrixWork = NO_MATRICES
     explicit_axes: tuple[str, ...] = ()
+    lookups: Mapping[str, TableReads] = dataclasses.field(default_factory=dict)
 
     def __hash__(self) -> int:
         return self._hash
@@ -344,7 +347,7 @@ class ZeroPlan(Report):
     @functools.cached_property
     def traffic(self) -> Traffic:
         """What devices exchange in one step."""
-        return Traffic(self.config, self.mesh, self.leaves, self.other_leaves, self.kept)
+        return Traffic(self.config, self.mesh, self.leaves, self.other_leaves, self.kept, self.lookups)
 
     @functools.cached_property
     def replicated(self) -> tuple[WholeLeaf, ...]:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 
 from jzero.core.base.types import DType
 from jzero.core.config.precision import cast_dtype
 from jzero.core.config.zero import LeafRule, ZeroConfig
+from jzero.core.jaxpr.lookups import TableReads
 from jzero.core.jaxpr.sizes import itemsize
 from jzero.core.layout.blocks import LEAST
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.leaves import LeafPlan, StateLeaf
+from jzero.core.layout.lookups import hop_of_rows, row_collectives
 from jzero.core.layout.mesh import AnyMesh, axes_within_nodes
 from jzero.core.layout.route import Collective, Leg, Route, route_of
 from jzero.core.plan.table import format_bytes
 
 Q = TypeVar("Q", bound=str)
+Lookups: TypeAlias = Literal["none", "some", "all"]
+"""Which reads of a parameter look up rows in its shards, see `Traffic.choose_lookups`."""
 
 
 class GatherPlan(NamedTuple):
@@ -32,6 +37,7 @@ class GatherPlan(NamedTuple):
       kind: In which blocks they travel, `int8`, or "none".
       is_secondary: Whether it is gathered between nodes once per step, before all uses.
       stays: Whether it stays whole from its first to its last use, in both passes.
+      lookups: Which of its reads look up rows in its shards.
     """
 
     leaf: StateLeaf
@@ -39,6 +45,7 @@ class GatherPlan(NamedTuple):
     kind: str = "none"
     is_secondary: bool = False
     stays: bool = False
+    lookups: Lookups = "none"
 
     def cut_sent(self, cut: Cut, dtype: DType) -> Cut:
         """Returns its cut as it travels in a dtype."""
@@ -141,6 +148,7 @@ class Traffic:
       leaves: The layouts of a plan's parameters.
       other_leaves: Those of the further fields.
       kept: What stays on a device between the passes, if that is known.
+      lookups: What the loss reads of the parameters whose rows it looks up in their shards, if that is known.
     """
 
     config: ZeroConfig
@@ -148,6 +156,7 @@ class Traffic:
     leaves: tuple[LeafPlan, ...]
     other_leaves: tuple[StateLeaf, ...]
     kept: Kept | None
+    lookups: Mapping[str, TableReads]
 
     @functools.cached_property
     def route(self) -> Route:
@@ -177,12 +186,50 @@ class Traffic:
 
     def gather_plan(self, leaf: StateLeaf) -> GatherPlan:
         """Returns how a parameter reaches the loss of a train step, given its layout as stored."""
-        kind = self._kind(self.config.quantization.gather, leaf)
-        return GatherPlan(leaf, self.route, kind, self.config.secondary_params)
+        kind, lookups = self._kind(self.config.quantization.gather, leaf), self.lookups_of(leaf.path)
+        return GatherPlan(leaf, self.route, kind, self.config.secondary_params, lookups=lookups)
+
+    def lookups_of(self, path: str) -> Lookups:
+        """Returns which reads of a parameter look up rows in its shards."""
+        read = self.lookups.get(path)
+        return "none" if read is None else "some" if read.otherwise else "all"
 
     def route_of_gradient(self, leaf: LeafPlan) -> Route:
         """Returns how a parameter's gradient travels."""
         return route_of(self.config, self.mesh, self._kind(self.config.quantization.reduce, leaf.grad))
+
+    def choose_lookups(self, reads: Mapping[str, TableReads]) -> dict[str, TableReads]:
+        """Returns what a loss reads of those parameters whose lookups run on shards: it sends less than whole ones.
+
+        One decision for all lookups of a parameter, since many may send more than the parameter. Where parameters are
+        whole it is that of their gradients.
+        """
+        chosen, trained = {}, {leaf.path: leaf for leaf in self.leaves}
+        for param, dtype in self._held:
+            read, gather, reduces = reads.get(param.path), self.gather_plan(param), param.cut is None
+            cut, route = param.cut_for_collectives, gather.route
+            if cut is not None:
+                cut, route = gather.legs(gather.cut_sent(cut, dtype))[0]
+            elif leaf := trained.get(param.path):
+                cut, route = leaf.grad.cut_for_collectives, self.route_of_gradient(leaf)
+            rows = None if param.in_records else self._rows(cut, route, read, dtype, reduces=reduces)
+            if cut is None or read is None or rows is None:
+                continue
+            whole = route.reductions(cut, dtype) if reduces else route.gathers(cut, dtype)
+            if sum(x.sent_bytes for x in rows) < sum(x.sent_bytes for x in whole):
+                chosen[param.path] = read
+        return chosen
+
+    def _rows(
+        self, cut: Cut | None, route: Route, read: TableReads | None, dtype: DType, *, reduces: bool
+    ) -> tuple[Collective, ...] | None:
+        """Returns the collectives of a parameter's lookups in one pass; `None` if they do not run on shards."""
+        if cut is None or read is None or not read.num_rows or cut.dim < len(cut.shape) - read.ndim:
+            return None
+        dims = range(len(cut.shape) - read.ndim, len(cut.shape))
+        table = cut.for_shape([cut.shape[d] for d in dims], dims)  # of a stack of tables, one
+        can_travel = hop_of_rows(table, route, reduces=reduces) is not None
+        return row_collectives(table, route, read.num_rows, dtype, reduces=reduces) if can_travel else None
 
     def is_reduced_once(self, micro_batches: int) -> bool:
         """Whether gradients cross nodes once per step, however often their parameters are used."""
@@ -224,8 +271,12 @@ class Traffic:
             if cut is None:
                 continue
             dtype = cast_dtype(leaf.compute_dtype, self.config.policy.reduce)
-            between_once = self.is_reduced_once(micro_batches)
-            for x in self.route_of_gradient(leaf).reductions(cut.of_part(self.mesh.shape), dtype):
+            between_once, route = self.is_reduced_once(micro_batches), self.route_of_gradient(leaf)
+            # Stage 1 sums whole gradients of several micro-batches.
+            read = None if self.config.stage < 2 and micro_batches > 1 else self.lookups.get(leaf.path)
+            rows = self._rows(cut, route, read, dtype, reduces=True)
+            whole = route.reductions(cut.of_part(self.mesh.shape), dtype)
+            for x in whole if read is None or rows is None else rows + read.otherwise * whole:
                 once = self.config.stage < 2 or (between_once and within_nodes.isdisjoint(x.axes))
                 found += [x] * (1 if once else micro_batches)
         between = sum(x.sent_bytes for x in found if not over_nodes.isdisjoint(x.axes))
@@ -244,19 +295,24 @@ class Traffic:
         return [*before, *micro_batches * self.gathers_of_loss, *itertools.chain(*after)]
 
     @functools.cached_property
-    def _gathers(self) -> list[tuple[str, list[tuple[Collective, ...]]]]:
-        """The path of each parameter, and the collectives of each use and, if it is secondary, once per step."""
+    def _held(self) -> list[tuple[StateLeaf, DType]]:
+        """Each parameter as stored, and its dtype in the loss."""
         held = [(leaf.param, leaf.compute_dtype) for leaf in self.leaves]
-        held += [(x, x.compute_dtype) for x in self.other_leaves if x.compute_dtype is not None]
-        return [(x.path, self.gather_plan(x).collectives(dtype)) for x, dtype in held]
+        return held + [(x, x.compute_dtype) for x in self.other_leaves if x.compute_dtype is not None]
 
     @functools.cached_property
     def gathers_of_loss(self) -> tuple[Collective, ...]:
         """The collectives of the gathers of a loss and its gradient."""
-        uses = [use * (2 if self.regathers(path) else 1) for path, (use, *_) in self._gathers]
-        return tuple(itertools.chain(*uses))
+        found: list[Collective] = []
+        for leaf, dtype in self._held:
+            gather, read = self.gather_plan(leaf), self.lookups.get(leaf.path)
+            passes = 0 if gather.lookups == "all" else 2 if self.regathers(leaf.path) else 1
+            found += self._rows(leaf.cut_for_collectives, gather.route, read, dtype, reduces=False) or ()
+            found += passes * gather.collectives(dtype)[0]
+        return tuple(found)
 
     @functools.cached_property
     def gathers_before_loss(self) -> tuple[Collective, ...]:
         """The collectives of gathers once per step: those between nodes with `secondary_params`."""
-        return tuple(x for _, (_, *before) in self._gathers for leg in before for x in leg)
+        legs = [self.gather_plan(leaf).collectives(dtype) for leaf, dtype in self._held]
+        return tuple(x for _, *before in legs for leg in before for x in leg)

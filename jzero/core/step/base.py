@@ -15,6 +15,7 @@ from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.config.keep import Keep
 from jzero.core.engine.gradients import kept_by
 from jzero.core.engine.recompute import Remat
+from jzero.core.engine.trace import plan_for
 from jzero.core.layout.set_mesh import in_own_mesh
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.state.adapter import A_LOSS, Loss, adapt_sharded, plan_of
@@ -139,12 +140,12 @@ class Step(JittedStep):
 
     @in_own_mesh
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
-        """Returns the state's plan, which also knows the loss: `plan.closed_over`, `plan.kept`."""
+        """Returns the state's plan, which also knows the loss: `plan.closed_over`, `plan.kept`, `plan.lookups`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         plan, choice = train_state.tx.plan, self._choices.of(train_state, batch, rng)
         step = self if choice is None else cast("Self", choice.step)
-        traced, _ = step.loss.trace(train_state, batch, rng)
-        plan = plan.with_written(traced.written_paths)
+        traced, inputs = step.loss.trace(train_state, batch, rng)
+        plan = plan_for(plan, traced, inputs.carried)
         kept = kept_by(step.remat, traced, plan, self.micro) if isinstance(step.remat, Keep) else None
         if kept is not None and choice is not None:
             kept = kept._replace(peak=choice.peak, limit=choice.limit)
