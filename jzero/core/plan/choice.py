@@ -1,14 +1,20 @@
 """Chooses where each leaf is cut or padded, or keeps it whole. Pure arithmetic on shapes; touches no device.
 
 [Note: Choosing the cut dimension]
-A leaf is cut on the largest dimension that N divides (the earliest among equals), a stack of layers on the earliest.
-Dimensions that another mesh axis already shards, and the dimension that a scan runs over, are excluded. A leaf with
-fewer elements than devices stays whole: some devices would hold nothing but padding. If N divides no dimension, a leaf
-of few elements (`ZeroConfig.padding_threshold`) stays whole, too: at N=8 and 64 that adds at most 0.04 % to the bytes
-of the models in `benchmarks`, and other programs never see its padding. A larger one is padded on the dimension that
-wastes least. If that wastes more than `MAX_PADDING` of the leaf, all of its dimensions (those after a scan dimension)
-are flattened into one, and the flat one is padded. Every other leaf is cut, however small: at N=512, whole biases and
-norms would cost as much as a model's cut matrices, and the compiler merges their small collectives into a few.
+A leaf is cut on the largest dimension that N divides (the earliest among equals), a stack of layers on the earliest, a
+table on its features. Dimensions that another mesh axis already shards, and the dimension that a scan runs over, are
+excluded. A leaf with fewer elements than devices stays whole: some devices would hold nothing but padding. If N divides
+no dimension, a leaf of few elements (`ZeroConfig.padding_threshold`) stays whole, too: at N=8 and 64 that adds at most
+0.04 % to the bytes of the models in `benchmarks`, and other programs never see its padding. A larger one is padded on
+the dimension that wastes least. If that wastes more than `MAX_PADDING` of the leaf, all of its dimensions (those after
+a scan dimension) are flattened into one, and the flat one is padded. Every other leaf is cut, however small: at N=512,
+whole biases and norms would cost as much as a model's cut matrices, and the compiler merges their small collectives
+into a few.
+
+A leaf of many more rows than features is most likely a table, of which a loss looks up few rows. So it is cut along its
+features: a lookup then sends each row once, whatever N is, but N times if the table is cut along its rows
+(`jzero.core.layout.lookups`). A plan does not know the loss, and need not: what reads the whole table gathers as much
+in either cut.
 
 Stacks differ for a reason. If a stack is cut on a layer's first dimension, the shard of one layer is contiguous, as
 collectives on GPUs want it. If it is cut on another dimension, XLA transposes whole stacks of fp32 masters before the
@@ -40,6 +46,10 @@ from jzero.core.layout.cut import Cut
 
 MAX_PADDING = 0.125
 """Largest share of a leaf that padding one dimension may add before the leaf is flattened."""
+TALL = 8
+"""Rows per feature beyond which a leaf is a table: the layers of a perceptron have up to 8."""
+LEAST_FEATURES = 8
+"""Least features of a table on one device; shards of fewer would be read in pieces of a few bytes."""
 WIDE = 1024
 """Indices of a dimension that up to 128 devices pad by an eighth at most."""
 
@@ -89,7 +99,9 @@ def choose_cut(
         return None, "no free dimension"
     # Largest first, and the earliest among equals, since Python's sort is stable.
     by_size = sorted(free, key=lambda d: -shape[d])
-    even = choose_even_cut(shape, num_shards, by_size if scan_dim is None else free)
+    even = choose_even_cut(
+        shape, num_shards, free if scan_dim is not None else _by_preference(by_size, shape, num_shards)
+    )
     if even is not None:
         return _beside_stack(even, scan_dim), ""
     if size <= most_unpadded:
@@ -117,6 +129,12 @@ def choose_packed_cut(cut: Cut) -> Cut:
     largest = max(dims, key=lambda d: cut.shape[d])
     dim = next((d for d in dims if cut.num_stacked and cut.shape[d] >= WIDE), largest)
     return dataclasses.replace(cut, dim=dim, flat=False)
+
+
+def _by_preference(by_size: list[int], shape: tuple[int, ...], num_shards: int) -> list[int]:
+    """Returns the dimensions of a leaf in which it is rather cut: of a table the features first."""
+    is_table = len(shape) == 2 and shape[0] > TALL * shape[1] and shape[1] >= LEAST_FEATURES * num_shards
+    return by_size[::-1] if is_table else by_size
 
 
 def _beside_stack(cut: Cut, scan_dim: int | None) -> Cut:
