@@ -1,4 +1,4 @@
-"""The models of the benchmarks by name; `family_models`, `more_family_models` and `held_out_models` have them."""
+"""The models of the benchmarks by name; the files named `..._models.py` have them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from benchmarks import family_models, held_out_models, more_family_models
+from benchmarks import family_models, held_out_models, more_family_models, table_models
 from benchmarks.family_models import Family
 
 FAMILIES: dict[str, Callable[[], Family]] = {
@@ -34,6 +34,12 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "mixture_of_depths": held_out_models.mixture_of_depths,
     "unet_attention": held_out_models.unet_attention,
     "clip": held_out_models.clip,
+    "dlrm": table_models.small_dlrm,
+    "dlrm_large": table_models.large_dlrm,
+    "two_tower": table_models.two_tower,
+    "rwkv_6": table_models.rwkv_6,
+    "gpt_128k": functools.partial(family_models.gpt, vocab=128256, scanned=True, tied=False),
+    "gpt_128k_tied": functools.partial(family_models.gpt, vocab=128256, scanned=True),
 }
 UNTIED = functools.partial(family_models.gpt, tied=False, remat=True)
 
