@@ -209,3 +209,33 @@ def test_lookups_equal_plain_jax_under_each_option(dim, axes, options, tolerance
     plan, _ = assert_equal(sharded(3, 8, dim, axes=axes, **options), loss, 16, tolerance=tolerance)
     looked_up = dim == 0 if looked_up is None else looked_up
     assert set(plan.lookups) == ({"whole_rows", "clipped", "looked_up_twice", "tied"} if looked_up else set())
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_plan_the_trace_and_the_compiled_step_send_what_arithmetic_says(dim):
+    """16 rows of 64 features on each of 8 devices, and all indices, in both passes; no table of 4,096 rows."""
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, rules={"table": jzero.LeafRule(dim=dim)})
+    state = jzero.TrainState.create(params={"table": jnp.ones((4096, 64))}, tx=shared.sgd(0.1))
+    state, ids = jzero.shard_train_state(state, config=config), jnp.arange(128, dtype=jnp.int32) * 31
+    step = jzero.make_train_step(lambda p, ids: jnp.square(p["table"][ids]).mean())
+    rows = 16 * 64 * (1 if dim else 8)  # in the parts of all devices, if each has only some rows
+    want = 2 * 7 / 8 * 4 * (rows + 8 * 16)
+    plan, report = step.plan(state, ids), jzero.analyze(step, state, ids)
+    report.verify()
+    assert plan.sent_bytes().within == want
+    assert plan.gathered_bytes == report.estimated.planned_bytes == report.estimated.gathered_bytes
+    scalars = 2 * 2 * 4 * 7 / 8  # loss and norm of the gradient are summed
+    merged = 7 / 8 * 4 * 8 * 16  # compilers may gather the indices once for both passes
+    sent = sum(x.sent_bytes for x in report.collectives) - scalars
+    assert want - merged <= sent <= want
+    assert report.memory.temporaries < 4096 * 64 * 4
+
+
+@pytest.mark.parametrize(("times", "looked_up"), [(6, True), (8, False)])  # 8 devices, 16 rows each: 768 of 960
+def test_a_table_travels_whole_if_all_its_lookups_would_send_more(times, looked_up):
+    """One decision for all of them: each by itself sends less."""
+    several = lambda p, b: sum(jnp.square(p["tied"][b["i"] + k]).mean() for k in range(times))
+    looped = lambda p, b: lax.scan(lambda h, k: (h + p["tied"][b["i"] + k].sum(), None), 0.0, jnp.arange(times))[0]
+    for loss in (several, looped):
+        step = jzero.make_train_step(loss, check_rows=False)
+        assert bool(step.plan(sharded(3, 8, 0), batch(32)).lookups) == looked_up

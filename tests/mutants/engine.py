@@ -354,4 +354,28 @@ MUTANTS = [
         "if jitted is None:",
         "test_kept_by_default.py::test_a_larger_batch_is_decided_anew",
     ),
+    # Rows of tables.
+    Mutant(
+        "rows_of_others_added",
+        "core/layout/lookups.py",
+        "at = jnp.where((at >= 0) & (at < size) & (ids >= 0), at, size)",
+        "at = jnp.where((at < size) & (ids >= 0), at, size)",
+        "test_lookups.py::test_lookups_equal_plain_jax",
+        "3-3-0",
+    ),
+    Mutant(
+        "tables_gathered_before_loops",
+        "core/engine/loops.py",
+        "(is_constant(x) or is_looked_up(x))",
+        "is_constant(x)",
+        "test_lookups.py::test_lookups_in_loops_equal_plain_jax",
+        "3-8-1-in_a_loop",
+    ),
+    Mutant(
+        "lookups_of_a_loop_counted_once",
+        "core/jaxpr/lookups.py",
+        "tables[0].add(times * lookup.num_rows,",
+        "tables[0].add(lookup.num_rows,",
+        "test_lookups.py::test_a_table_travels_whole_if_all_its_lookups_would_send_more",
+    ),
 ]
