@@ -75,19 +75,12 @@ from jzero.core.layout.route import Collective, Route, Sums
 
 
 def _gather(
-    shard: jax.Array,
-    ids: jax.Array | None = None,
-    *,
-    cut: Cut,
-    dtype: DType,
-    route: Route,
-    lookup: Lookup | None = None,
-    **_: object,
+    shard: jax.Array, *ids: jax.Array, cut: Cut, dtype: DType, route: Route, lookup: Lookup | None = None, **_: object
 ) -> jax.Array:
     """[..., P/N] -> [..., D], or rows of it. Only now a shard in host memory moves to the device."""
     shard = on_device(shard)
-    if lookup is not None and ids is not None:
-        return look_up(shard, ids, lookup, cut, dtype, route)
+    if lookup is not None:
+        return look_up(shard, ids[0], lookup, cut, dtype, route)
     if cut.blocks is None:
         return gather_param(round_without_derivative(shard, dtype), cut, route)
     return round_without_derivative(gather_param(shard, cut, route), dtype)

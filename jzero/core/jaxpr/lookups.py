@@ -33,6 +33,10 @@ KEEPS_ROWS = frozenset(
 """Equations whose result has whole rows of their first operand."""
 
 
+MODES = (GatherScatterMode.FILL_OR_DROP, GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS)
+"""What may become of indices out of range."""
+
+
 class Lookup(NamedTuple):
     """The rows that an equation looks up, or adds to.
 
@@ -67,20 +71,17 @@ def lookup_of(eqn: JaxprEqn) -> Lookup | None:
     params, adds = eqn.params, eqn.primitive.name == "scatter-add"
     if eqn.primitive.name not in ("gather", "scatter-add"):
         return None
-    numbers, (table, ids, *updates) = params["dimension_numbers"], map(compat.type_of, eqn.invars)
-    lead = ids.ndim - 1
-    window, dropped, indexed = (
-        (numbers.update_window_dims, numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims)
-        if adds
-        else (numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map)
-    )
-    rows = updates[0].shape if adds else compat.type_of(eqn.outvars[0]).shape
-    are_rows = tuple(window) == tuple(range(lead, lead + table.ndim - 1)) and (*dropped, *indexed) == (0, 0)
-    is_whole = tuple(rows) == (*ids.shape[:-1], *table.shape[1:]) and not numbers.operand_batching_dims
+    table, ids, rows = map(compat.type_of, (*eqn.invars[:2], eqn.invars[2] if adds else eqn.outvars[0]))
+    numbers, window = params["dimension_numbers"], tuple(range(ids.ndim - 1, ids.ndim + table.ndim - 2))
+    if adds:
+        dims = numbers.update_window_dims, numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
+    else:
+        dims = numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map
+    are_rows = tuple(map(tuple, dims)) == (window, (0,), (0,)) and not numbers.operand_batching_dims
+    are_whole = rows.shape == (*ids.shape[:-1], *table.shape[1:]) and ids.shape[-1] == 1
     is_number = jnp.issubdtype(table.dtype, jnp.floating) and itemsize(table.dtype) > 1
     mode = GatherScatterMode.from_any(params["mode"])
-    known = mode in (GatherScatterMode.FILL_OR_DROP, GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS)
-    if not (table.ndim > 1 and ids.shape[-1] == 1 and ids.size and are_rows and is_whole and is_number and known):
+    if not (table.ndim > 1 and ids.size and are_rows and are_whole and is_number and mode in MODES):
         return None
     fill = params.get("fill_value")
     value = (math.nan if fill is None else float(fill)) if mode == GatherScatterMode.FILL_OR_DROP else None

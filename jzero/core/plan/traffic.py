@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
@@ -56,6 +56,18 @@ class GatherPlan(NamedTuple):
         """Returns how it travels for each use and, if it is secondary, once per step before."""
         return self.route.legs(cut) if self.is_secondary else ((cut, self.route),)
 
+    def rows(self, read: TableReads | None, dtype: DType, *, reduces: bool = False) -> tuple[Collective, ...] | None:
+        """Returns the collectives of all lookups in one pass; `None` if they do not run on shards."""
+        cut = self.leaf.cut_for_collectives
+        if cut is None or read is None or not read.num_rows or self.leaf.in_records:
+            return None
+        cut, route = self.legs(self.cut_sent(cut, dtype))[0]
+        dims = range(len(cut.shape) - read.ndim, len(cut.shape))  # of a stack of tables, those of one
+        table = cut.for_shape([cut.shape[d] for d in dims], dims) if cut.dim in dims else None
+        if table is None or hop_of_rows(table, route, reduces=reduces) is None:
+            return None
+        return row_collectives(table, route, read.num_rows, dtype, reduces=reduces)
+
     def collectives(self, dtype: DType) -> list[tuple[Collective, ...]]:
         """Returns the collectives of each leg; none if it stays whole."""
         if self.leaf.cut_for_collectives is None:
@@ -85,6 +97,10 @@ def why_exact(leaf: StateLeaf, rule: LeafRule) -> str:
         return f"scanned over dimension {cut.num_stacked - 1}, not 0"
     beside = cut.with_other_axes(leaf.base, leaf.mesh.shape).of_part(leaf.mesh.shape).size_beside
     return f"{beside} elements beside the cut, fewer than {LEAST}" if beside < LEAST else ""
+
+
+def _bytes(collectives: Iterable[Collective]) -> float:
+    return sum(x.sent_bytes for x in collectives)
 
 
 class LevelBytes(NamedTuple):
@@ -201,35 +217,17 @@ class Traffic:
     def choose_lookups(self, reads: Mapping[str, TableReads]) -> dict[str, TableReads]:
         """Returns what a loss reads of those parameters whose lookups run on shards: it sends less than whole ones.
 
-        One decision for all lookups of a parameter, since many may send more than the parameter. Where parameters are
-        whole it is that of their gradients.
+        One decision for all lookups of a parameter, since many may send more than the parameter. A gradient is cut as
+        its parameter is at stage 3, so the decision holds for both passes.
         """
-        chosen, trained = {}, {leaf.path: leaf for leaf in self.leaves}
+        chosen, grads = {}, {leaf.path: leaf.grad for leaf in self.leaves}
         for param, dtype in self._held:
-            read, gather, reduces = reads.get(param.path), self.gather_plan(param), param.cut is None
-            cut, route = param.cut_for_collectives, gather.route
-            if cut is not None:
-                cut, route = gather.legs(gather.cut_sent(cut, dtype))[0]
-            elif leaf := trained.get(param.path):
-                cut, route = leaf.grad.cut_for_collectives, self.route_of_gradient(leaf)
-            rows = None if param.in_records else self._rows(cut, route, read, dtype, reduces=reduces)
-            if cut is None or read is None or rows is None:
-                continue
-            whole = route.reductions(cut, dtype) if reduces else route.gathers(cut, dtype)
-            if sum(x.sent_bytes for x in rows) < sum(x.sent_bytes for x in whole):
+            read, is_whole = reads.get(param.path), param.cut is None
+            gather = GatherPlan(grads.get(param.path, param), self.route) if is_whole else self.gather_plan(param)
+            rows = None if read is None else gather.rows(read, dtype)
+            if read is not None and rows is not None and _bytes(rows) < _bytes(gather.collectives(dtype)[0]):
                 chosen[param.path] = read
         return chosen
-
-    def _rows(
-        self, cut: Cut | None, route: Route, read: TableReads | None, dtype: DType, *, reduces: bool
-    ) -> tuple[Collective, ...] | None:
-        """Returns the collectives of a parameter's lookups in one pass; `None` if they do not run on shards."""
-        if cut is None or read is None or not read.num_rows or cut.dim < len(cut.shape) - read.ndim:
-            return None
-        dims = range(len(cut.shape) - read.ndim, len(cut.shape))
-        table = cut.for_shape([cut.shape[d] for d in dims], dims)  # of a stack of tables, one
-        can_travel = hop_of_rows(table, route, reduces=reduces) is not None
-        return row_collectives(table, route, read.num_rows, dtype, reduces=reduces) if can_travel else None
 
     def is_reduced_once(self, micro_batches: int) -> bool:
         """Whether gradients cross nodes once per step, however often their parameters are used."""
@@ -274,7 +272,7 @@ class Traffic:
             between_once, route = self.is_reduced_once(micro_batches), self.route_of_gradient(leaf)
             # Stage 1 sums whole gradients of several micro-batches.
             read = None if self.config.stage < 2 and micro_batches > 1 else self.lookups.get(leaf.path)
-            rows = self._rows(cut, route, read, dtype, reduces=True)
+            rows = GatherPlan(leaf.grad, route).rows(read, dtype, reduces=True)
             whole = route.reductions(cut.of_part(self.mesh.shape), dtype)
             for x in whole if read is None or rows is None else rows + read.otherwise * whole:
                 once = self.config.stage < 2 or (between_once and within_nodes.isdisjoint(x.axes))
@@ -307,7 +305,7 @@ class Traffic:
         for leaf, dtype in self._held:
             gather, read = self.gather_plan(leaf), self.lookups.get(leaf.path)
             passes = 0 if gather.lookups == "all" else 2 if self.regathers(leaf.path) else 1
-            found += self._rows(leaf.cut_for_collectives, gather.route, read, dtype, reduces=False) or ()
+            found += gather.rows(read, dtype) or ()
             found += passes * gather.collectives(dtype)[0]
         return tuple(found)
 
