@@ -1,4 +1,4 @@
-"""Which operations a compiler for GPUs postpones, and what memory that takes: against hand arithmetic."""
+"""Which operations a compiler for GPUs postpones or fuses, and what memory that takes: against hand arithmetic."""
 
 import jax
 import jax.numpy as jnp
@@ -77,3 +77,17 @@ def test_concatenated_features_are_joined_for_each_reader():
     kept = footprint(trace_program(jaxpr, [1] * len(jaxpr.jaxpr.invars)), gpu=True).residuals
     assert max(x.num_bytes for x in kept) == ACTIVATION
     assert not [x.name for x in kept if "concatenate" in x.name]
+
+
+def test_what_is_normalized_on_gpus_is_not_written_over():
+    """A fusion reads each row for its maximum, then again; a product reads the result."""
+
+    def normalized(x, w):
+        scores = x @ w
+        return (scores - scores.max(-1, keepdims=True)) @ w.T
+
+    jaxpr = jax.jit(normalized).trace(X, jnp.ones((WIDTH, 3 * WIDTH))).jaxpr
+    program = trace_program(jaxpr, [1, 1])
+    of_gpu, of_tpu = (footprint(program, gpu=gpu).peak for gpu in (True, False))
+    assert of_tpu == 3 * ACTIVATION + ROWS * 4  # and the maxima
+    assert of_gpu - of_tpu == 3 * ACTIVATION

@@ -7,7 +7,9 @@ compilers for GPUs and TPUs share:
 * XLA fuses elementwise operations, casts, broadcasts and slices into their readers, so they take no memory. The
   readers then read the inputs of the fused operations, which therefore live longer. XLA writes such a result only if
   an operation that cannot be fused reads it: a product, a collective, a loop.
-* The result of an elementwise operation takes over the memory of an input of equal size that is not read later.
+* The result of an elementwise operation takes over the memory of an input of equal size that is not read later. On GPUs
+  not if it also reads sums or maxima of that input, as a softmax and its gradient do: one fusion makes them, too, so it
+  reads a row twice. With rows of 4,096 that is a quarter of a step.
 * A loop's carried values and stacked outputs exist once, outside its body. A donated argument and the result that
   replaces it share their memory.
 * Operations run in the order of the program. The GPU compiler departs from it if a backward loop reduces gradients: to

@@ -313,6 +313,13 @@ MUTANTS = [
         "test_fill.py::test_the_compiler_has_the_last_word",
     ),
     Mutant(
+        "normalized_in_place",
+        "estimate/footprint.py",
+        "found[t] = before & op.reads",
+        "found[t] = NOTHING",
+        "test_postponed.py::test_what_is_normalized_on_gpus_is_not_written_over",
+    ),
+    Mutant(
         "kept_beyond_the_share",
         "estimate/keeping.py",
         "if memory.peak <= KEPT_SHARE * limit else None",
