@@ -66,20 +66,34 @@ def test_everything_that_fits_is_kept_by_the_first_trace(memory):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), moved, grads)
 
 
-def test_as_many_blocks_stay_as_fit(memory):
-    """Activations are most of this step: between nothing and everything lies a number of blocks."""
+@pytest.mark.parametrize("share", [0.01, 0.35, 0.8])
+def test_as_many_blocks_stay_as_fit(memory, share):
+    """Activations are most of this step: between no block and all of them lies a number of blocks."""
     batch = jax.ShapeDtypeStruct((1 << 16, 23), jnp.float32)
     step, state = jzero.make_train_step(loss_fn), make_state()
-    low, high = (reckoned(x, batch) for x in ("cheap", jzero.Keep(params="all", blocks=LAYERS)))
-    memory.limit = (low + 0.8 * (high - low)) / 0.7  # a step may be estimated to take 70 % of it
+    peaks = [reckoned(jzero.Keep(params="all", blocks=blocks), batch) for blocks in range(LAYERS + 1)]
+    memory.limit = (peaks[0] + share * (peaks[-1] - peaks[0])) / keeping.KEPT_SHARE
     kept = step.plan(state, batch).kept
     assert kept.params == set(PATHS)
-    assert 0 < kept.blocks < LAYERS
-    assert low < kept.peak <= 0.7 * kept.limit
-    assert kept.peak == reckoned(jzero.Keep(params="all", blocks=kept.blocks), batch)
+    assert kept.blocks == sum(peak <= keeping.KEPT_SHARE * memory.limit for peak in peaks) - 1 < LAYERS
+    assert kept.peak == peaks[kept.blocks]
     assert f"kept between passes: all parameters, {kept.blocks} of {LAYERS} blocks" in str(step.plan(state, batch))
-    memory.limit = low / 0.7
+    memory.limit = reckoned("cheap", batch) / keeping.KEPT_SHARE
     assert jzero.make_train_step(loss_fn).plan(state, batch).kept is None
+
+
+def test_nothing_is_estimated_where_all_values_of_the_loss_fit(memory, monkeypatch):
+    """Beside a whole state; until somebody asks what was kept."""
+    batch, calls = make_batch(), []
+    monkeypatch.setattr(keeping, "memory_of_step", lambda *args: calls.append(args) or memory_of_step(*args))
+    for memory.limit, estimated in ((200_000, True), (300_000, False)):
+        calls.clear()
+        step, state = jzero.make_train_step(loss_fn), make_state()
+        step.lower(state, batch)
+        assert bool(calls) == estimated
+        kept = step.plan(state, batch).kept
+        assert (kept.blocks, len(calls)) == (LAYERS, 1)
+        assert kept.peak == reckoned(jzero.Keep(params="all", blocks=LAYERS), batch) < keeping.KEPT_SHARE * memory.limit
 
 
 def test_an_estimate_that_fails_stops_no_step(memory, checks_may_fail, monkeypatch, caplog):
@@ -88,6 +102,8 @@ def test_an_estimate_that_fails_stops_no_step(memory, checks_may_fail, monkeypat
 
     monkeypatch.setattr(keeping, "memory_of_step", fail)
     memory.limit = 2**30
+    assert jzero.make_train_step(loss_fn).plan(make_state(), make_batch()).kept.peak is None
+    memory.limit = 200_000
     step, state, batch = jzero.make_train_step(loss_fn), make_state(), make_batch()
     assert step.recomputation(state, batch) == "cheap"
     assert np.isfinite(step(state, batch)[1]["loss"])
@@ -99,7 +115,7 @@ def test_a_larger_batch_is_decided_anew(memory, monkeypatch):
     monkeypatch.setattr(compat, "CRASHES_ON_DELETED", False)
     small, large = make_batch(), np.tile(make_batch(), (64, 1))
     low, high = (reckoned(jzero.Keep(params="all", blocks=LAYERS), x) for x in (small, large))
-    memory.limit = (low + high) / 2 / 0.7
+    memory.limit = (low + high) / 2 / keeping.KEPT_SHARE
     step, state = jzero.make_train_step(loss_fn), make_state()
     for batch, num_compiled in ((small, 1), (small, 1), (large, 2)):
         state, _ = step(state, jax.device_put(batch, jzero.plan_of(state).batch_sharding))
@@ -173,7 +189,7 @@ def test_fit_keeps_what_a_step_would_within_its_limit(monkeypatch):
 
     plenty = candidate(2**30)
     assert plenty.remat == jzero.Keep(params="all", blocks=LAYERS)
-    scarce = candidate(plenty.memory.peak)  # a step would take 70 % of it
+    scarce = candidate(plenty.memory.peak)  # a step would take `KEPT_SHARE` of it
     assert scarce.remat == "cheap" or scarce.remat.blocks < LAYERS
     assert scarce.memory.peak < plenty.memory.peak
 

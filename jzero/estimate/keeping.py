@@ -4,9 +4,11 @@
 Stage 3 can gather parameters again for the backward pass and recompute cheap activations. That saves memory, which
 mostly lies idle. So a training step whose user said nothing about recomputation keeps what fits, by the estimate of its
 own trace, without a compiler: all parameters and all blocks if that takes at most `KEPT_SHARE` of what a step may use
-of a device; else as many blocks as fit, if the estimate of a second trace agrees; else nothing, as `remat="cheap"`
-does, also where an estimate fails, which the log says. Rows of stacks are not kept: loops would have to write and read
-the stacks. What only looks like a stack, as kernels of convolutions do, is none if no loop of the loss reads its shape.
+of a device; else all parameters and as many blocks as fit, by the estimates of up to three more traces; else nothing,
+as `remat="cheap"` does, also where an estimate fails, which the log says. Nothing is estimated, which takes a third of
+the time of tracing, if all values of the loss together fit beside a whole state. Rows of stacks are not kept: loops
+would have to write and read the stacks. What only looks like a stack, as kernels of convolutions do, is none if no loop
+of the loss reads its shape.
 
 This must end no run that would go on with "cheap", whatever else lives on a device, such as a second state or another
 process. So it is checked three times:
@@ -42,15 +44,16 @@ from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.table import format_bytes
 from jzero.core.step.choice import Chosen
 from jzero.core.step.train_step import TrainStep
-from jzero.estimate.step_memory import StepMemory, memory_of_step
+from jzero.estimate.buffers import bytes_of
+from jzero.estimate.step_memory import memory_of_step
 from jzero.machines.machine import Machine
 
 KEPT_SHARE = 0.7
 """Share of what a step may use up to which values are kept without a compiler. Estimates have been up to 24 % low: such
 a step takes 0.7 / 0.76 = 92 % of it, and the rest is for fragments. One whose estimate is lower still is compiled in
 vain, since the compiler's figure decides."""
-FREED = 0.5
-"""The part of its activations that a recomputed block is taken to free: the estimate of a second trace decides."""
+SECANTS = 2
+"""How many numbers of blocks are traced between none and all of them. Two found the most of 16 that fit."""
 
 
 def choose_kept(
@@ -72,10 +75,9 @@ def choose_kept(
     if choice is not None:
         keep: Keep = choice.step.remat
         logging.getLogger("jzero").info(
-            "The step keeps %s parameters and %s blocks between its passes: %s of %s (estimated).",
+            "The step keeps %s parameters and %s blocks between its passes, with %s to use.",
             keep.params if keep.params == "all" else len(keep.params),
             keep.blocks,
-            format_bytes(choice.peak),
             format_bytes(limit),
         )
     return choice
@@ -98,19 +100,39 @@ def _most_that_fits(
         return None
     params = "all" if kept == cut else tuple(re.escape(leaf.param.path) for leaf in kept)
 
-    def keeping(blocks: int) -> tuple[TrainStep, StepMemory]:
+    def keeping(blocks: int) -> Chosen:
         keep = Keep(params=params, blocks=blocks)
         candidate = step.with_remat(keep)
         candidate.loss.begin_with(dataclasses.replace(traced, remat=keep))
-        return candidate, memory_of_step(candidate, arguments, hardware)
+        return Chosen(candidate, lambda: memory_of_step(candidate, arguments, hardware).peak, limit)
 
-    chosen, memory = keeping(total)
-    excess = memory.peak - KEPT_SHARE * limit
-    if total and excess > 0:
-        blocks = total - math.ceil(excess / max(1, FREED * memory.activation_bytes / total))
-        if blocks >= 0:
-            chosen, memory = keeping(blocks)
-    return Chosen(chosen, memory.peak, limit) if memory.peak <= KEPT_SHARE * limit else None
+    def fits(choice: Chosen) -> bool:
+        return choice.peak <= KEPT_SHARE * limit
+
+    most = keeping(total)
+    if plan.replicated_bytes.total + _value_bytes(traced.jaxpr) <= KEPT_SHARE * limit or fits(most):
+        return most
+    least = keeping(0)
+    if not total or not fits(least):
+        return None
+    for _ in range(SECANTS):  # the peak is a convex function of the blocks, so what lies below a secant fits
+        fewest = least.step.remat.blocks
+        slope = (most.peak - least.peak) / (most.step.remat.blocks - fewest)
+        blocks = fewest + int((KEPT_SHARE * limit - least.peak) / slope)
+        if blocks == fewest:
+            break
+        choice = keeping(blocks)
+        least, most = (choice, most) if fits(choice) else (least, choice)
+    return least
+
+
+def _value_bytes(jaxpr: AnyJaxpr) -> int:
+    """Returns the bytes of all values that a jaxpr computes, in all turns of its loops."""
+    total = 0
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        inner = sum(map(_value_bytes, compat.contained_jaxprs(eqn)))
+        total += inner * eqn.params.get("length", 1) or sum(map(bytes_of, (v.aval for v in eqn.outvars)))
+    return total
 
 
 def _loop_shapes(jaxpr: AnyJaxpr) -> set[tuple[int, ...]]:

@@ -322,8 +322,15 @@ MUTANTS = [
     Mutant(
         "kept_beyond_the_share",
         "estimate/keeping.py",
-        "if memory.peak <= KEPT_SHARE * limit else None",
-        "if True else None",
+        "return choice.peak <= KEPT_SHARE * limit",
+        "return True",
+        "test_kept_by_default.py::test_as_many_blocks_stay_as_fit",
+    ),
+    Mutant(
+        "blocks_sought_once",
+        "estimate/keeping.py",
+        "for _ in range(SECANTS):",
+        "for _ in range(0):",
         "test_kept_by_default.py::test_as_many_blocks_stay_as_fit",
     ),
     Mutant(

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, cast
 import jax
 from jax.sharding import AbstractMesh
 
+from jzero.core.base.guard import attempt
 from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.config.keep import Keep
 from jzero.core.engine.gradients import kept_by
@@ -148,7 +149,7 @@ class Step(JittedStep):
         plan = plan_for(plan, traced, inputs.carried)
         kept = kept_by(step.remat, traced, plan, self.micro) if isinstance(step.remat, Keep) else None
         if kept is not None and choice is not None:
-            kept = kept._replace(peak=choice.peak, limit=choice.limit)
+            kept = kept._replace(peak=attempt(lambda: choice.peak), limit=choice.limit)
         return dataclasses.replace(plan, closed_over=tuple(find_closed_over(traced, plan)), kept=kept)
 
     @in_own_mesh

@@ -7,12 +7,13 @@ Choices.give_way    whether a step whose run ended for want of memory goes on, a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -32,18 +33,24 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"
 """In the message of an error: a device has too little memory left."""
 
 
-class Chosen(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chosen:
     """What a training step chose to keep.
 
     Attributes:
       step: The step that keeps it.
-      peak: Its estimated peak, in bytes.
+      reckon: Returns its estimated peak, in bytes. Nothing is estimated before somebody asks.
       limit: What it may use of a device, in bytes.
     """
 
     step: Any
-    peak: int
+    reckon: Callable[[], int]
     limit: int
+
+    @functools.cached_property
+    def peak(self) -> int:
+        """Its estimated peak, in bytes."""
+        return self.reckon()
 
 
 Choose: TypeAlias = Callable[[Any, tuple[TrainStateLike, PyTree, PyTree], Machine | None, int], Chosen | None]
