@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jzero
+from jzero.core.engine.kept_blocks import num_blocks
 from jzero.core.jaxpr.equations import equations_of
 from jzero.estimate.traced_collectives import traced_collectives
 from tests import engine_losses
@@ -223,6 +224,20 @@ def test_a_loop_that_is_kept_saves_what_its_batched_products_read():
     moved = jax.tree.map(np.subtract, stacked_params(), whole(step(state, batch)[0].params))
     # Gradients of up to 5, summed in another order through five layers.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-5, atol=1e-5), moved, grads)
+
+
+@pytest.mark.parametrize(("groups", "blocks"), [(1, 1), (3, 0)])
+def test_a_loop_whose_shares_are_read_in_another_layout_is_not_kept(groups, blocks):
+    """As those of grouped queries, which compilers would copy with the whole stack of layers."""
+
+    def turn(x, w):
+        q, k = (x @ w).reshape(-1, 17, 5, groups), x @ w[:, :5]
+        shares = jax.nn.softmax(jnp.einsum("btkg,bsk->gbts", q, jnp.broadcast_to(k[:, None], (len(x), 17, 5))))
+        return x + jnp.einsum("gbts,bsk->btgk", shares, q[..., 0]).reshape(len(x), -1)[:, :WIDTH], None
+
+    scanned = lambda w, x: jax.lax.scan(turn, x, w)[0].sum()
+    jaxpr = jax.make_jaxpr(scanned)(jnp.ones((2, WIDTH, 85 * groups)), jnp.ones((3, WIDTH)))
+    assert num_blocks(jaxpr, fuses_products=False) == blocks
 
 
 def test_weights_of_batched_products_are_not_kept():

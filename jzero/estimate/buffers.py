@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn
 
-from jzero.core.base.compat import type_of
 from jzero.core.base.types import DType
 from jzero.core.jaxpr.sizes import array_bytes
 
@@ -290,22 +288,3 @@ def bytes_of(aval: jax.core.AbstractValue) -> int:
 def size_of(aval: jax.core.AbstractValue) -> int:
     """Returns the number of elements of an array of this type; 0 if it is none."""
     return math.prod(getattr(aval, "shape", (0,)))
-
-
-def dims_are_adjacent(eqn: JaxprEqn) -> list[bool]:
-    """Returns for each operand of a matrix product whether it can be read in the order of its dimensions.
-
-    A product reads an operand as batch, rows and columns. If one of these is made of dimensions that are no neighbours,
-    such as the queries of grouped heads, compilers need a copy in another layout. Empty for any other equation.
-    """
-    if eqn.primitive.name != "dot_general":
-        return []
-    contracted, batch = eqn.params["dimension_numbers"]
-    return [_are_adjacent(type_of(v).shape, x, y) for v, x, y in zip(eqn.invars, contracted, batch, strict=True)]
-
-
-def _are_adjacent(shape: tuple[int, ...], *groups: tuple[int, ...]) -> bool:
-    place = {d: i for i, d in enumerate(d for d, size in enumerate(shape) if size > 1)}
-    grouped = {d for group in groups for d in group}
-    merged = [sorted(place[d] for d in group if d in place) for group in (*groups, set(range(len(shape))) - grouped)]
-    return all(x == list(range(x[0], x[-1] + 1)) for x in merged if x)

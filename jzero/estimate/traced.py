@@ -45,6 +45,7 @@ from jzero.core.engine.placed import PLACED, collectives_of, gather_p, operation
 from jzero.core.jaxpr.equations import find_needed
 from jzero.core.jaxpr.interpret import Piece, propagate
 from jzero.core.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
+from jzero.core.jaxpr.repeats import dims_are_adjacent
 from jzero.core.jaxpr.sizes import product_flops
 from jzero.estimate.buffers import (
     SLICES,
@@ -56,7 +57,6 @@ from jzero.estimate.buffers import (
     TracedProgram,
     Transfer,
     bytes_of,
-    dims_are_adjacent,
     size_of,
 )
 

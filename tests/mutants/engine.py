@@ -313,6 +313,13 @@ MUTANTS = [
         "test_fill.py::test_the_compiler_has_the_last_word",
     ),
     Mutant(
+        "stacks_kept_to_be_copied",
+        "core/engine/kept_blocks.py",
+        "not any(map(_copies_shares, products))",
+        "True",
+        "test_keep.py::test_a_loop_whose_shares_are_read_in_another_layout_is_not_kept",
+    ),
+    Mutant(
         "normalized_in_place",
         "estimate/footprint.py",
         "found[t] = before & op.reads",

@@ -86,6 +86,25 @@ def is_batched_product(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
 
+def dims_are_adjacent(eqn: JaxprEqn) -> list[bool]:
+    """Returns for each operand of a matrix product whether it can be read in the order of its dimensions.
+
+    A product reads an operand as batch, rows and columns. If one of these is made of dimensions that are no neighbours,
+    such as the queries of grouped heads, compilers need a copy in another layout. Empty for any other equation.
+    """
+    if eqn.primitive.name != "dot_general":
+        return []
+    contracted, batch = eqn.params["dimension_numbers"]
+    return [_are_adjacent(compat.type_of(v).shape, x, y) for v, x, y in zip(eqn.invars, contracted, batch, strict=True)]
+
+
+def _are_adjacent(shape: tuple[int, ...], *groups: tuple[int, ...]) -> bool:
+    place = {d: i for i, d in enumerate(d for d, size in enumerate(shape) if size > 1)}
+    grouped = {d for group in groups for d in group}
+    merged = [sorted(place[d] for d in group if d in place) for group in (*groups, set(range(len(shape))) - grouped)]
+    return all(x == list(range(x[0], x[-1] + 1)) for x in merged if x)
+
+
 def _is_thin(a: jax.core.ShapedArray, b: jax.core.ShapedArray, *, params: Params) -> bool:
     """Whether a batched product has a result larger than its operands that takes few operations per byte.
 
