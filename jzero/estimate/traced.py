@@ -41,7 +41,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
-from jzero.core.engine.placed import PLACED, collectives_of, gather_p, operations_of
+from jzero.core.engine.placed import PLACED, collectives_of, gather_p, named_p, operations_of, unreduced_p
 from jzero.core.jaxpr.equations import find_needed
 from jzero.core.jaxpr.interpret import Piece, propagate
 from jzero.core.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
@@ -63,6 +63,7 @@ from jzero.estimate.buffers import (
 FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
 REDUCTIONS = primitives_with(Trait.REDUCTION) | {"gather"}
 """Operations that elementwise operations are fused into, but not through."""
+ALIASES = primitives_with(Trait.ALIAS) | {named_p.name, unreduced_p.name}
 COSTLY = {"exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "erf", "sin", "cos", "pow"}
 """Elementwise operations that compilers do not repeat in each reader."""
 TRANSFERS = {
@@ -141,12 +142,12 @@ class _Visitor:
 
     def __call__(self, inputs: list[BufferValue]) -> list[BufferValue]:
         kind = self.eqn.primitive.name
+        if kind in ALIASES:
+            return [self._reshard(inputs[0]) if kind == "sharding_constraint" else inputs[0]]
         if self.eqn.primitive in PLACED:
             return self._placed(inputs)
         if kind == "optimization_barrier":
             return self._barrier(inputs)
-        if kind in primitives_with(Trait.ALIAS):
-            return [self._reshard(inputs[0]) if kind == "sharding_constraint" else inputs[0]]
         if kind in RUNS:
             if kind in REMAT and self.eqn.params["differentiated"] and self.eqn.params["prevent_cse"]:
                 inputs = self._barrier(inputs)  # jax lowers it so
