@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -74,6 +74,18 @@ class Product(NamedTuple):
     flops: float
     dtype: DType
     highest: bool
+
+
+class Normalization(NamedTuple):
+    """Buffers that an operation reads beside reductions of them.
+
+    Attributes:
+      buffers: Their indices.
+      reductions: The positions of the reductions, of one another, too.
+    """
+
+    buffers: frozenset[int]
+    reductions: frozenset[int]
 
 
 @dataclasses.dataclass
@@ -268,6 +280,22 @@ class TracedProgram:
         else:
             self._first_reader.setdefault(x, reader)
         return done
+
+    def normalizations(self) -> Iterator[tuple[int, Normalization]]:
+        """Yields what is read beside a reduction of it in the same pass, as a softmax and its gradient do.
+
+        Compilers fuse the reductions with the operation that reads both, which is the first of each pair.
+        """
+        reduced: dict[tuple[int, bool], Normalization] = {}
+        for t, op in enumerate(self.operations):
+            before = [x for i in op.reads if (x := reduced.get((i, op.backward)))]
+            buffers = NOTHING.union(*(x.buffers for x in before))
+            reductions = NOTHING.union(*(x.reductions for x in before))
+            if buffers & op.reads:
+                yield t, Normalization(buffers & op.reads, reductions)
+            if op.reduces:
+                whole = Normalization(buffers | op.reads, reductions | {t})
+                reduced.update({(i, op.backward): whole for i in op.writes})
 
     def include(self, *bodies: TracedProgram, times: int = 1) -> None:
         """Adds the flops and transfers of a body that runs `times` times; of branches, the largest."""

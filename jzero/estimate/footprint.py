@@ -60,7 +60,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
     # A backward loop reduces the gradients of one iteration during the next.
     reduced = {t: _reduced_bytes(body) for t, body in _reducing_loops(program)} if gpu else {}
 
-    normalized = _find_normalized(program) if gpu else {}
+    normalized = {t: x.buffers for t, x in program.normalizations()} if gpu else {}
     ends: dict[int, list[int]] = {}
     for i, t in last.items():
         ends.setdefault(t, []).append(i)
@@ -130,22 +130,6 @@ def _find_reused(op: BufferOperation, live: set[int], sizes: list[int], last: Ma
         if match is not None:
             reused.add(match)
     return reused
-
-
-def _find_normalized(program: TracedProgram) -> dict[int, frozenset[int]]:
-    """Returns for each operation the buffers that it reads beside a reduction of them in the same pass.
-
-    It is fused with the reduction, as a softmax is, and such a fusion reads a row twice, so it cannot write in place.
-    """
-    reduced: dict[tuple[int, bool], frozenset[int]] = {}  # results of reductions, and what they were computed from
-    found = {}
-    for t, op in enumerate(program.operations):
-        before = NOTHING.union(*(reduced.get((i, op.backward), NOTHING) for i in op.reads))
-        if op.reduces:
-            reduced.update({(i, op.backward): op.reads | before for i in op.writes})
-        else:
-            found[t] = before & op.reads
-    return found
 
 
 def _find_residuals(program: TracedProgram, last: Mapping[int, int]) -> set[int]:

@@ -6,7 +6,8 @@
 Rates are those of [Note: The model of the machine], for the operations of the trace instead of a compiled schedule. A
 product takes its operations at the peak of its dtype or its bytes at the bandwidth of the device's memory, whichever is
 longer; anything else its bytes. Readers of a fused value read its inputs. A reduction is fused, too, if its readers
-also read its input, as in a softmax of which no parts are saved. Results of a loop are copied into their stacks.
+also read its input, as in a softmax of which no parts are saved, and its gradient; what would be written for it alone,
+such as exponentials, is not written then. Results of a loop are copied into their stacks.
 
 The passes hide the shorter of computation and communication behind the longer one, but not all of it: nothing overlaps
 the first gather and the last reduction of a micro-batch, or what is reduced once after several micro-batches; and
@@ -25,7 +26,7 @@ from jzero.core.base.text import format_number
 from jzero.core.base.types import DType
 from jzero.core.layout.mesh import AnyMesh
 from jzero.core.layout.route import bytes_on_port, sent_bytes
-from jzero.estimate.buffers import BufferOperation, TracedProgram, Transfer
+from jzero.estimate.buffers import NOTHING, BufferOperation, TracedProgram, Transfer
 from jzero.machines.machine import Machine, rate_of
 
 UPDATE = "zero_update"
@@ -127,8 +128,8 @@ def _bytes_on_port(x: Transfer, sent: float, mesh: AnyMesh, devices_per_node: in
 
 
 def _compute_seconds(program: TracedProgram, machine: Machine) -> float:
-    normalizing = _find_normalizing(program)
-    seconds = sum(_operation_seconds(x, machine) for t, x in enumerate(program.operations) if t not in normalizing)
+    fused = _find_fused(program)
+    seconds = sum(_operation_seconds(x, machine) for t, x in enumerate(program.operations) if t not in fused)
     return seconds + program.result_bytes / machine.hbm_bytes_per_s
 
 
@@ -138,23 +139,22 @@ def _update_seconds(program: TracedProgram, machine: Machine) -> float:
     return sum(_operation_seconds(x, machine) for x in operations) + program.result_bytes / machine.hbm_bytes_per_s
 
 
-def _find_normalizing(program: TracedProgram) -> set[int]:
-    """Returns the reductions that are fused, as those of a softmax are.
+def _find_fused(program: TracedProgram) -> set[int]:
+    """Returns the reductions that are fused with their readers, and what is written for them alone, which is not.
 
-    Their readers read their inputs too, and the backward pass does not need their results.
+    What the other pass reads, or an operation that is no fusion, is stored all the same.
     """
     operations = program.operations
-    readers: dict[int, list[BufferOperation]] = {}
-    for x in operations:
-        for i in x.reads:
-            readers.setdefault(i, []).append(x)
-
-    def is_fused(x: BufferOperation) -> bool:
-        reading = [y for i in x.writes for y in readers.get(i, ())]
-        is_stored = not program.outputs.isdisjoint(x.writes) or any(y.backward != x.backward for y in reading)
-        return x.reduces and not is_stored and any(x.reads <= y.reads for y in reading)
-
-    return {t for t, x in enumerate(operations) if is_fused(x)}
+    pass_of = {i: x.backward for x in operations for i in x.writes}
+    is_fusion = [x.inner is None and (x.in_place or x.reduces) for x in operations]
+    stored = program.outputs.union(
+        i for x, fuses in zip(operations, is_fusion, strict=True) for i in x.reads
+        if not fuses or pass_of.get(i) == (not x.backward)
+    )  # fmt: skip
+    reductions = {t for _, x in program.normalizations() for t in x.reductions}
+    fused = {t for t in reductions if stored.isdisjoint(operations[t].writes)}
+    read = NOTHING.union(*(operations[t].reads for t in fused)) - stored
+    return fused | {t for t, x in enumerate(operations) if is_fusion[t] and x.writes and read.issuperset(x.writes)}
 
 
 def _operation_seconds(x: BufferOperation, machine: Machine) -> float:
