@@ -91,3 +91,18 @@ def test_what_is_normalized_on_gpus_is_not_written_over():
     of_gpu, of_tpu = (footprint(program, gpu=gpu).peak for gpu in (True, False))
     assert of_tpu == 3 * ACTIVATION + ROWS * 4  # and the maxima
     assert of_gpu - of_tpu == 3 * ACTIVATION
+
+
+@pytest.mark.parametrize(("larger", "kept"), [(True, WIDTH), (False, 1)])
+def test_expensive_terms_of_a_sum_are_written_beside_it(larger, kept):
+    """If they take more than what they are made of: both passes sum exponentials of all pairs' differences."""
+
+    def loss(params, x):
+        y = x @ params[0]
+        terms = jnp.exp(y[:, :, None] - x[:, None]) if larger else jnp.exp(y)
+        total = terms.sum(-1)
+        return jnp.square(total).mean()
+
+    jaxpr = jax.jit(jax.grad(loss)).trace(PARAMS[:1], X).jaxpr
+    residuals = footprint(trace_program(jaxpr, [1, 1]), gpu=True).residuals
+    assert max(x.num_bytes for x in residuals) == kept * ACTIVATION

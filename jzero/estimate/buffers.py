@@ -232,6 +232,11 @@ class TracedProgram:
         """Returns whether a value has a buffer."""
         return self._written.get(x, x).buffer is not None
 
+    def is_summed(self, x: BufferValue) -> bool:
+        """Returns whether a fused value was first computed for a reduction, from less than it would take itself."""
+        reader = self._first_reader.get(x)
+        return reader is not None and self.operations[reader].reduces and self.bytes_read([x]) < x.num_bytes
+
     def bytes_read(self, values: Iterable[BufferValue]) -> int:
         """Returns the bytes of buffers that are read to compute values, each once; slices count alone."""
         sizes: dict[int, float] = {}
@@ -256,7 +261,7 @@ class TracedProgram:
           x: The value.
           backward: Whether the backward pass needs it.
           keep: Whether later readers share the buffer.
-          waits: Whether it is part of a barrier. The forward pass writes such a value where it computes it.
+          waits: Whether a barrier or a sum writes it. The forward pass writes such a value where it computes it.
         """
         if x.buffer is not None or not x.num_bytes:
             return x

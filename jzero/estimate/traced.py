@@ -17,9 +17,10 @@ compilers for GPUs and TPUs share:
   count until after it: without this rule, the estimate for 1.4B at stage 3 is 7 % below the compiler's figure, with it
   2 %.
 * On GPUs, operations that make gradients run late, see [Note: Postponed gradients]. Each reader recomputes a
-  concatenation, and an elementwise result that a product needs in another layout. A fusion that sums an expensive
-  value also writes that value if others read it. What the backward pass needs as an array behind a barrier, such as the
-  input of a recomputed block, is written where the forward pass first computes it, so its sources need not stay.
+  concatenation, and an elementwise result that a product needs in another layout. A fusion that sums an expensive value
+  also writes that value if others read it, already in the forward pass if it sums it there and it is larger than what
+  it is made of. What the backward pass needs as an array behind a barrier, such as the input of a recomputed block, is
+  written where the forward pass first computes it, so its sources need not stay.
 * On GPUs, parameters gathered after the update exist twice until the end, since a collective does not write into a
   donated argument. If that would exceed the scheduler's limit, they are gathered one by one. Rows of stacks exist
   once: each is written into the stack's argument.
@@ -177,7 +178,7 @@ class _Visitor:
         while pending:
             x = pending.pop()
             if x.buffer is None and x.is_shared and x.is_costly:
-                self._write(x)
+                self.program.write(x, backward=True, waits=self.program.is_summed(x))
             elif x.buffer is None and not self.program.is_written(x):
                 pending += [y for y in x.sources if y.num_bytes >= x.num_bytes]
 
