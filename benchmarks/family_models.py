@@ -191,20 +191,26 @@ LLAMA_128K = LLAMA_125M._replace(vocab=128256)
 LLAMA_8B = LlamaSize(4096, 32, 8, 14336, 128256, tied=False, head=128)  # Llama 3
 
 
-def llama(size: LlamaSize, *, scanned: bool, remat: bool, seq_len: int = 1024) -> Family:
-    """Llama: grouped queries, rotary positions, SwiGLU; with `remat` it recomputes each block."""
-    width, hidden = size.width, size.hidden
-    layer = gqa_layer(width, size.head * size.kv_heads)
-    layer |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    blocks = {"stack": stacked(layer, size.layers)} if scanned else {"layers": [layer] * size.layers}
-    shapes = {"embed": (size.vocab, width), "norm": (width,), **blocks}
-    if not size.tied:
-        shapes["head"] = (width, size.vocab)
+def swiglu_block(size: LlamaSize) -> tuple[Block, dict[str, tuple[int, ...]]]:
+    """Returns a layer of a Llama, and its shapes."""
+    layer = gqa_layer(size.width, size.head * size.kv_heads)
+    layer |= dict.fromkeys(("gate", "up"), (size.width, size.hidden)) | {"down": (size.hidden, size.width)}
 
     def block(x: jax.Array, p: Any) -> jax.Array:
         x = attended(x, p, size.head)
         y = rms_norm(x, p["norm2"])
         return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
+
+    return block, layer
+
+
+def llama(size: LlamaSize, *, scanned: bool, remat: bool, seq_len: int = 1024) -> Family:
+    """Llama: grouped queries, rotary positions, SwiGLU; with `remat` it recomputes each block."""
+    width, (block, layer) = size.width, swiglu_block(size)
+    blocks = {"stack": stacked(layer, size.layers)} if scanned else {"layers": [layer] * size.layers}
+    shapes = {"embed": (size.vocab, width), "norm": (width,), **blocks}
+    if not size.tied:
+        shapes["head"] = (width, size.vocab)
 
     def loss(params: Any, batch: jax.Array, constrain: Constrain) -> jax.Array:
         x = params["embed"][batch[:, :-1]]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from benchmarks import family_models, held_out_models, more_family_models, table_models
+from benchmarks import family_models, held_out_models, later_family_models, more_family_models, table_models
 from benchmarks.family_models import Family
 
 FAMILIES: dict[str, Callable[[], Family]] = {
@@ -40,6 +40,12 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "rwkv_6": table_models.rwkv_6,
     "gpt_128k": functools.partial(family_models.gpt, vocab=128256, scanned=True, tied=False),
     "gpt_128k_tied": functools.partial(family_models.gpt, vocab=128256, scanned=True),
+    "mmdit": later_family_models.mmdit,
+    "xlstm": later_family_models.xlstm,
+    "nerf": later_family_models.nerf,
+    "deepseek": later_family_models.deepseek,
+    "llama_in_pieces": functools.partial(later_family_models.llama_in_pieces, family_models.LLAMA_128K),
+    "convnext": later_family_models.convnext,
 }
 UNTIED = functools.partial(family_models.gpt, tied=False, remat=True)
 

@@ -1,7 +1,8 @@
 """What a step of jzero costs beside its arithmetic: `python -m benchmarks.overhead [tracing] [dispatch] [agreement]`.
 
 * tracing: CPU seconds of tracing and lowering a step at stage 3 on 8 devices, beside the same training by plain
-  `jax.jit`, in turns, nothing cached, the best of `--repeats`; for `--models` of `benchmarks/models.py`.
+  `jax.jit`, in turns, nothing cached, the best of `--repeats`; for `--models` of `benchmarks/models.py`. With
+  `--topology h200:8` on devices that are not there, for which a step chooses what it keeps.
 * dispatch: CPU time of the calling thread per call of a step that does next to nothing, beside the same program called
   by `jax.jit(step)`, which leaves out what a step checks before a call. With 302 and 1001 arrays in the state
   (`--params`), and a batch on the mesh, in NumPy arrays, and in arrays of one device.
@@ -36,14 +37,19 @@ def tracing(options: argparse.Namespace) -> None:
     import jzero
     from benchmarks.engines import AXIS, batch_of, jzero_step, plain_step
     from benchmarks.models import MODELS
+    from jzero.machines.topologies import topology_devices
 
-    mesh = jzero.make_mesh(**{AXIS: -1})
-    print(f"jax {jax.__version__}, {mesh.size} devices, stage 3\n")
+    devices = None if options.topology is None else topology_devices(options.topology)
+    mesh = jzero.make_mesh(devices=devices, **{AXIS: -1})
+    print(f"jax {jax.__version__}, {mesh.devices.flat[0].device_kind}, {mesh.size} devices, stage 3\n")
     print("| | plain `jax.jit`, CPU s | jzero, CPU s | ratio |\n|---|---|---|---|")
     for name in options.models:
         family = MODELS[name]()
         makers = {
-            "plain": lambda family=family: (plain_step(family), family.batch(family.rows)),
+            "plain": lambda family=family: (
+                plain_step(family, devices and mesh),
+                batch_of(family, mesh) if devices else family.batch(family.rows),
+            ),
             "jzero": lambda family=family: (jzero_step(family, 3, mesh), batch_of(family, mesh)),
         }
         best = dict.fromkeys(makers, math.inf)
@@ -179,6 +185,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", metavar="case", help=f"of {', '.join(CASES)}; all by default")
     parser.add_argument("--models", nargs="+", default=TRACED)
+    parser.add_argument("--topology", help="of tracing: a machine that is not there")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--params", type=int, nargs="+", default=[100, 333], help="numbers of parameters: of dispatch")
     parser.add_argument("--layers", type=int, default=20, help="of agreement")
