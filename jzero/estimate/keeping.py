@@ -50,7 +50,7 @@ from jzero.machines.machine import Machine
 
 KEPT_SHARE = 0.8
 """Share of what a step may use up to which values are kept without a compiler. Estimates of dense models have been up
-to 7 % low: such a step takes 0.8 / 0.93 = 86 % of it, and the rest is for fragments. One whose estimate is a fifth low
+to 10 % low: such a step takes 0.8 / 0.9 = 89 % of it, and the rest is for fragments. One whose estimate is a fifth low
 is compiled in vain, since the compiler's figure decides."""
 SECANTS = 2
 """How many numbers of blocks are traced between none and all of them. Two found the most of 16 that fit."""
