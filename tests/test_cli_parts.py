@@ -23,7 +23,7 @@ from jzero.cli.sizes import model_sizes
 from jzero.cli.source import load_source
 from jzero.core.state.init import state_shapes
 from tests import shared
-from tests.tiers import default_for
+from tests.tiers import default_for, slow
 
 SIZES = {"vocab_size": 61, "d_model": 36, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "d_hidden": 56}
 TINY = "--params 23.58K --vocab 61 --d-model 36 --layers 2 --heads 6 --kv-heads 2 --d-hidden 56"
@@ -50,7 +50,7 @@ def call(line, *, status=0):
     return result.stdout if status != 2 else " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 def test_the_loss_in_parts_of_rows_is_that_of_whole_rows(stage, monkeypatch):
     sizes = model_sizes("23.58K", SIZES)
     state = reckoned.make_state(sizes, rank=0, base_dtype=jnp.float32)(jax.random.key(0))
@@ -119,7 +119,7 @@ def test_all_four_take_them():
     assert {row["axis"] for row in found[3]["collectives"]} >= {"context", "data+context"}
 
 
-@pytest.mark.parametrize("command", ["plan", "analyze --verify"])
+@pytest.mark.parametrize("command", ["plan", slow("analyze --verify")])
 def test_experts_are_cut_over_their_axis(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny = {"hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
