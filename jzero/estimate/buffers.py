@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
@@ -20,6 +20,8 @@ SLICES = ("slice", "dynamic_slice", "gather", "split")
 """Operations that read no more of an array than they return."""
 SLICE_NAMES = tuple(f":{kind}" for kind in SLICES)
 NOTHING: frozenset[int] = frozenset()
+KernelKey: TypeAlias = tuple[str, int]
+"""The name of a kernel and the number of elements that it returns, by which compiled programs show the same one."""
 
 
 @dataclasses.dataclass
@@ -133,6 +135,7 @@ class BufferValue:
       sources: If it has no buffer, the values that it is computed from.
       is_shared: Whether several equations read it.
       is_costly: If it has no buffer, whether computing it takes more than reading it, as an exponential does.
+      constant: Its value, if it is a constant of the program.
     """
 
     num_bytes: int
@@ -142,6 +145,7 @@ class BufferValue:
     sources: tuple[BufferValue, ...] = ()
     is_shared: bool = False
     is_costly: bool = False
+    constant: Any = None
 
 
 class TracedProgram:
@@ -156,6 +160,7 @@ class TracedProgram:
       barriers: The barriers that make arrays wait for others, each as its range of operations.
       result_bytes: What the device reads and writes to store results that no operation writes.
       regathered: The buffers of results that the program gathers, which replace donated arguments.
+      kernels: The arithmetic of each kernel by `kernel_key`, including those of inner loops; `None` if it is unknown.
     """
 
     def __init__(self) -> None:
@@ -167,6 +172,7 @@ class TracedProgram:
         self.barriers: list[range] = []
         self.result_bytes = 0
         self.regathered: frozenset[int] = NOTHING
+        self.kernels: dict[KernelKey, Product | None] = {}
         self._written: dict[BufferValue, BufferValue] = {}
         self._writer: dict[BufferValue, int] = {}  # the operation that writes each of these
         self._first_reader: dict[BufferValue, int] = {}  # of fused values
@@ -188,10 +194,10 @@ class TracedProgram:
             for t, (operation, values) in enumerate(zip(self.operations, self._read, strict=True)):
                 operation.reads, _ = self._sources(values, before=t)
 
-    def argument(self, aval: jax.core.AbstractValue, parts: int = 1) -> BufferValue:
+    def argument(self, aval: jax.core.AbstractValue, parts: int = 1, constant: Any = None) -> BufferValue:
         """Adds a value that exists before the program starts and after it ends."""
         self.buffers.append(Buffer(0))
-        return BufferValue(bytes_of(aval) // parts, "", parts, buffer=len(self.buffers) - 1)
+        return BufferValue(bytes_of(aval) // parts, "", parts, buffer=len(self.buffers) - 1, constant=constant)
 
     def finish(self, outputs: Sequence[BufferValue], *, num_carry: int | None = None) -> TracedProgram:
         """Sets the values that outlive the program; in a loop, `num_carry` carried ones, then slices of stacks."""
@@ -303,7 +309,9 @@ class TracedProgram:
                 reduced.update({(i, op.backward): whole for i in op.writes})
 
     def include(self, *bodies: TracedProgram, times: int = 1) -> None:
-        """Adds the flops and transfers of a body that runs `times` times; of branches, the largest."""
+        """Adds the flops, transfers and kernels of a body that runs `times` times; of branches, the largest."""
+        for body in bodies:
+            self.kernels |= body.kernels
         self.flops += times * max(body.flops for body in bodies)
         busiest = max(bodies, key=lambda body: sum(x.times * x.num_bytes for x in body.transfers))
         self.transfers += [dataclasses.replace(x, times=times * x.times) for x in busiest.transfers]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import os
 import re
@@ -173,7 +174,9 @@ def with_outputs(jaxpr: J, used: Sequence[bool]) -> J:
 
 
 def contained_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Returns the jaxprs among an equation's parameters, opened."""
+    """Returns the jaxprs among an equation's parameters, opened; none of a kernel, which is one operation."""
+    if eqn.primitive.name == "pallas_call":
+        return iter(())
     return iter([open_jaxpr(x)[0] for x in _jaxprs_in(eqn)])
 
 
@@ -331,6 +334,8 @@ def bind(eqn: JaxprEqn, inputs: Sequence[ArrayLike], **changed_params: object) -
     if eqn.primitive.name not in ("sharding_constraint", "reshard") and not mesh._any_axis_explicit:
         said = sharding_said(eqn)
         own = {name: None if isinstance(x, NamedSharding) else x for name, x in own.items()}
+        if eqn.primitive.name == "pallas_call" and eqn.ctx.cur_abstract_mesh != mesh:
+            own = _here(eqn.params)
     params = eqn.primitive.get_bind_params({**own, **changed_params})
     if isinstance(params, tuple):  # the form that jax documents: functions first
         functions, params = params
@@ -424,6 +429,51 @@ def names_backend(ctx: mlir.LoweringRuleContext) -> bool:
 
 UNSPECIFIED = sharding_impls.UNSPECIFIED
 """The sharding of a result about which a call says nothing."""
+
+
+def _here(x: Any) -> Any:
+    """Returns what a kernel is made of as if it had been traced here: its types and settings name the mesh."""
+    if isinstance(x, tuple) and type(x) is tuple:
+        return tuple(map(_here, x))
+    if isinstance(x, dict):
+        return {name: _here(y) for name, y in x.items()}
+    if isinstance(x, NamedSharding):
+        return None
+    if isinstance(x, core.ShapedArray):
+        here = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*[None] * len(x.shape)))
+        return core.ShapedArray(x.shape, x.dtype, x.weak_type, sharding=here, memory_space=x.memory_space)
+    if hasattr(x, "inner_aval"):
+        return x.update(inner_aval=_here(x.inner_aval))
+    if type(x) is ClosedJaxpr and not isinstance(x, Jaxpr):
+        return x.replace(jaxpr=_here(x.jaxpr))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = {f.name: _here(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init}
+        return dataclasses.replace(x, **fields)
+    return _jaxpr_here(x) if type(x) is Jaxpr else x
+
+
+def _jaxpr_here(jaxpr: Jaxpr) -> Jaxpr:
+    variables: dict[Var, Var] = {}
+
+    def change(atom: Atom) -> Atom:
+        if is_literal(atom):
+            return literal(atom.val, _here(atom.aval))
+        return variables.setdefault(atom, variable(_here(atom.aval)))
+
+    eqns = [
+        core.new_jaxpr_eqn(
+            list(map(change, eqn.invars)),
+            list(map(change, eqn.outvars)),
+            eqn.primitive,
+            _here(eqn.params),
+            eqn.effects,
+            eqn.source_info,
+        )
+        for eqn in jaxpr.eqns
+    ]
+    variables_of = {name: list(map(change, getattr(jaxpr, name))) for name in ("constvars", "invars", "outvars")}
+    return jaxpr.replace(eqns=eqns, **variables_of)
+
 
 # Jaxprs under construction, for `jzero.core.jaxpr.edit`.
 

@@ -4,12 +4,13 @@
     naming_operands(made) -> Apply
 
 [Note: Kept blocks]
-With `Keep(blocks=k)` the last k blocks save the results of all heavy operations, and of their batched products the
-operands that come from products: queries, keys, values and probabilities of attention. So no product is computed twice,
-nor a softmax, while the backward pass redoes what is elementwise inside the operations that read it. Saving all that
-differentiation would save takes as much memory and a longer step: it is written in the forward pass, for the backward
-pass alone. Blocks with loops save it all the same, since jax would run such a loop again, and so do all on TPUs, whose
-compiler writes it in the products that make it (a Llama of 125M on v5p: 14.1 ms, 17.4 with products alone).
+With `Keep(blocks=k)` the last k blocks save the results of all heavy operations, and of their batched products and
+kernels the operands that come from products: queries, keys, values and probabilities of attention. So no product is
+computed twice, nor a softmax, while the backward pass redoes what is elementwise inside the operations that read it.
+Saving all that differentiation would save takes as much memory and a longer step: it is written in the forward pass,
+for the backward pass alone. Blocks with loops save it all the same, since jax would run such a loop again, and so do all
+on TPUs, whose compiler writes it in the products that make it (a Llama of 125M on v5p: 14.1 ms, 17.4 with products
+alone).
 
 A loop whose turns are such blocks counts as one. If it is kept, it saves those operands, too, but no scores: to write
 and read stacks of them takes longer. On TPUs that is true of operands, too, and no loop counts. Nor does a loop whose
@@ -35,7 +36,7 @@ from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
 from jzero.core.jaxpr.equations import equations_in
 from jzero.core.jaxpr.interpret import evaluate
-from jzero.core.jaxpr.primitives import CALLS, REMAT, called_jaxpr
+from jzero.core.jaxpr.primitives import CALLS, REMAT, Trait, called_jaxpr, primitives_with
 from jzero.core.jaxpr.repeats import OPERAND, aval_bytes, dims_are_adjacent, is_batched_product, split_into_parts
 
 Apply: TypeAlias = Callable[[JaxprEqn, list[jax.Array]], list[jax.Array]]
@@ -53,18 +54,25 @@ def num_blocks(jaxpr: AnyJaxpr, *, fuses_products: bool) -> int:
 
 
 def is_loop_of_blocks(eqn: JaxprEqn) -> bool:
-    """Whether a loop counts as a block: whether it has batched products, and does not say what to recompute.
+    """Whether a loop counts as a block: whether it has attention, and does not say what to recompute.
 
     None does whose shares are read in another layout.
     """
-    products = list(filter(is_batched_product, equations_in(eqn))) if eqn.primitive.name == "scan" else []
-    return bool(products) and not any(map(_copies_shares, products)) and is_free([eqn])
+    attention = list(filter(_is_attention, equations_in(eqn))) if eqn.primitive.name == "scan" else []
+    return bool(attention) and not any(map(_copies_shares, attention)) and is_free([eqn])
 
 
-def _copies_shares(product: JaxprEqn) -> bool:
+def _is_attention(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product of pairs of matrices, or a kernel, which computes some as a rule."""
+    return is_batched_product(eqn) or eqn.primitive.name in primitives_with(Trait.KERNEL)
+
+
+def _copies_shares(eqn: JaxprEqn) -> bool:
     """Whether a product reads an operand that is larger than its result in another layout."""
-    sizes = [aval_bytes(compat.type_of(v)) for v in (*product.invars, *product.outvars)]
-    pairs = zip(sizes, dims_are_adjacent(product), strict=False)
+    if not is_batched_product(eqn):
+        return False
+    sizes = [aval_bytes(compat.type_of(v)) for v in (*eqn.invars, *eqn.outvars)]
+    pairs = zip(sizes, dims_are_adjacent(eqn), strict=False)
     return any(size > sizes[-1] and not is_read for size, is_read in pairs)
 
 
@@ -109,15 +117,18 @@ def naming_operands(made: Iterable[Var]) -> Apply:
 
     def apply(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
         comes = [not compat.is_literal(v) and v in from_products for v in eqn.invars]
-        products = [x for x in equations_in(eqn) if x.primitive.name == "dot_general"]
-        if any(comes) or products:
+        inner = list(equations_in(eqn))
+        if any(comes) or any(x.primitive.name == "dot_general" for x in inner):
             from_products.update(eqn.outvars)
-        is_batched = any(map(is_batched_product, products))
-        if is_batched and eqn.primitive.name in CALLS and not any(itertools.chain(*shardings_of(eqn))):
+        if (
+            any(map(_is_attention, inner))
+            and eqn.primitive.name in CALLS
+            and not any(itertools.chain(*shardings_of(eqn)))
+        ):
             jaxpr = called_jaxpr(eqn)
             invars = compat.open_jaxpr(jaxpr)[0].invars
             return evaluate(jaxpr, inputs, naming_operands(itertools.compress(invars, comes)))
-        if is_batched_product(eqn):
+        if is_batched_product(eqn) or any(x.primitive.name in primitives_with(Trait.KERNEL) for x in inner):
             inputs = [checkpoint_name(x, OPERAND) if named else x for x, named in zip(inputs, comes, strict=True)]
         return compat.bind(eqn, inputs)
 

@@ -36,6 +36,7 @@ class Trait(enum.Flag):
       CALL: Runs one jaxpr on just its operands.
       CUSTOM: Like `CALL`, for a function with a custom derivative.
       REMAT: Like `CALL`, for a function that the backward pass recomputes.
+      KERNEL: One program of its own, whatever it computes: attention, mostly. Never worth computing twice.
     """
 
     ELEMENTWISE = enum.auto()
@@ -50,6 +51,7 @@ class Trait(enum.Flag):
     CALL = enum.auto()
     CUSTOM = enum.auto()
     REMAT = enum.auto()
+    KERNEL = enum.auto()
 
 
 _ROWS: tuple[tuple[Trait, str], ...] = (
@@ -88,6 +90,12 @@ _ROWS: tuple[tuple[Trait, str], ...] = (
     (Trait.CALL, "closed_call core_call eval_jaxpr jit pjit"),
     (Trait.CUSTOM, "custom_jvp_call custom_vjp_call"),
     (Trait.REMAT, "checkpoint remat remat2"),
+    (
+        Trait.KERNEL | Trait.MIXING,
+        "pallas_call ffi_call custom_partitioning triton_kernel_call cudnn_fusion scaled_matmul_wrapper "
+        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper "
+        "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper",
+    ),
 )
 
 TRAITS = {name: traits for traits, names in _ROWS for name in names.split()}

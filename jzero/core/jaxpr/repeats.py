@@ -36,6 +36,8 @@ from jzero.core.jaxpr.sizes import array_bytes
 
 OPERAND = "operand_of_product"
 """Name of a saved operand."""
+LANES = 128
+"""Numbers in a row of a TPU's vector registers."""
 THIN = 256
 """Floating-point operations per byte of a result. Accelerators do 150 to 300 in the time that they move a byte."""
 
@@ -69,11 +71,18 @@ def keeps_heavy(primitive: Primitive, *avals: jax.core.ShapedArray, **params: ob
 def keeps_products(primitive: Primitive, *avals: jax.core.ShapedArray, **params: object) -> bool:
     """Policy for `jax.checkpoint` that saves results of all heavy operations, and operands named `OPERAND`.
 
-    Heavy are products, loops and random numbers, and their comparison with a probability, `lt`, whose result takes one
-    byte in place of four.
+    Heavy are products, kernels, loops and random numbers. In place of some it saves less: their comparison with a
+    probability, `lt`, whose result takes one byte and not four; and one lane of what kernels for TPUs write 128 times,
+    the statistics of attention.
     """
     is_kept = params.get("name") == OPERAND or primitive.name == "lt" or primitive.name not in LIGHT
+    is_kept |= primitive.name == "slice" and takes_one_lane(avals[0].shape, params)
     return is_kept and can_be_saved(compat.result_types(primitive, avals, params))
+
+
+def takes_one_lane(shape: Sequence[int], params: Params) -> bool:
+    """Whether a `slice` of an array takes one of the lanes of a TPU's vector registers."""
+    return shape[-1:] == (LANES,) and params["limit_indices"][-1] - params["start_indices"][-1] == 1
 
 
 def can_be_saved(results: Sequence[jax.core.AbstractValue]) -> bool:

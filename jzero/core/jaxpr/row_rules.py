@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from jzero.core.base import compat
 from jzero.core.base.compat import Atom
+from jzero.core.jaxpr.kernels import KERNELS, row_places
 from jzero.core.jaxpr.primitives import Trait, primitives_with
 from jzero.core.jaxpr.row_facts import (
     SAME,
@@ -154,6 +155,14 @@ def _convolve(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
     numbers, (x, kernel) = eqn.params["dimension_numbers"], ins
     is_over_batch = not kernel.kind and eqn.params["batch_group_count"] == 1 and x.row_dims <= {numbers.lhs_spec[0]}
     return x.at(lambda d: numbers.out_spec[0]) if is_over_batch else lost(ins)
+
+
+@_rule(" ".join(KERNELS))
+def _kernel(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts | Sequence[RowFacts]:
+    places, total = row_places(eqn, [x.row_dims for x in ins]), collected(ins)
+    if total.kind is not RowKind.ROW or places is None:
+        return lost(ins)
+    return [total._replace(row_dims=dims) for dims in places]
 
 
 # Operations that move elements.

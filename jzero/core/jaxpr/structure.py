@@ -1,8 +1,8 @@
 """Finds pieces of a program that are equal except for their names; see [Note: Repeated blocks].
 
-Values without a reliable comparison are equal only if they are the same object. For example, each layer's `custom_vjp`
-has new rules, so jzero traces such layers one by one. It compares the rules of a `custom_jvp`, such as that of
-`jax.nn.relu`, by their traces.
+Values without a reliable comparison are equal only if they are the same object. The rules of a `custom_jvp`, such as
+that of `jax.nn.relu`, and of a `custom_vjp`, such as that of a kernel, are new objects in each layer, so jzero compares
+their traces.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -129,28 +129,36 @@ class Structures:
         return tuple(map(id, consts)), inputs, eqns, tuple(map(read, program.outvars))
 
     def _params(self, eqn: JaxprEqn) -> Params:
-        """Returns an equation's parameters, with the number of a tangent rule's jaxpr in place of the rule."""
-        params = eqn.params
-        is_manual = any(
-            compat.type_of(v).manual_axis_type.varying for v in eqn.invars
-        )  # a rule's results may vary less
-        if eqn.primitive.name != "custom_jvp_call" or params["symbolic_zeros"] or is_manual:
+        """Returns an equation's parameters, with the number of a rule's jaxpr in place of the rule."""
+        params, kind = eqn.params, eqn.primitive.name
+        if kind not in _RULES or params["symbolic_zeros"]:
             return params
-        others = {k: v for k, v in params.items() if k != "jvp_jaxpr_fun"}
+        if any(compat.type_of(v).manual_axis_type.varying for v in eqn.invars):  # a rule's results may vary less
+            return params
+        others = {k: v for k, v in params.items() if k not in _RULES[kind]}
         if self._of_rules is None:
             return others
         differentiable = [i for i, v in enumerate(eqn.invars) if jnp.issubdtype(compat.type_of(v).dtype, jnp.inexact)]
 
-        def jvp(values: list[jax.Array], tangents: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        def derivative(values: list[jax.Array], given: list[jax.Array]) -> tuple[Any, Any]:
             def fn(*some: jax.Array) -> list[jax.Array]:
                 changed = dict(zip(differentiable, some, strict=True))
                 return compat.bind(eqn, [changed.get(i, x) for i, x in enumerate(values)])
 
-            return jax.jvp(fn, [values[i] for i in differentiable], tangents)
+            at = [values[i] for i in differentiable]
+            if kind == "custom_jvp_call":
+                return jax.jvp(fn, at, given)
+            results, pull = jax.vjp(fn, *at)
+            return results, pull(given)
 
         with compat.where_traced(eqn):
             shapes = [compat.shape_struct_of(v.aval) for v in eqn.invars]
-            rule = jax.make_jaxpr(jvp)(shapes, [shapes[i] for i in differentiable])
+            given = [shapes[i] for i in differentiable]
+            if kind == "custom_vjp_call":
+                given = [compat.shape_struct_of(v.aval) for v in eqn.outvars]
+                if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in given):
+                    return params
+            rule = jax.make_jaxpr(derivative)(shapes, given)
         return others | {"rule": self._of_rules(rule)}
 
     def _comparable(self, value: object) -> Hashable:
@@ -161,7 +169,7 @@ class Structures:
         kind = type(value)
         if kind in _PLAIN or (isinstance(value, tuple) and kind is tuple and {type(x) for x in value} <= _PLAIN):
             return kind, value
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return kind, tuple((self._comparable(key), self._comparable(x)) for key, x in value.items())
         if isinstance(value, tuple | list):
             return kind, tuple(map(self._comparable, value))
@@ -176,6 +184,8 @@ class Structures:
         return (kind, value) if isinstance(value, _COMPARED) else (kind, id(value))
 
 
+_RULES = {"custom_jvp_call": {"jvp_jaxpr_fun"}, "custom_vjp_call": {"fwd_jaxpr_thunk", "bwd", "out_trees"}}
+"""The parameters that are rules of derivatives."""
 _PLAIN = frozenset([int, str, type(None)])
 """Types whose `==` is reliable, in tuples, too, where a `bool` would be equal to an `int`."""
 _COMPARED = (
@@ -185,6 +195,8 @@ _COMPARED = (
     bytes,
     enum.Enum,
     np.dtype,
+    jax.core.AbstractValue,
+    jax.tree_util.PyTreeDef,
     jax.sharding.Sharding,
     jax.sharding.PartitionSpec,
     jax.sharding.Mesh,
