@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jzero.analysis.collectives import program_collectives
+from jzero.analysis.costs import Kernels
 from jzero.analysis.replanning import mesh_of, move_to_mesh, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
 from jzero.analysis.step_programs import Compile, StepProgram, memory_of_programs, step_programs
 from jzero.analysis.violations import Compiled, axes_of, find_violations
-from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
 from jzero.core.base.types import PyTree, State
 from jzero.core.config.zero import ZeroConfig
@@ -27,7 +27,7 @@ from jzero.core.step.eval_step import EvalStep
 from jzero.core.step.train_step import TrainStep, ValueAndGrad
 from jzero.estimate.buffers import Transfer
 from jzero.estimate.step_memory import arrays_on_host, gathers_more, memory_of_trace
-from jzero.estimate.traced import trace_program
+from jzero.estimate.traced import trace_alone
 from jzero.estimate.traced_collectives import traced_collectives
 from jzero.machines.limits import this_machine, usable_bytes
 from jzero.machines.machine import Machine, machine
@@ -129,8 +129,8 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
                 f"State and batch take {100 * excess:.0f} % more than their elements: the compiler pads some shards to "
                 "whole tiles."
             )
-    limit = usable_bytes(hardware)
-    return dataclasses.replace(_report(facts, used, mesh, hardware, notes), estimated=estimated, limit=limit)
+    limit, kernels = usable_bytes(hardware), trace_alone(programs[0].traced.jaxpr).kernels
+    return dataclasses.replace(_report(facts, used, mesh, hardware, notes, kernels), estimated=estimated, limit=limit)
 
 
 def _compiler(topology: str | None, compiler_options: Mapping[str, Any] | None) -> Compile:
@@ -168,7 +168,7 @@ def _facts(fn: Any, args: Sequence[Any], programs: Sequence[StepProgram], platfo
 
 
 def _transfers(jaxpr: AnyJaxpr) -> Sequence[Transfer]:
-    return trace_program(jaxpr, [1] * len(compat.open_jaxpr(jaxpr)[0].invars)).transfers
+    return trace_alone(jaxpr).transfers
 
 
 def _notes_on_programs(programs: Sequence[StepProgram]) -> list[str]:
@@ -205,7 +205,12 @@ def _recomputes_by_default(fn: Any, args: Sequence[Any], keywords: Mapping[str, 
 
 
 def _report(
-    facts: Compiled, plan: ZeroPlan | None, mesh: Mesh | None, hardware: Machine | None, notes: list[str]
+    facts: Compiled,
+    plan: ZeroPlan | None,
+    mesh: Mesh | None,
+    hardware: Machine | None,
+    notes: list[str],
+    kernels: Kernels,
 ) -> AnalysisReport:
     if _has_unknown_loops(facts):
         notes.append("A loop of unknown trip count counts as one pass.")
@@ -222,7 +227,7 @@ def _report(
     if hardware is None:
         notes.append(f"No bandwidth figures for these {facts.platform} devices: exposed_communication is unavailable.")
     else:
-        timeline, remarks = simulate(facts.programs[0], hardware)
+        timeline, remarks = simulate(facts.programs[0], hardware, kernels)
         notes += [*remarks, *filter(None, [hardware.remark])]
     axes = ["+".join(axes_of(c.group, mesh)) if mesh is not None else "" for c in facts.collectives]
     nodes = [_num_nodes(c.group, hardware, plan) for c in facts.collectives]

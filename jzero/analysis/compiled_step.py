@@ -13,6 +13,7 @@ from jzero.core.base.types import PyTree, State
 from jzero.core.layout.mesh import platform_of
 from jzero.core.step.choice import EXHAUSTED
 from jzero.core.step.train_step import TrainStep
+from jzero.estimate.traced import trace_alone
 from jzero.machines.machine import Machine
 from jzero.machines.topologies import topology_options
 
@@ -54,5 +55,5 @@ def compile_step(
     peak = max(x.beside + x.times * max(x.memory.peak, x.memory.allocated) for x in programs)
     if machine is None:
         return CompiledStep(peak, None)
-    timeline, _ = simulate(programs[0].program, machine)
+    timeline, _ = simulate(programs[0].program, machine, trace_alone(programs[0].traced.jaxpr).kernels)
     return CompiledStep(peak, timeline.seconds)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from jzero.analysis.collectives import CompiledCollective
 from jzero.analysis.hlo import Computation, HloArray, HloProgram, Instruction
+from jzero.estimate.buffers import KernelKey, Product
 from jzero.machines.machine import Machine, rate_of
 
 FREE = frozenset(
@@ -22,6 +24,7 @@ _BOOKKEEPING = (
     "GatherScatterIndices",
     "Sharding",
 )
+Kernels: TypeAlias = Mapping[KernelKey, Product | None]
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
@@ -43,11 +46,18 @@ def collective_seconds(collective: CompiledCollective, machine: Machine) -> floa
     return max(seconds, collective.nic_bytes(machine.devices_per_node) / machine.inter_link_bytes_per_s)
 
 
-def unknown_kernel(instruction: Instruction) -> bool:
+def is_kernel(instruction: Instruction) -> bool:
     """Whether an instruction is a kernel whose arithmetic HLO does not show, such as one of Pallas."""
     if instruction.opcode != "custom-call" or instruction.target.startswith(_BOOKKEEPING):
         return False
     return not any(x in instruction.target for x in ("gemm", "matmul", "cudnn$conv")) and not instruction.called
+
+
+def kernel_of(instruction: Instruction, kernels: Kernels) -> Product | None:
+    """Returns the arithmetic of a kernel, which has its name in that of the operation; `None` if it is unknown."""
+    names, sizes = instruction.op_name.split("/"), {sum(x.size for x in instruction.results)}
+    sizes |= {x.size for x in instruction.results}  # beside a workspace, cuDNN's
+    return next((kernels[name, size] for name in reversed(names) for size in sizes if (name, size) in kernels), None)
 
 
 def flops_of(program: HloProgram, computation: Computation, x: Instruction) -> Iterator[tuple[float, str, bool]]:

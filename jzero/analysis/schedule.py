@@ -11,7 +11,7 @@ repeat their body; a conditional runs its longest branch. All rates are the vend
 
 The model leaves out: latency, of kernels and of each hop of a collective, which dominates for small arrays; the
 distance of real kernels from the peaks; streams that share memory bandwidth or multiprocessors; tiling; the arithmetic
-of kernels that HLO does not show (Pallas, attention of cuDNN), which count by their bytes; traffic to the host; and the
+of kernels that neither HLO nor the trace shows, which count by their bytes; traffic to the host; and the
 missing links of a small slice of a torus. So the shares say what could overlap, not what a profile will show.
 """
 
@@ -22,9 +22,10 @@ import re
 from typing import Any, Literal, NamedTuple
 
 from jzero.analysis.collectives import CompiledCollective, collective_of, continues_collective
-from jzero.analysis.costs import collective_seconds, compute_seconds, unknown_kernel
+from jzero.analysis.costs import Kernels, collective_seconds, compute_seconds, is_kernel, kernel_of
 from jzero.analysis.hlo import Computation, HloProgram, Instruction
-from jzero.machines.machine import Machine
+from jzero.estimate.step_time import hlo_name
+from jzero.machines.machine import Machine, rate_of
 
 MAX_SPANS = 2000
 """The number of spans that a timeline stores; the totals include all."""
@@ -106,9 +107,15 @@ class Timeline:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
 
 
-def simulate(program: HloProgram, machine: Machine) -> tuple[Timeline, list[str]]:
-    """Returns the timeline of one step by [Note: The model of the machine], and remarks on unknowns."""
-    run = _Run(program, machine)
+def simulate(program: HloProgram, machine: Machine, kernels: Kernels) -> tuple[Timeline, list[str]]:
+    """Returns the timeline of one step by [Note: The model of the machine], and remarks on unknowns.
+
+    Args:
+      program: The compiled program.
+      machine: The machine.
+      kernels: The arithmetic of the kernels of its trace.
+    """
+    run = _Run(program, machine, kernels)
     if program.entry:
         run.computation(program.computations[program.entry])
     end = max(run.now, *run.free.values())
@@ -119,9 +126,10 @@ def simulate(program: HloProgram, machine: Machine) -> tuple[Timeline, list[str]
 class _Run:
     """The state of the simulation."""
 
-    def __init__(self, program: HloProgram, machine: Machine) -> None:
+    def __init__(self, program: HloProgram, machine: Machine, kernels: Kernels) -> None:
         self.program = program
         self.machine = machine
+        self.kernels = kernels
         self.now = 0.0
         self.free = {"communication": 0.0, "copies": 0.0}
         self.pending: dict[str, tuple[str, float]] = {}
@@ -135,7 +143,7 @@ class _Run:
 
     def seconds_alone(self, computation: Computation) -> float:
         """Returns how long a computation takes on idle streams."""
-        run = _Run(self.program, self.machine)
+        run = _Run(self.program, self.machine, self.kernels)
         run.computation(computation)
         self.unknown |= run.unknown
         return max(run.now, *run.free.values())
@@ -165,7 +173,8 @@ class _Run:
             self.busy(computation, x)
 
     def busy(self, computation: Computation, x: Instruction) -> None:
-        if x.opcode == "custom-call" and unknown_kernel(x):
+        kernel = kernel_of(x, self.kernels) if is_kernel(x) else None
+        if kernel is None and is_kernel(x):
             self.unknown.add(x.target)
         if continues_collective(self.program, x) and x.name.startswith("async-collective-done"):
             started = self._origin(computation, x)
@@ -173,6 +182,8 @@ class _Run:
                 self.wait(started)
             return
         seconds = compute_seconds(self.program, computation, x, self.machine)
+        if kernel is not None:
+            seconds = max(seconds, kernel.flops / rate_of(self.machine, hlo_name(kernel.dtype), kernel.highest))
         if seconds:
             self.span(Span("compute", self.now, self.now + seconds, "compute", _part(x.op_name)))
             self.now += seconds

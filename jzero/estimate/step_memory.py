@@ -72,6 +72,7 @@ class StepMemory(Report):
         without a machine.
       flops: Operations of one device's products per step, including recomputation.
       time: The seconds of the step at the machine's rates; `None` without a machine.
+      unknown_kernels: Names of kernels whose operations are unknown, which `flops` and `time` leave out.
       host: The state's bytes in the memory of the device's host. Not part of the other figures.
       disk: The state's bytes on disk, both copies. Likewise.
       course: The temporaries at each operation, by purpose, for pictures; of a loop, those of one iteration.
@@ -99,6 +100,7 @@ class StepMemory(Report):
     communication_seconds: float | None
     flops: float
     time: StepTime | None = None
+    unknown_kernels: tuple[str, ...] = ()
     host: int = 0
     disk: int = 0
     course: tuple[Mapping[Any, int], ...] = dataclasses.field(default=(), repr=False, compare=False)
@@ -160,6 +162,9 @@ class StepMemory(Report):
             lines.append(f"sent per step: {', '.join(sent_over(self.sent_by_axes))}")
         if self.time is not None:
             lines += ["", f"time of a step: {self.time}"]
+        if self.unknown_kernels:
+            names = ", ".join(self.unknown_kernels)
+            lines.append(f"kernels of unknown arithmetic, which count by their bytes: {names}")
         return [*lines, "", activation_table(self.activations)]
 
 
@@ -260,6 +265,7 @@ def memory_of_trace(
         nic_bytes=round(sum(x.port_bytes for x in traffic)),
         communication_seconds=None if hardware is None else sum(x.seconds for x in traffic),
         flops=program.flops,
+        unknown_kernels=tuple(sorted({name for (name, _), x in program.kernels.items() if x is None})),
         time=None if hardware is None else step_time(program, traffic, hardware, micro_batches),
         course=temporaries.course,
     )

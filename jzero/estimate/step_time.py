@@ -163,9 +163,9 @@ def _operation_seconds(x: BufferOperation, machine: Machine) -> float:
     moved = x.num_bytes / machine.hbm_bytes_per_s
     if x.product is None:
         return moved
-    return max(moved, x.product.flops / rate_of(machine, _hlo_name(x.product.dtype), x.product.highest))
+    return max(moved, x.product.flops / rate_of(machine, hlo_name(x.product.dtype), x.product.highest))
 
 
-def _hlo_name(dtype: DType) -> str:
+def hlo_name(dtype: DType) -> str:
     """Returns HLO's name of a dtype, such as `bf16`, `f8e4m3fn` or `s8`."""
     return str(np.dtype(dtype)).replace("float", "f").replace("int", "s").replace("_", "")

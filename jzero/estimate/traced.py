@@ -34,10 +34,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero.core.base import compat
@@ -45,8 +47,9 @@ from jzero.core.base.compat import AnyJaxpr
 from jzero.core.engine.placed import PLACED, collectives_of, gather_p, named_p, operations_of, unreduced_p
 from jzero.core.jaxpr.equations import find_needed
 from jzero.core.jaxpr.interpret import Piece, propagate
+from jzero.core.jaxpr.kernels import KERNELS, kernel_flops, kernel_name
 from jzero.core.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
-from jzero.core.jaxpr.repeats import dims_are_adjacent
+from jzero.core.jaxpr.repeats import dims_are_adjacent, takes_one_lane
 from jzero.core.jaxpr.sizes import product_flops
 from jzero.estimate.buffers import (
     SLICES,
@@ -98,6 +101,11 @@ def trace_program(jaxpr: AnyJaxpr, parts: Sequence[int]) -> TracedProgram:
     return program
 
 
+def trace_alone(jaxpr: AnyJaxpr) -> TracedProgram:
+    """Returns a program as if one device had all of its inputs: its collectives and kernels are the same."""
+    return trace_program(jaxpr, [1] * len(compat.open_jaxpr(jaxpr)[0].invars))
+
+
 def _run(
     program: TracedProgram,
     jaxpr: AnyJaxpr,
@@ -108,7 +116,7 @@ def _run(
     used: Sequence[bool] | None = None,
 ) -> list[BufferValue]:
     """Adds the equations that the used outputs of a jaxpr need. Returns its outputs; unused ones have no buffer."""
-    jaxpr, _ = compat.open_jaxpr(jaxpr)
+    jaxpr, values = compat.open_jaxpr(jaxpr)
     used = used or [True] * len(jaxpr.outvars)
     outvars = [v for v, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
     equations, variables = find_needed(jaxpr, outvars)
@@ -121,7 +129,8 @@ def _run(
         is_read, is_shared = [v in variables for v in eqn.outvars], [uses[v] > 1 for v in eqn.outvars]
         return _Visitor(program, eqn, is_read, is_shared, path, backward or "transpose(" in stack)(values)
 
-    constants = [program.argument(v.aval) for v in jaxpr.constvars]
+    known = itertools.chain((None if isinstance(x, jax.core.Tracer) else x for x in values), itertools.repeat(None))
+    constants = [program.argument(v.aval, constant=x) for v, x in zip(jaxpr.constvars, known, strict=False)]
     piece = Piece(jaxpr.invars, outvars, eqns, jaxpr.constvars)
     outputs = iter(propagate(piece, [*constants, *inputs], apply, lambda literal: BufferValue(bytes_of(literal.aval))))
     return [
@@ -155,7 +164,8 @@ class _Visitor:
             return _run(self.program, called_jaxpr(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
         if kind == "shard_map":
             return self._shard_map(inputs)
-        if kind in FUSIBLE:
+        is_statistic = kind == "slice" and takes_one_lane(compat.type_of(self.eqn.invars[0]).shape, self.eqn.params)
+        if kind in FUSIBLE and not is_statistic:
             return self._fused(inputs)
         if kind == "scan":
             return self._scan(inputs)
@@ -242,7 +252,9 @@ class _Visitor:
         jaxpr, _ = compat.open_jaxpr(self.eqn.params["jaxpr"])
         length, num_outside = int(self.eqn.params["length"]), num_consts + num_carry
         body = TracedProgram()
-        arguments = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
+        constants = [*(x.constant for x in inputs[:num_consts]), *[None] * num_carry]
+        outside = zip(jaxpr.invars[:num_outside], constants, strict=True)
+        arguments = [body.argument(v.aval, constant=x) for v, x in outside]
         # Slices are read inside their stack, unless an operation needs one as an array of its own.
         arguments += [
             BufferValue(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),))
@@ -273,7 +285,6 @@ class _Visitor:
         largest = max(bodies, key=lambda body: sum(x.num_bytes for x in body.buffers), default=None)
         if bodies:
             self.program.include(*bodies)
-        self.program.flops += product_flops(self.eqn)
         in_order = dims_are_adjacent(self.eqn) or [True] * len(inputs)
         arrays = [
             self.program.write(x, backward=self.backward, keep=keep) for x, keep in zip(inputs, in_order, strict=True)
@@ -325,6 +336,8 @@ class _Visitor:
         is_reduction = self.eqn.primitive.name in REDUCTIONS and not self.program.is_written(inputs[0])
         may_wait = product_flops(self.eqn) > 0 or (moves and not gathers) or is_reduction
         may_wait &= "rematted_computation" not in self.name  # what is recomputed stays in its block
+        product = _product(self.program, self.eqn, inputs)
+        self.program.flops += 0.0 if product is None else product.flops
         operation = BufferOperation(
             writes=writes,
             backward=self.backward,
@@ -334,7 +347,7 @@ class _Visitor:
             gathers=gathers,
             may_wait=may_wait,
             num_bytes=0 if inner is not None or moves else self._bytes_moved(inputs, read, values),
-            product=_product(self.eqn),
+            product=product,
             reduces=self.eqn.primitive.name in primitives_with(Trait.REDUCTION),
         )
         self.program.add(operation, read)
@@ -353,12 +366,17 @@ class _Visitor:
         return 2 * written if kind in SLICES else self.program.bytes_read(read) + written
 
 
-def _product(eqn: JaxprEqn) -> Product | None:
-    flops = product_flops(eqn)
-    if not flops:
-        return None
+def _product(program: TracedProgram, eqn: JaxprEqn, inputs: Sequence[BufferValue]) -> Product | None:
+    """Returns the arithmetic of an equation, `None` if it has none or it is unknown; notes that of kernels."""
     highest = jax.lax.Precision.HIGHEST in jax.tree.leaves([eqn.params.get("precision")])
-    return Product(flops, compat.type_of(eqn.invars[0]).dtype, highest)
+    if eqn.primitive.name not in KERNELS:
+        flops = product_flops(eqn)
+        return Product(flops, compat.type_of(eqn.invars[0]).dtype, highest) if flops else None
+    flops_of_kernel, types = kernel_flops(eqn, [x.constant for x in inputs]), [compat.type_of(v) for v in eqn.invars]
+    dtype = max(types, key=lambda x: (jnp.issubdtype(x.dtype, jnp.floating), math.prod(x.shape))).dtype
+    product = None if flops_of_kernel is None else Product(flops_of_kernel, dtype, highest)
+    program.kernels[kernel_name(eqn), sum(size_of(v.aval) for v in eqn.outvars)] = product
+    return product
 
 
 def _split(aval: jax.core.AbstractValue, inputs: Iterable[BufferValue], length: int = 1) -> tuple[int, int]:
