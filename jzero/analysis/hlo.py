@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_CONTINUED = re.compile(r'\n(?="|}})')  # what a kernel says of itself has lines of its own
 _HEAD = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
 _OPCODE = re.compile(r" *([a-z][\w\-]*)\(")
@@ -179,7 +180,7 @@ def parse_hlo(text: str) -> HloProgram:
     """
     computations: dict[str, Computation] = {}
     entry, name, lines = "", "", list[Instruction]()
-    for line in text.splitlines():
+    for line in _CONTINUED.sub(" ", text).splitlines():
         header = _HEADER.match(line) if line.endswith("{") and not line.startswith((" ", "HloModule")) else None
         if header:
             name, lines = header.group(2), []

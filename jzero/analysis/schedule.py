@@ -107,15 +107,15 @@ class Timeline:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
 
 
-def simulate(program: HloProgram, machine: Machine, kernels: Kernels) -> tuple[Timeline, list[str]]:
+def simulate(program: HloProgram, machine: Machine, kernels: Kernels | None = None) -> tuple[Timeline, list[str]]:
     """Returns the timeline of one step by [Note: The model of the machine], and remarks on unknowns.
 
     Args:
       program: The compiled program.
       machine: The machine.
-      kernels: The arithmetic of the kernels of its trace.
+      kernels: The arithmetic of the kernels of its trace, if it has any.
     """
-    run = _Run(program, machine, kernels)
+    run = _Run(program, machine, kernels or {})
     if program.entry:
         run.computation(program.computations[program.entry])
     end = max(run.now, *run.free.values())

@@ -152,6 +152,7 @@ class TracedProgram:
     """The buffers and operations of one body of code, including calls in it.
 
     Attributes:
+      fuses_products: Whether products compute what is elementwise in their operands.
       buffers: Every array that takes memory.
       operations: In the order of the program.
       transfers: The collectives, including those of inner loops.
@@ -163,7 +164,8 @@ class TracedProgram:
       kernels: The arithmetic of each kernel by `kernel_key`, including those of inner loops; `None` if it is unknown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fuses_products: bool = False) -> None:
+        self.fuses_products = fuses_products
         self.buffers: list[Buffer] = []
         self.operations: list[BufferOperation] = []
         self.transfers: list[Transfer] = []

@@ -236,7 +236,7 @@ def memory_of_trace(
     leaves = jax.tree.leaves(arguments)
     shardings = [None] * (len(opened.invars) - len(leaves)) + [x.sharding for x in leaves]  # constants come first
     parts = [_num_parts(compat.type_of(v), sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
-    program = trace_program(traced.jaxpr, parts)
+    program = trace_program(traced.jaxpr, parts, fuses_products=hardware is not None and hardware.kind == "tpu")
     num_bytes = sum(bytes_of(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
     if not plan.names_host_memory:  # then the trace counts the host's arrays as the device's
         num_bytes -= arrays_on_host(plan)

@@ -6,7 +6,7 @@ compilers for GPUs and TPUs share:
 
 * XLA fuses elementwise operations, casts, broadcasts and slices into their readers, so they take no memory. The
   readers then read the inputs of the fused operations, which therefore live longer. XLA writes such a result only if
-  an operation that cannot be fused reads it: a product, a collective, a loop.
+  an operation that cannot be fused reads it: a product, but for one on a TPU, a collective, a loop.
 * The result of an elementwise operation takes over the memory of an input of equal size that is not read later. On GPUs
   not if it also reads sums or maxima of that input, as a softmax and its gradient do: one fusion makes them, too, so it
   reads a row twice. With rows of 4,096 that is a quarter of a step.
@@ -81,14 +81,15 @@ TRANSFERS = {
 }
 
 
-def trace_program(jaxpr: AnyJaxpr, parts: Sequence[int]) -> TracedProgram:
+def trace_program(jaxpr: AnyJaxpr, parts: Sequence[int], *, fuses_products: bool = False) -> TracedProgram:
     """Returns the buffers and operations of a program; see [Note: How memory is estimated].
 
     Args:
       jaxpr: The whole program's jaxpr, such as `jax.jit(...).trace(...).jaxpr`.
       parts: For each input, the number of devices that it is split among.
+      fuses_products: Whether the compiler does, see `PlatformFacts`.
     """
-    program = TracedProgram()
+    program = TracedProgram(fuses_products=fuses_products)
     opened, _ = compat.open_jaxpr(jaxpr)
     inputs = [program.argument(v.aval, n) for v, n in zip(opened.invars, parts, strict=True)]
     outputs = _run(program, jaxpr, inputs, "", backward=False)
@@ -251,7 +252,7 @@ class _Visitor:
         num_consts, num_carry = compat.scan_groups(self.eqn)
         jaxpr, _ = compat.open_jaxpr(self.eqn.params["jaxpr"])
         length, num_outside = int(self.eqn.params["length"]), num_consts + num_carry
-        body = TracedProgram()
+        body = TracedProgram(fuses_products=self.program.fuses_products)
         constants = [*(x.constant for x in inputs[:num_consts]), *[None] * num_carry]
         outside = zip(jaxpr.invars[:num_outside], constants, strict=True)
         arguments = [body.argument(v.aval, constant=x) for v, x in outside]
@@ -287,7 +288,10 @@ class _Visitor:
             self.program.include(*bodies)
         in_order = dims_are_adjacent(self.eqn) or [True] * len(inputs)
         arrays = [
-            self.program.write(x, backward=self.backward, keep=keep) for x, keep in zip(inputs, in_order, strict=True)
+            x
+            if kind == "dot_general" and self.program.fuses_products
+            else self.program.write(x, backward=self.backward, keep=keep)
+            for x, keep in zip(inputs, in_order, strict=True)
         ]
         if kind in TRANSFERS:
             axes = self.eqn.params.get("axis_name", self.eqn.params.get("axes", ()))
@@ -309,7 +313,7 @@ class _Visitor:
 
     def _body(self, jaxpr: Jaxpr, operands: Sequence[BufferValue]) -> TracedProgram:
         """Returns the program of a body; only a branch has the equation's operands as they are."""
-        body = TracedProgram()
+        body = TracedProgram(fuses_products=self.program.fuses_products)
         parts = [x.parts for x in operands] or [1] * len(jaxpr.invars)
         inputs = [body.argument(v.aval, n) for v, n in zip(jaxpr.invars, parts, strict=True)]
         return body.finish(_run(body, jaxpr, inputs, self.name, backward=self.backward))

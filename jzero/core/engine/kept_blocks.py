@@ -8,8 +8,8 @@ With `Keep(blocks=k)` the last k blocks save the results of all heavy operations
 kernels the operands that come from products: queries, keys, values and probabilities of attention. So no product is
 computed twice, nor a softmax, while the backward pass redoes what is elementwise inside the operations that read it.
 Saving all that differentiation would save takes as much memory and a longer step: it is written in the forward pass,
-for the backward pass alone. Blocks with loops save it all the same, since jax would run such a loop again, and so do all
-on TPUs, whose compiler writes it in the products that make it (a Llama of 125M on v5p: 14.1 ms, 17.4 with products
+for the backward pass alone. Blocks with loops save it all the same, since jax would run such a loop again, and so do
+all on TPUs, whose compiler writes it in the products that make it (a Llama of 125M on v5p: 14.1 ms, 17.4 with products
 alone).
 
 A loop whose turns are such blocks counts as one. If it is kept, it saves those operands, too, but no scores: to write
