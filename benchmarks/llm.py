@@ -60,6 +60,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "context 2": {"context": 2, "loss_chunks": 64},
     "no context": {"context": 1, "loss_chunks": 128},
     "context 4": {"context": 4, "loss_chunks": 32},
+    "fused": {"attention": "splash"},
 }
 ESTIMATED = ("no recomputation", "activations offloaded", "optimizer state offloaded", "context 2")
 """Contexts that take long to compile, and are only reckoned from the trace."""
@@ -113,8 +114,8 @@ def experts(topology: str, among: str, sizes: dict[str, Any], seq: int = 4096) -
 
 def contexts(topology: str, name: str, sizes: dict[str, Any], seq: int = 131_072) -> dict[str, Any]:
     """Returns what one way to train at long contexts takes."""
-    how = {"context": 8, "loss_chunks": 16, "remat": None, "offload": "none", **CONTEXTS[name]}
-    args = argparse.Namespace(**how, precision="bf16", persistence_threshold=100_000)
+    how = {"context": 8, "loss_chunks": 16, "remat": None, "offload": "none", "attention": "plain", **CONTEXTS[name]}
+    args = argparse.Namespace(**how, seq=seq, precision="bf16", persistence_threshold=100_000)
     mesh = jzero.make_mesh(devices=topology_devices(topology), **training.mesh_axes(args))
     model, _ = decoder_of(sizes)
     config = dataclasses.replace(training.zero_config(args), offload=jzero.Offload(optimizer=args.offload))

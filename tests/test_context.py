@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused():
     config = jzero.ZeroConfig(context_axis="context")
     with pytest.raises(ValueError, match="`context_axis='context'` needs a mesh that says how many parts of a row"):
         jzero.shard_train_state(state, config=config)
-    with pytest.raises(ValueError, match="24 tokens have no 5 equal parts: change --context or --seq"):
+    with pytest.raises(ValueError, match="24 tokens have no 10 equal pieces: change --context or --seq"):
         jax.vmap(lambda _: attention.own_part(batch["x"], "context"), axis_name="context")(np.ones(5))
     with pytest.raises(ValueError, match="24 tokens of a row have no 7 equal parts: change --loss-chunks or --seq"):
         attention.divide(batch["x"], 7)

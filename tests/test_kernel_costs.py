@@ -112,7 +112,7 @@ HLO = """HloModule m, entry_computation_layout={()->f32[8]{0}}
 
 ENTRY %main () -> f32[8] {
   %x = bf16[4,1024]{1,0} constant({...})
-  ROOT %k = bf16[4,1024]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+  ROOT %k = bf16[4,1024]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={km={
 "xprof_metadata":"{\\"block_q\\": 128}"
 }}, metadata={op_name="f/NAME/call"}
 }

@@ -1,6 +1,8 @@
 """Attention, a part of the scores at a time; with long contexts each device has a part of every row.
 
 Keys and values are small beside scores, so each device gathers those of whole rows, and attends with its own queries.
+A part is two pieces of a row of 2 N: the first and the last go to one device, the second and the last but one to
+another, and so on. So all see as many tokens: late ones see many, early ones few.
 
 Shapes: B rows, S tokens of this device, T places that are attended to, H heads, K heads of keys and values, C size of a
 head.
@@ -36,16 +38,21 @@ def own_part(x: jax.Array, axis: str | None) -> jax.Array:
     """Returns this device's part of whole rows, if devices along a mesh axis share them. [B, T, ...] -> [B, S, ...]."""
     if axis is None:
         return x
-    count = lax.axis_size(axis)
+    count, index = 2 * lax.axis_size(axis), lax.axis_index(axis)
     if x.shape[1] % count:
-        raise ValueError(f"Rows of {x.shape[1]} tokens have no {count} equal parts: change --context or --seq.")
+        raise ValueError(f"Rows of {x.shape[1]} tokens have no {count} equal pieces: change --context or --seq.")
     size = x.shape[1] // count
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, axis=1)
+    pieces = [lax.dynamic_slice_in_dim(x, number * size, size, axis=1) for number in (index, count - 1 - index)]
+    return jnp.concatenate(pieces, axis=1)
 
 
 def whole_rows(x: jax.Array, axis: str | None) -> jax.Array:
     """Returns rows of which each device along a mesh axis has a part. [B, S, ...] -> [B, T, ...]."""
-    return x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
+    if axis is None:
+        return x
+    early, late = jnp.split(x, 2, axis=1)
+    early, late = (lax.all_gather(piece, axis, axis=1) for piece in (early, late))  # [B, N, S/2, ...]
+    return jnp.concatenate([early, late[:, ::-1]], axis=1).reshape(len(x), -1, *x.shape[2:])
 
 
 def attend(  # noqa: PLR0913  # what attention has

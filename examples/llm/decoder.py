@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+import fused
 from attention import Places, attend, cap, divide, join, rotate, whole_rows
 from expert_parallel import Apart, own_rows
 from experts import WAYS
@@ -102,6 +103,7 @@ class PerLayer(NamedTuple):
 
     index: jax.Array  # [L]
     window: jax.Array  # [L]
+    kind: jax.Array  # [L], the place of its window in `fused.windows_of`
     frequencies: jax.Array  # [L, C/2]
 
 
@@ -113,6 +115,7 @@ class Layer(nn.Module):
     product: str
     context: str | None
     mesh: Mesh | None
+    attention: str
 
     @nn.compact
     def __call__(
@@ -144,8 +147,23 @@ class Layer(nn.Module):
             cache, k, v = cache.write(layer.index, k, v)  # [B, T, K, C]
         k, v = (whole_rows(x, self.context) for x in (k, v))
         sinks = self.param("sinks", KERNEL_INIT, (config.num_heads,)) if config.sinks else None
-        y = attend(q, k, v, places, seen, layer.window, config, sinks).reshape(num_rows, num_tokens, -1)  # [B, S, H C]
+        if cache is not None or self.attention == "plain":
+            y = attend(q, k, v, places, seen, layer.window, config, sinks)
+        else:
+            y = self._fused(layer.kind, q, k, v, (places.segments, seen.segments), sinks)
+        y = y.reshape(num_rows, num_tokens, -1)  # [B, S, H C]
         return self._project("o", y, config.d_model, bias=config.o_bias), cache
+
+    def _fused(self, kind: jax.Array, *operands: Any) -> jax.Array:
+        """Returns the result of the kernel for the layer's window: a kernel's mask is part of its program."""
+
+        def of(window: int | None) -> Any:
+            return lambda q, k, v, segments, sinks: fused.attend(
+                self.attention, q, k, v, segments, window, self.config, sinks, self.context
+            )
+
+        kernels = [of(window) for window in fused.windows_of(self.config)]
+        return kernels[0](*operands) if len(kernels) == 1 else jax.lax.switch(kind, kernels, *operands)
 
     def _mlp(self, x: jax.Array) -> jax.Array:
         config = self.config
@@ -194,6 +212,8 @@ class Decoder(nn.Module):
     of the tokens exist at a time. With `context`, devices along that mesh axis have S tokens each of the same rows.
 
     With a `mesh`, devices along its axis `experts` have different ones (`expert_parallel.py`).
+
+    `attention` is "plain" or a key of `fused.KERNELS`. With a cache, attention is plain.
     """
 
     config: ModelConfig
@@ -202,6 +222,7 @@ class Decoder(nn.Module):
     context: str | None = None
     loss_chunks: int = 1
     mesh: Mesh | None = None
+    attention: str = "plain"
 
     @nn.compact
     def __call__(
@@ -220,8 +241,9 @@ class Decoder(nn.Module):
         x = embed(tokens)  # [B, S, D]
         x *= jnp.asarray(config.embed_scale, x.dtype)
         windows = jnp.array([NO_WINDOW if window is None else window for window in config.windows])
+        kinds = jnp.array([fused.windows_of(config).index(window) for window in config.windows])
         frequencies = jnp.array(config.inverse_frequencies, jnp.float32)
-        layers = PerLayer(jnp.arange(config.num_layers), windows, frequencies)
+        layers = PerLayer(jnp.arange(config.num_layers), windows, kinds, frequencies)
         body = nn.remat(Layer, prevent_cse=False) if cache is None else Layer
         axes = {
             "variable_axes": {"params": 0, "router": 0},
@@ -229,7 +251,7 @@ class Decoder(nn.Module):
             "length": config.num_layers,
         }
         scan = nn.scan(body, in_axes=(0, nn.broadcast, nn.broadcast), **axes)
-        scanned = scan(config, self.lora, self.product, self.context, self.mesh, name="layers")
+        scanned = scan(config, self.lora, self.product, self.context, self.mesh, self.attention, name="layers")
         (x, cache), _ = scanned((x, cache), layers, places, seen)
         x = x if cache is None else x[:, -1:]
         x = Norm(config, name="norm")(x)

@@ -33,6 +33,7 @@ from packing import PackedRows
 from training import (
     Help,
     add_options,
+    attention_of,
     data_file,
     make_evaluate,
     make_mesh,
@@ -76,9 +77,10 @@ def finetune(args: argparse.Namespace, tokenizer: Any) -> Any:
     state = make_sharded_state(model, args, mesh)
     say(jzero.plan_of(state))
     say_if_none_is_rounded(state, args)
+    say(attention_of(model, args, packed=True))
     state = train(
         state,
-        make_step(of_parts(model, args, mesh), args),
+        make_step(of_parts(model, args, mesh, packed=True), args),
         train_data,
         args,
         begin=functools.partial(jzero.load_params, path=args.model, mapping="auto", paths=BASE, donate=True),
@@ -165,7 +167,7 @@ def make_look(
     model: Decoder, held_out: jzero.data.Loader | None, tokenizer: Any, args: argparse.Namespace, mesh: Mesh
 ) -> Callable[[Any], dict[str, float]]:
     """Returns a function that prints a sample and returns the held-out loss; it takes a state."""
-    evaluate = make_evaluate(of_parts(model, args, mesh))
+    evaluate = make_evaluate(of_parts(model, args, mesh, packed=True))
     sampling = Sampling(num_tokens=args.sample_tokens, stop=stop_tokens(args.model, tokenizer))
     rows = None
     if args.sample is not None:  # before training, since it may be empty

@@ -27,6 +27,7 @@ from jzero.machines.limits import this_machine
 from training import (
     Help,
     add_options,
+    attention_of,
     make_evaluate,
     make_mesh,
     make_optimizer,
@@ -75,6 +76,7 @@ def main() -> None:
 
     state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=zero_config(args), mesh=mesh)
     say(jzero.plan_of(state))
+    say(attention_of(model, args, packed=False))
     parts = of_parts(model, args, mesh)
     evaluate = make_evaluate(parts)
     train(

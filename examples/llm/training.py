@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import fused
 import jzero
 import jzero.data
 import jzero.hf
@@ -85,10 +86,20 @@ def set_apart(params: Any, mesh: jax.sharding.Mesh) -> Any:
     return cut_by_expert(params, mesh) if EXPERTS in mesh.shape else params
 
 
-def of_parts(model: Decoder, args: argparse.Namespace, mesh: jax.sharding.Mesh | None = None) -> Decoder:
+def of_parts(
+    model: Decoder, args: argparse.Namespace, mesh: jax.sharding.Mesh | None = None, *, packed: bool = False
+) -> Decoder:
     """Returns the model as a device computes it: its part of the rows, its experts, some of the logits at a time."""
+    parts = {"context": None if args.context == 1 else CONTEXT, "loss_chunks": args.loss_chunks}
     apart = mesh if mesh is not None and EXPERTS in mesh.shape else None
-    return model.clone(context=None if args.context == 1 else CONTEXT, loss_chunks=args.loss_chunks, mesh=apart)
+    return model.clone(**parts, mesh=apart, attention=attention_of(model, args, packed=packed).kernel)
+
+
+def attention_of(model: Decoder, args: argparse.Namespace, *, packed: bool) -> fused.Choice:
+    """Returns which attention a run on these devices takes, and why."""
+    needs = {"pieces": 1 if args.context == 1 else 2 * args.context, "segments": packed}
+    platform = jax.devices()[0].platform
+    return fused.choose(args.attention, model.config, platform, tokens=args.seq, wide=args.precision == "fp32", **needs)
 
 
 def next_token_losses(model: Decoder, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -277,6 +288,12 @@ def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
     parser.add_argument("--batch", type=int, default=8, help="rows of a step, over all devices")
     parser.add_argument("--context", type=int, default=1, help="devices that share each row")
     parser.add_argument("--experts", type=int, default=1, help="devices that share the experts of a mixture")
+    parser.add_argument(
+        "--attention",
+        choices=["auto", "plain", "fused", *fused.KERNELS],
+        default="auto",
+        help="a kernel that the model and the devices allow, plain products, or one by name",
+    )
     parser.add_argument("--loss-chunks", type=int, default=1, help="parts of a row whose logits exist one at a time")
     parser.add_argument("--steps", type=int, help="one epoch by default")
     parser.add_argument("--lr", type=float, default=lr, help="the highest learning rate")

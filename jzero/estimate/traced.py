@@ -37,10 +37,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
@@ -133,7 +135,7 @@ def _run(
     known = itertools.chain((None if isinstance(x, jax.core.Tracer) else x for x in values), itertools.repeat(None))
     constants = [program.argument(v.aval, constant=x) for v, x in zip(jaxpr.constvars, known, strict=False)]
     piece = Piece(jaxpr.invars, outvars, eqns, jaxpr.constvars)
-    outputs = iter(propagate(piece, [*constants, *inputs], apply, lambda literal: BufferValue(bytes_of(literal.aval))))
+    outputs = iter(propagate(piece, [*constants, *inputs], apply, _of_literal))
     return [
         next(outputs) if is_used else BufferValue(bytes_of(v.aval))
         for v, is_used in zip(jaxpr.outvars, used, strict=True)
@@ -178,8 +180,9 @@ class _Visitor:
     def _fused(self, inputs: list[BufferValue]) -> list[BufferValue]:
         kind = self.eqn.primitive.name
         is_costly = kind in COSTLY or any(x.is_costly and not self.program.is_written(x) for x in inputs)
+        constant = _constant(self.eqn, inputs)
         return [
-            BufferValue(*split[:1], f"{self.name}:{kind}", split[1], None, tuple(inputs), shared, is_costly)
+            BufferValue(*split[:1], f"{self.name}:{kind}", split[1], None, tuple(inputs), shared, is_costly, constant)
             for split, shared in zip((_split(v.aval, inputs) for v in self.eqn.outvars), self.is_shared, strict=True)
         ]
 
@@ -368,6 +371,22 @@ class _Visitor:
             return inputs[1].num_bytes + 2 * inputs[2].num_bytes
         written = sum(x.num_bytes for x in outputs)
         return 2 * written if kind in SLICES else self.program.bytes_read(read) + written
+
+
+def _of_literal(literal: Literal) -> BufferValue:
+    return BufferValue(bytes_of(literal.aval), constant=compat.value_of(literal))
+
+
+def _constant(eqn: JaxprEqn, inputs: Sequence[BufferValue]) -> Any:
+    """Returns the value of a number, or of a part of a constant, on the first device; `None` if it is unknown."""
+    if eqn.primitive.name == "axis_index":
+        return np.zeros((), np.int32)
+    (result, *others), known = (compat.type_of(v) for v in eqn.outvars), [x.constant for x in inputs]
+    is_part = eqn.primitive.name == "dynamic_slice" and jnp.issubdtype(result.dtype, jnp.integer)
+    if others or not known or any(x is None for x in known) or not (is_part or result.shape == ()):
+        return None
+    with jax.ensure_compile_time_eval():
+        return np.asarray(compat.bind(eqn, known)[0])
 
 
 def _product(program: TracedProgram, eqn: JaxprEqn, inputs: Sequence[BufferValue]) -> Product | None:
