@@ -24,7 +24,7 @@ _BOOKKEEPING = (
     "GatherScatterIndices",
     "Sharding",
 )
-Kernels: TypeAlias = Mapping[KernelKey, Product | None]
+Kernels: TypeAlias = Mapping[KernelKey, Sequence[Product | None]]
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
@@ -54,10 +54,17 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def kernel_of(instruction: Instruction, kernels: Kernels) -> Product | None:
-    """Returns the arithmetic of a kernel, which has its name in that of the operation; `None` if it is unknown."""
+    """Returns the arithmetic of a kernel, which has its name in that of the operation; `None` if it is unknown.
+
+    Of several that look alike, such as those of the early and the late tokens of a row, it is the mean.
+    """
     names, sizes = instruction.op_name.split("/"), {sum(x.size for x in instruction.results)}
     sizes |= {x.size for x in instruction.results}  # beside a workspace, cuDNN's
-    return next((kernels[name, size] for name in reversed(names) for size in sizes if (name, size) in kernels), None)
+    keys = [(name, size) for name in reversed(names) for size in sizes if (name, size) in kernels]
+    found = [x for x in kernels[keys[0]] if x is not None] if keys else []
+    if not found or len(found) < len(kernels[keys[0]]):
+        return None
+    return found[0]._replace(flops=sum(x.flops for x in found) / len(found))
 
 
 def flops_of(program: HloProgram, computation: Computation, x: Instruction) -> Iterator[tuple[float, str, bool]]:

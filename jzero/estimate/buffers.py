@@ -161,7 +161,7 @@ class TracedProgram:
       barriers: The barriers that make arrays wait for others, each as its range of operations.
       result_bytes: What the device reads and writes to store results that no operation writes.
       regathered: The buffers of results that the program gathers, which replace donated arguments.
-      kernels: The arithmetic of each kernel by `kernel_key`, including those of inner loops; `None` if it is unknown.
+      kernels: The arithmetic of each kernel, including those of inner loops; `None` where it is unknown.
     """
 
     def __init__(self, *, fuses_products: bool = False) -> None:
@@ -174,7 +174,7 @@ class TracedProgram:
         self.barriers: list[range] = []
         self.result_bytes = 0
         self.regathered: frozenset[int] = NOTHING
-        self.kernels: dict[KernelKey, Product | None] = {}
+        self.kernels: dict[KernelKey, list[Product | None]] = {}
         self._written: dict[BufferValue, BufferValue] = {}
         self._writer: dict[BufferValue, int] = {}  # the operation that writes each of these
         self._first_reader: dict[BufferValue, int] = {}  # of fused values
@@ -312,8 +312,8 @@ class TracedProgram:
 
     def include(self, *bodies: TracedProgram, times: int = 1) -> None:
         """Adds the flops, transfers and kernels of a body that runs `times` times; of branches, the largest."""
-        for body in bodies:
-            self.kernels |= body.kernels
+        for key, found in (item for body in bodies for item in body.kernels.items()):
+            self.kernels.setdefault(key, []).extend(found)
         self.flops += times * max(body.flops for body in bodies)
         busiest = max(bodies, key=lambda body: sum(x.times * x.num_bytes for x in body.transfers))
         self.transfers += [dataclasses.replace(x, times=times * x.times) for x in busiest.transfers]

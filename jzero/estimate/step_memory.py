@@ -265,7 +265,7 @@ def memory_of_trace(
         nic_bytes=round(sum(x.port_bytes for x in traffic)),
         communication_seconds=None if hardware is None else sum(x.seconds for x in traffic),
         flops=program.flops,
-        unknown_kernels=tuple(sorted({name for (name, _), x in program.kernels.items() if x is None})),
+        unknown_kernels=tuple(sorted({name for (name, _), found in program.kernels.items() if None in found})),
         time=None if hardware is None else step_time(program, traffic, hardware, micro_batches),
         course=temporaries.course,
     )

@@ -398,7 +398,8 @@ def _product(program: TracedProgram, eqn: JaxprEqn, inputs: Sequence[BufferValue
     flops_of_kernel, types = kernel_flops(eqn, [x.constant for x in inputs]), [compat.type_of(v) for v in eqn.invars]
     dtype = max(types, key=lambda x: (jnp.issubdtype(x.dtype, jnp.floating), math.prod(x.shape))).dtype
     product = None if flops_of_kernel is None else Product(flops_of_kernel, dtype, highest)
-    program.kernels[kernel_name(eqn), sum(size_of(v.aval) for v in eqn.outvars)] = product
+    key = kernel_name(eqn), sum(size_of(v.aval) for v in eqn.outvars)
+    program.kernels.setdefault(key, []).append(product)
     return product
 
 
