@@ -405,5 +405,26 @@ MUTANTS = [
         "tables[0].add(times * lookup.num_rows,",
         "tables[0].add(lookup.num_rows,",
         "test_lookups.py::test_a_table_travels_whole_if_all_its_lookups_would_send_more",
+    # Kernels.
+    Mutant(
+        "all_lanes_of_statistics_saved",
+        "core/jaxpr/repeats.py",
+        'is_kept |= primitive.name == "slice" and',
+        'is_kept &= primitive.name != "slice" or not',
+        "test_kernels.py::test_one_lane_of_the_statistics_is_saved",
+    ),
+    Mutant(
+        "hidden_blocks_of_attention_count",
+        "core/jaxpr/kernels.py",
+        "if index is None:",
+        "if True:",
+        "test_kernel_costs.py::test_blocks_that_a_mask_hides_do_not_count",
+    ),
+    Mutant(
+        "rows_stay_rows_in_blocks_of_several",
+        "core/jaxpr/kernels.py",
+        "if len(places) != 1 or None in places or",
+        "if",
+        "test_kernels.py::test_a_kernel_over_the_whole_batch_is_unknown",
     ),
 ]
