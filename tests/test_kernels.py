@@ -15,6 +15,7 @@ import jzero
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.row_facts import RowKind
 from jzero.core.jaxpr.rows import row_facts
+from jzero.estimate.traced import trace_alone
 from tests import kernels, shared
 from tests.kernels import HEADS, SIZE, WIDTH, calls_of
 
@@ -169,3 +170,48 @@ def test_heads_over_another_axis_of_an_explicit_mesh():
     state = state_of(kernels.params(LAYERS, scan=False), mesh=mesh)
     assert calls_of(step.trace(state, BATCH).jaxpr) == {name: LAYERS * n for name, n in ONCE.items()}
     check(step, state, *expected(False))
+
+
+def attention_layers(attend, size=256, width=128):
+    def loss(params, batch):
+        for w in params:
+            q, k, v = (jnp.sin(batch @ w[i])[:, None] for i in range(3))  # [B, H, S, C]
+            batch = batch + attend(q, k, v)[:, 0]
+        return jnp.square(batch).mean()
+
+    params = [jnp.ones((3, width, width), jnp.bfloat16) for _ in range(LAYERS)]
+    return loss, params, jnp.ones((8, size, width), jnp.bfloat16)
+
+
+def test_splash_attention_is_lowered_for_tpus_once_for_all_layers():
+    mask = masks.MultiHeadMask([masks.CausalMask((256, 256))])
+    attend = jax.vmap(splash.make_splash_mha_single_device(mask))
+    loss, params, batch = attention_layers(attend)
+    traced = jzero.make_train_step(loss, remat="cheap").trace(state_of(params), batch)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("@tpu_custom_call") == 3
+
+
+def test_attention_of_cudnn_is_a_kernel(monkeypatch):
+    """Traced alone, with a stand-in for the question which cuDNN there is: to lower it takes the library."""
+    library = "jax._src.cudnn.fused_attention_stablehlo."
+    monkeypatch.setattr(f"{library}check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(f"{library}check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(f"{library}is_cuda_compute_capability_equal", lambda capability: False)
+
+    def attend(q, k, v):
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").swapaxes(1, 2)
+
+    loss, params, batch = attention_layers(attend)
+    traced = jzero.make_train_step(loss, remat="cheap").trace(state_of(params), batch)
+    names = [x.primitive.name for x in equations_of(traced.jaxpr)]
+    for name in ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"):
+        assert names.count(name) == LAYERS
+    kernels_found = trace_alone(traced.jaxpr).kernels
+    product = 2 * 256 * 257 / 2 * 128  # of one row and head, half of it masked
+    assert {name: found[0].flops for (name, _), found in kernels_found.items()} == {
+        "dot_product_attention_fwd_wrapper": 2 * product,
+        "dot_product_attention_bwd_wrapper": 5 * product,
+    }
+    (found,) = facts(lambda x: attend(*[x.astype(jnp.bfloat16)] * 3), (6, HEADS, 256, 64))
+    assert (found.kind, found.row_dims) == (RowKind.ROW, {0})
