@@ -405,6 +405,7 @@ MUTANTS = [
         "tables[0].add(times * lookup.num_rows,",
         "tables[0].add(lookup.num_rows,",
         "test_lookups.py::test_a_table_travels_whole_if_all_its_lookups_would_send_more",
+    ),
     # Kernels.
     Mutant(
         "all_lanes_of_statistics_saved",

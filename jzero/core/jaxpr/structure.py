@@ -138,7 +138,9 @@ class Structures:
         others = {k: v for k, v in params.items() if k not in _RULES[kind]}
         if self._of_rules is None:
             return others
-        differentiable = [i for i, v in enumerate(eqn.invars) if jnp.issubdtype(compat.type_of(v).dtype, jnp.inexact)]
+        floats = [i for i, v in enumerate(eqn.invars) if jnp.issubdtype(compat.type_of(v).dtype, jnp.inexact)]
+        closed_over = params["num_consts"] if kind == "custom_vjp_call" else 0  # such have no derivative
+        differentiable = [i for i in floats if i >= closed_over]
 
         def derivative(values: list[jax.Array], given: list[jax.Array]) -> tuple[Any, Any]:
             def fn(*some: jax.Array) -> list[jax.Array]:
