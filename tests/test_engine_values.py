@@ -181,3 +181,32 @@ def test_constants_of_a_training_step():
     for name, value in FLOATS.items():
         mean = metrics["aux"]["means"][name]
         assert (mean.dtype, float(mean)) == (jnp.asarray(value).dtype, 1.5), name
+
+
+def rolled(params, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])[0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_reference_of_stopped_parameters_is_gathered_layer_by_layer(stage):
+    """As one whose result is stopped: no device gathers a stack that a scan runs over, which would warn."""
+
+    def loss_fn(params, batch):
+        fixed = lax.stop_gradient(params)
+        gain = rolled(params, batch) * rolled(fixed, 1 - batch)
+        return jnp.square(gain + params["b"][None] * fixed["b"][None]).mean()
+
+    draw = np.random.default_rng(0).normal
+    params = {"stack": draw(size=(3, 27, 27)).astype(np.float32) / 5, "b": draw(size=27).astype(np.float32)}
+    batch = draw(size=(16, 27)).astype(np.float32)
+    want, grads = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
+    state = jzero.TrainState.create(params=params, tx=shared.sgd(1.0))
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    step = jzero.make_train_step(loss_fn)
+    if stage == 3:
+        gathers = [x for x in jzero.analyze(step, state, batch).collectives if x.kind == "all-gather" and not x.in_loop]
+        assert sum(x.elements for x in gathers) < params["stack"].size
+    new, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    got = jzero.gather_params(new)
+    jax.tree.map(lambda p, a, g: np.testing.assert_allclose(p - a, g, atol=2e-6), params, got, grads)

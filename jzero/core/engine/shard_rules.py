@@ -103,6 +103,12 @@ def _transpose(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -
     return _map_arrays(lazy, eqn, lambda x, _: lax.transpose(x, order), order)  # [D/N, F] -> [F, D/N]
 
 
+def _stop(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> ShardedParam | None:
+    if memory_of(lazy.shard) == "host" or lazy.on_disk is not None:  # hosts only copy
+        return None
+    return _map_arrays(lazy, eqn, lambda x, _: lax.stop_gradient(x), range(len(lazy.shape)))
+
+
 def _squeeze(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> ShardedParam | None:
     dims = tuple(eqn.params["dimensions"])
     if any(lazy.cut.cuts(d) for d in dims) or not _can_change(lazy, dims):
@@ -168,5 +174,6 @@ _RULES: dict[str, ShardRule] = {
     "dynamic_slice": _dynamic_slice,
     "slice": _slice,
     "squeeze": _squeeze,
+    "stop_gradient": _stop,
     "transpose": _transpose,
 }
