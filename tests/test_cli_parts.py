@@ -88,7 +88,8 @@ def test_a_step_is_reckoned_to_take_what_the_examples_step_takes(asked, tmp_path
     ours = estimate(make_step(source.model.loss_fn), source.model.state, source.model.batch, config=request.config)
 
     options = {name: getattr(request, name) for name in ("context", "loss_chunks", "experts")}
-    args = argparse.Namespace(**options, precision="bf16", persistence_threshold=100_000)
+    sizes = {"seq": seq, "attention": "plain"}  # which the commands reckon with
+    args = argparse.Namespace(**options, **sizes, precision="bf16", persistence_threshold=100_000)
     model = decoder.Decoder(source.sizes)
 
     def make_state(key):
