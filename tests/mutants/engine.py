@@ -320,20 +320,6 @@ MUTANTS = [
         "test_keep.py::test_a_loop_whose_shares_are_read_in_another_layout_is_not_kept",
     ),
     Mutant(
-        "terms_of_sums_written_late",
-        "estimate/traced.py",
-        "waits=self.program.is_summed(x)",
-        "waits=False",
-        "test_postponed.py::test_expensive_terms_of_a_sum_are_written_beside_it",
-    ),
-    Mutant(
-        "normalized_in_place",
-        "estimate/footprint.py",
-        "found[t] = before & op.reads",
-        "found[t] = NOTHING",
-        "test_postponed.py::test_what_is_normalized_on_gpus_is_not_written_over",
-    ),
-    Mutant(
         "kept_beyond_the_share",
         "estimate/keeping.py",
         "return choice.peak <= KEPT_SHARE * limit",

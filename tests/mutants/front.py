@@ -139,6 +139,20 @@ MUTANTS = [
         "BytesPerDevice(self.params, 0, self.opt_state)",
         "test_memory_story.py::test_all_four_agree_on_the_states_to_the_byte",
     ),
+    Mutant(
+        "terms_of_sums_written_late",
+        "estimate/traced.py",
+        "waits=self.program.is_summed(x)",
+        "waits=False",
+        "test_postponed.py::test_expensive_terms_of_a_sum_are_written_beside_it",
+    ),
+    Mutant(
+        "normalized_in_place",
+        "estimate/footprint.py",
+        "{t: x.buffers for t, x in program.normalizations()}",
+        "{}",
+        "test_postponed.py::test_what_is_normalized_on_gpus_is_not_written_over",
+    ),
     # Settings.
     Mutant(
         "topology_of_any_kind",
