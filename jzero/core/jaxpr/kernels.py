@@ -158,7 +158,7 @@ class _Kernel(NamedTuple):
 
     def _numbers(self, d: int) -> np.ndarray:
         if not isinstance(self.grid[d], int):
-            raise UnknownWorkError("a grid whose size depends on data")
+            raise UnknownWorkError("the size of a grid must be known")
         return np.arange(self.grid[d], dtype=np.int32).reshape([-1 if i == d else 1 for i in range(len(self.grid))])
 
     def _cond(self, eqn: JaxprEqn, values: list[Known]) -> Any:
@@ -184,7 +184,7 @@ class _Kernel(NamedTuple):
             return 0.0
         is_count = [x.primitive.name for x in test.eqns] == ["lt"] and test.eqns[0].invars == test.invars[first:][:2]
         if not is_count or carry[0] is None or carry[1] is None or body.outvars[1] is not body.invars[len(consts) + 1]:
-            raise UnknownWorkError("a loop whose number of turns depends on data")
+            raise UnknownWorkError("the number of turns of a loop must be known")
         return np.maximum(carry[1] - carry[0], 0) * work
 
 
