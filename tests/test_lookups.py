@@ -239,3 +239,23 @@ def test_a_table_travels_whole_if_all_its_lookups_would_send_more(times, looked_
     for loss in (several, looped):
         step = jzero.make_train_step(loss, check_rows=False)
         assert bool(step.plan(sharded(3, 8, 0), batch(32)).lookups) == looked_up
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((65536, 64), 1),
+        ((520, 64), 1),
+        ((512, 64), 0),  # 8 rows per feature: a layer of a perceptron
+        ((64, 65536), 1),  # a head, by its largest dimension
+        ((65536, 60), 0),  # 8 devices do not divide it
+        ((65536, 56), 0),  # 7 features on each device
+        ((65536, 8, 64), 0),
+    ],
+)
+def test_what_looks_like_a_table_is_cut_along_its_features(shape, dim):
+    params = {"t": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    state = jax.eval_shape(lambda p: jzero.TrainState.create(params=p, tx=shared.adamw(0.1)), params)
+    plan = jzero.plan_train_state(state, config=shared.config(3), mesh=jzero.make_mesh())
+    assert plan.leaves[0].param.cut.dim == dim
+    assert {leaf.cut.dim for leaf in plan.opt_leaves if leaf.shape == shape} == {dim}

@@ -28,6 +28,8 @@ class PlatformFacts(NamedTuple):
       transposes_gathers: Whether a gather along another dimension than the first makes it transpose what computes the
         shards, see `jzero.core.arrays.collectives.gather_leaf`.
       is_tiled: Whether it lays out arrays in tiles.
+      least_features: Least features of a shard of a table that is cut along them: shards of fewer are read in pieces of
+        a few bytes, and in tiles of TPUs each row takes 128.
       fuses_products: Whether it computes what is elementwise in the products that read and make it, so that keeping all
         that differentiation saves costs no writes; see [Note: Kept blocks].
       sums_bf16: Whether it can sum bf16 over some of several mesh axes; otherwise the process crashes.
@@ -40,6 +42,7 @@ class PlatformFacts(NamedTuple):
     copies_results: bool = False
     transposes_gathers: bool = False
     is_tiled: bool = False
+    least_features: int = 8
     fuses_products: bool = False
     sums_bf16: bool = True
 
@@ -47,7 +50,9 @@ class PlatformFacts(NamedTuple):
 PLATFORMS = {
     "cpu": PlatformFacts(second_gather="select", sums_bf16=False),
     "gpu": PlatformFacts(postpones=True, prefetches=True, pipelines_reductions=True, transposes_gathers=True),
-    "tpu": PlatformFacts(second_gather="light", copies_results=True, is_tiled=True, fuses_products=True),
+    "tpu": PlatformFacts(
+        second_gather="light", copies_results=True, is_tiled=True, least_features=128, fuses_products=True
+    ),
     None: PlatformFacts(transposes_gathers=True, is_tiled=True),  # an abstract mesh: safe on every platform
 }
 

@@ -48,8 +48,6 @@ MAX_PADDING = 0.125
 """Largest share of a leaf that padding one dimension may add before the leaf is flattened."""
 TALL = 8
 """Rows per feature beyond which a leaf is a table: the layers of a perceptron have up to 8."""
-LEAST_FEATURES = 8
-"""Least features of a table on one device; shards of fewer would be read in pieces of a few bytes."""
 WIDE = 1024
 """Indices of a dimension that up to 128 devices pad by an eighth at most."""
 
@@ -99,9 +97,7 @@ def choose_cut(
         return None, "no free dimension"
     # Largest first, and the earliest among equals, since Python's sort is stable.
     by_size = sorted(free, key=lambda d: -shape[d])
-    even = choose_even_cut(
-        shape, num_shards, free if scan_dim is not None else _by_preference(by_size, shape, num_shards)
-    )
+    even = choose_even_cut(shape, num_shards, by_size if scan_dim is None else free)
     if even is not None:
         return _beside_stack(even, scan_dim), ""
     if size <= most_unpadded:
@@ -114,6 +110,18 @@ def choose_cut(
     if math.prod(cut.shard_shape) > 0.75 * size:
         return None, "padding would undo the cut"
     return _beside_stack(cut, scan_dim), ""
+
+
+def features_of_table(shape: Sequence[int], num_shards: int, least: int) -> int | None:
+    """Returns the dimension in which a leaf that looks like a table is cut; `None` for another leaf.
+
+    Args:
+      shape: Its natural shape.
+      num_shards: N, the size of the ZeRO axis.
+      least: Least features of a shard.
+    """
+    is_table = len(shape) == 2 and shape[0] > TALL * shape[1] and shape[1] >= least * num_shards
+    return 1 if is_table and shape[1] % num_shards == 0 else None
 
 
 def choose_packed_cut(cut: Cut) -> Cut:
@@ -129,12 +137,6 @@ def choose_packed_cut(cut: Cut) -> Cut:
     largest = max(dims, key=lambda d: cut.shape[d])
     dim = next((d for d in dims if cut.num_stacked and cut.shape[d] >= WIDE), largest)
     return dataclasses.replace(cut, dim=dim, flat=False)
-
-
-def _by_preference(by_size: list[int], shape: tuple[int, ...], num_shards: int) -> list[int]:
-    """Returns the dimensions of a leaf in which it is rather cut: of a table the features first."""
-    is_table = len(shape) == 2 and shape[0] > TALL * shape[1] and shape[1] >= LEAST_FEATURES * num_shards
-    return by_size[::-1] if is_table else by_size
 
 
 def _beside_stack(cut: Cut, scan_dim: int | None) -> Cut:

@@ -22,7 +22,8 @@ from jzero.core.jaxpr.sizes import itemsize
 from jzero.core.layout.leaves import LeafPlan, StateLeaf
 from jzero.core.layout.mesh import AnyMesh, axis_size, batch_axes, shard_axes
 from jzero.core.layout.placement import Memory
-from jzero.core.plan.choice import choose_cut, choose_packed_cut, find_scan_dims
+from jzero.core.layout.platform import platform_facts
+from jzero.core.plan.choice import choose_cut, choose_packed_cut, features_of_table, find_scan_dims
 from jzero.core.plan.traffic import why_not_stored
 
 T = TypeVar("T")
@@ -66,12 +67,14 @@ def plan_params(
         if config.stage == 0 or rule.replicated or is_key(leaf.dtype):
             cut, reason = None, "by rule" if rule.replicated else "random keys" if config.stage else "stage 0"
         else:
+            num_shards, least = axis_size(mesh, config), platform_facts(mesh).least_features
+            is_free = rule.dim is None and scan_dim is None and not leaf.taken
             cut, reason = choose_cut(
                 leaf.shape,
-                axis_size(mesh, config),
+                num_shards,
                 scan_dim=scan_dim,
                 taken_dims=leaf.taken,
-                dim=rule.dim,
+                dim=features_of_table(leaf.shape, num_shards, least) if is_free else rule.dim,
                 most_unpadded=0 if rule.persistent is False else config.most_unpadded,
             )
         why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
