@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "stacks_kept_to_be_copied",
         "core/engine/kept_blocks.py",
-        "not any(map(_copies_shares, products))",
+        "not any(map(_copies_shares, attention))",
         "True",
         "test_keep.py::test_a_loop_whose_shares_are_read_in_another_layout_is_not_kept",
     ),
