@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.mutants import MUTANTS, runs
+from tests.mutants import MUTANTS, drawn, runs
 
 
 @functools.cache
@@ -29,6 +29,17 @@ def test_every_fault_has_a_name_of_its_own_and_a_test_that_is_there():
     assert twice == []
     tests = {x.test: x.test.split("::") for x in MUTANTS}
     assert [test for test, (file, function) in tests.items() if function not in functions_of(file)] == []
+
+
+def test_drawn_faults_are_other_code():
+    files = sorted((runs.ROOT / "jzero" / "core" / "layout").glob("*.py"))
+    faults = drawn.draw(runs.ROOT, files, 60, seed=3)
+    assert faults == drawn.draw(runs.ROOT, files, 60, seed=3)
+    assert len({(fault.file, fault.line) for fault in faults}) == 60
+    assert len({fault.kind for fault in faults}) > 5
+    for fault in faults:
+        text = (runs.ROOT / fault.file).read_text()
+        assert ast.dump(ast.parse(fault.applied(text))) != ast.dump(ast.parse(text))
 
 
 @pytest.fixture(scope="module")

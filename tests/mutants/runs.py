@@ -13,18 +13,16 @@ from pathlib import Path
 from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("jzero", "examples", "tests", "pyproject.toml")
 TIMEOUT = 450
 
 
 def copied(directory: Path) -> Path:
-    """Returns a copy of what tests need."""
-    for name in COPIED:
-        source, target = ROOT / name, directory / name
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy2(source, target)
+    """Returns a copy of the repository, as it is now."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+        if (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, directory / name)
     return directory
 
 
@@ -35,33 +33,39 @@ def occurrences(mutant: Mutant, root: Path = ROOT) -> int:
 
 
 @contextlib.contextmanager
-def applied(mutant: Mutant, root: Path) -> Iterator[None]:
-    """Has a fault in a copy."""
-    file = root / "jzero" / mutant.file
-    text = file.read_text()
-    file.write_text(text.replace(mutant.old, mutant.new))
+def changed(file: Path, text: str) -> Iterator[None]:
+    """Has another text in a file of a copy."""
+    before = file.read_text()
+    file.write_text(text)
     try:
         yield
     finally:
-        file.write_text(text)
+        file.write_text(before)
 
 
 def outcome(mutant: Mutant, root: Path) -> str:
     """Returns what became of a fault in a copy."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    file = root / "jzero" / mutant.file
     cases = ["-k", mutant.cases] if mutant.cases else []
+    with changed(file, file.read_text().replace(mutant.old, mutant.new)):
+        return verdict_of(root, ["-p", "no:cacheprovider", f"tests/{mutant.test}", *cases])
+
+
+def verdict_of(root: Path, arguments: list[str]) -> str:
+    """Returns what tests say of a copy, as pytest's arguments choose them."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *arguments]
     # Byte code, which knows its source by size and second, is kept from fault to fault: each takes more than a second.
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": ""}
     try:
-        with applied(mutant, root):
-            code = subprocess.run(
-                [*command, f"tests/{mutant.test}", *cases],
-                cwd=root,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                timeout=TIMEOUT,
-                check=False,
-            ).returncode
+        code = subprocess.run(
+            command,
+            cwd=root,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT,
+            check=False,
+        ).returncode
     except subprocess.TimeoutExpired:
         return f"no end after {TIMEOUT} s"
     return {0: "SURVIVED", 1: "killed"}.get(code, f"NOT RUN (pytest exits with {code})")
