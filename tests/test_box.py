@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jzero.core.arrays.chunks import split
-from jzero.core.layout.box import Box, runs, tile
+from jzero.core.layout.box import Box, before_reshape, runs, tile
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
@@ -46,6 +46,27 @@ def test_chunks_and_runs_make_the_whole_again(data):
     first, stop = sorted(data.draw(st.tuples(st.integers(0, x.size), st.integers(0, x.size)))) if shape else (0, 0)
     pieces = [part.take(x).reshape(-1) for part in runs(first, stop, shape)]
     assert [n for piece in pieces for n in piece] == list(range(first, stop))
+
+
+@given(st.data())
+def test_what_a_box_of_a_reshaped_array_needs(data):
+    """Also where neither row divides the other, as from [4, 6] to [6, 4]."""
+    size = data.draw(st.sampled_from([1, 6, 24, 60, 72]))
+
+    def shape_of(left):
+        shape = []
+        while left > 1:
+            shape.append(data.draw(st.sampled_from([n for n in range(2, left + 1) if left % n == 0])))
+            left //= shape[-1]
+        return tuple(shape) or (1,)
+
+    before, shape = shape_of(size), shape_of(size)
+    x, box = numbers(before), data.draw(boxes(shape).filter(lambda box: box.size))
+    near, near_shape, inside = before_reshape(box, shape, before)
+    np.testing.assert_array_equal(inside.take(near.take(x).reshape(near_shape)), box.take(x.reshape(shape)))
+    rows = math.lcm(math.prod(before[1:]), math.prod(shape[1:]))  # whole rows on both sides
+    begin, end = box.start[0] * math.prod(shape[1:]), (box.start[0] + box.shape[0]) * math.prod(shape[1:])
+    assert near.size <= -(-end // rows) * rows - begin // rows * rows, "no more than it must"
 
 
 @pytest.mark.parametrize(

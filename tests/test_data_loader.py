@@ -96,12 +96,25 @@ def test_positions_of_other_data_are_refused(tmp_path):
     (tmp_path / "a").write_bytes(b"0123456789")
     (tmp_path / "b").write_bytes(b"01234567890123456789")
     read = lambda path: [{"id": x} for x in pathlib.Path(path).read_bytes()]
-    one, two = (
-        iter(jzero.data.make_loader(jzero.data.FileSource(paths, open_file=read), batch_size=8))
-        for paths in ([tmp_path / "a", tmp_path / "b"], [tmp_path / "b", tmp_path / "a"])
+    forth, back = [tmp_path / "a", tmp_path / "b"], [tmp_path / "b", tmp_path / "a"]
+    one, *others = (
+        iter(jzero.data.make_loader(jzero.data.FileSource(paths, open_file=read, interleave=lanes), batch_size=8))
+        for paths, lanes in ((forth, 1), (back, 1), (forth, 2))
     )
-    with pytest.raises(ValueError, match="source: saved"):
-        one.set_state(two.get_state())
+    for two in others:
+        with pytest.raises(ValueError, match="source: saved"):
+            one.set_state(two.get_state())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_position_moves_past_the_batches_made_ahead(prefetch):
+    with iter(jzero.data.make_loader(Source(64), batch_size=8, prefetch=prefetch)) as batches:
+        first = next(batches)
+        start = batches.get_state()
+        second = next(batches)
+        batches.set_state({**start, "example": 0})
+        jax.tree.map(np.testing.assert_array_equal, next(batches), first)
+        jax.tree.map(np.testing.assert_array_equal, next(batches), second)
 
 
 def test_workers_make_the_batches_that_threads_make(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import jzero
 from jzero.analysis import compiled_step, fill
 from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.fill import Filling, _gathered_again
-from jzero.analysis.memory import Memory
+from jzero.analysis.memory import Memory, compiled_memory
 from jzero.analysis.step_programs import StepProgram
 from jzero.estimate.traced_collectives import traced_collectives
 from jzero.machines.machine import machine
@@ -222,3 +223,20 @@ def test_fit_fills_what_it_chooses():
     assert choice.chosen.memory.peak <= choice.limit
     assert choice.chosen.memory.seconds < choice.tried[1].memory.seconds
     json.loads(choice.to_json())
+
+
+@pytest.mark.parametrize(
+    ("platform", "stats", "host_state", "expected"),
+    [  # by hand: arguments, outputs, aliased, temporaries, peak, host
+        ("cpu", {"argument": 50, "output": 40, "alias": 30, "temp": 7}, 0, (50, 40, 30, 7, 67, 0)),
+        ("cpu", {"argument": 50, "output": 40, "alias": 30, "temp": 7}, 20, (30, 20, 10, 7, 47, 20)),
+        ("gpu", {"argument": 50, "output": 40, "alias": 30, "temp": 7, "peak": 80}, 20, (30, 20, 10, 7, 60, 20)),
+        ("gpu", {"argument": 50, "output": 10, "alias": 8, "temp": 7, "peak": 80}, 20, (30, 10, 8, 7, 60, 20)),
+        ("tpu", {"argument": 50, "temp": 7, "peak": 80, "host_argument": 5, "host_temp": 1}, 20, (50, 0, 0, 7, 74, 6)),
+    ],
+)
+def test_memory_of_compiled_programs_by_hand(platform, stats, host_state, expected):
+    """State on the host is no memory of devices, whether the compiler says so or not."""
+    fields = {("peak_memory" if k == "peak" else f"{k}_size") + "_in_bytes": n for k, n in stats.items()}
+    compiled = types.SimpleNamespace(memory_analysis=lambda: types.SimpleNamespace(**fields))
+    assert compiled_memory(compiled, platform, host_state) == Memory(*expected)

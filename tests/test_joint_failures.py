@@ -8,7 +8,7 @@ import pytest
 import jzero
 from jzero.checkpoint.damage import DamageError
 from jzero.core.disk.files import DiskError
-from jzero.core.processes import exchange
+from jzero.core.processes import agree, exchange
 
 
 class TwoTextsError(ValueError):
@@ -59,3 +59,9 @@ def test_the_process_that_failed_raises_its_own_error(error, monkeypatch):
     with pytest.raises(type(error)) as caught:
         exchange.succeed_together(lambda: fails(error))
     assert caught.value is error
+
+
+def test_lines_of_programs_that_only_some_have():
+    """Numbers of values do not count, since one more value changes those of all that follow."""
+    rows = [["a %1", "b %2", "b %3"], ["a %1", "new %2", "b %3"], ["a %7", "b %8"]]
+    assert agree._own_lines(rows) == [["b %3"], ["new %2"], []]

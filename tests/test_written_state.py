@@ -15,6 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
+from jzero.core.engine.merge import Merge
 from tests import shared
 
 D, DEVICES, STEPS, ROWS = 5, 3, 2, 2
@@ -333,3 +334,11 @@ def test_value_and_grad_returns_the_merged_state():
     loss_and_grads = jzero.value_and_grad(loss_writing(histogram), True, mutable=("value",), merge={"value": "summed"})
     (_, aux), _ = loss_and_grads(make_state(np.ones(4, np.int32)), BATCH)
     np.testing.assert_array_equal(aux["value"], 1 + np.bincount(LABELS))
+
+
+def test_words_are_for_whole_names():
+    """`seen` is no word for `seen_max`."""
+    merge = Merge({"seen": "summed", r"layers/\d+": "mean"}, DEVICES)
+    assert [merge.word(x) for x in ("seen", "seen_max", "un/seen", "layers/12", "layers/1/x")] == [
+        *("summed", None, None, "mean", None)
+    ]
