@@ -174,7 +174,7 @@ def test_missing_packages_are_told_when_a_sink_is_made(sink, package, extra, mon
         ("mlflow", lambda: jzero.MLflow("name")),
         ("tensorboardX", lambda: jzero.TensorBoard("folder")),
         ("rich", lambda: make_display(10, (), start=0)),
-        ("matplotlib", lambda: draw("a.svg", "title", {}, None)),
+        ("matplotlib", lambda: draw("a.svg", "title", ())),
     ],
 )
 def test_what_an_installed_package_lacks_is_not_the_package(package, use, monkeypatch, tmp_path):
