@@ -9,7 +9,7 @@ FIRST = (
     "guides/",
     "concepts.md",
     "data.md",
-    "migrating.md",
+    "migrating",
     "monitoring.md",
     "recipes.md",
     "start.md",

@@ -1,4 +1,4 @@
-"""The tables of keys in `docs/migrating.md`, made from those of the code.
+"""The tables of keys in `docs/migrating/`, made from those of the code.
 
 `python -m tests.deepspeed_tables` writes them anew; a test compares them.
 """
@@ -15,7 +15,7 @@ from jzero.deepspeed.report import IN_WORDS
 from jzero.deepspeed.schedules import SCHEDULES
 from jzero.deepspeed.schema import NO_CAP, SCHEMA
 
-GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "migrating.md"
+PAGES = sorted((pathlib.Path(__file__).parents[1] / "docs" / "migrating").glob("*.md"))
 MARK = "<!-- {}: `python -m tests.deepspeed_tables` writes this table -->"
 ZERO = "zero_optimization."
 
@@ -38,7 +38,7 @@ def type_table() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Returns the tables of the guide by name."""
+    """Returns the tables of the pages by name."""
     zero = {path: key for path, key in SCHEMA.keys.items() if path.startswith(ZERO)}
     others = {path: key for path, key in SCHEMA.keys.items() if path not in zero and ".params." not in path}
     return {
@@ -48,9 +48,9 @@ def tables() -> dict[str, str]:
     }
 
 
-def table_in(guide: str, name: str) -> str:
+def table_in_pages(name: str) -> str:
     """Returns the table that follows a mark."""
-    (found,) = re.findall(_pattern(name), guide)
+    (found,) = re.findall(_pattern(name), "".join(page.read_text() for page in PAGES))
     return found[1].rstrip("\n")
 
 
@@ -76,11 +76,12 @@ def _parameters(names: str) -> str:
 
 
 def main() -> None:
-    """Writes the tables into the guide."""
-    guide = GUIDE.read_text()
-    for name, table in tables().items():
-        guide = re.sub(_pattern(name), lambda found, table=table: f"{found[1]}{table}\n", guide)
-    GUIDE.write_text(guide)
+    """Writes the tables into the pages."""
+    for page in PAGES:
+        text = page.read_text()
+        for name, table in tables().items():
+            text = re.sub(_pattern(name), lambda found, table=table: f"{found[1]}{table}\n", text)
+        page.write_text(text)
 
 
 if __name__ == "__main__":

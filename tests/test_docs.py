@@ -102,7 +102,7 @@ def test_every_public_name_is_in_the_reference_once():
 
 
 def test_every_note_is_under_design():
-    listed = re.findall(r"^\*\*(.+)\*\* \(`(.+)`\)\n:   \S", PAGES["design.md"].read_text(), re.MULTILINE)
+    listed = re.findall(r"^\*\*(.+)\*\* \(`(.+)`\)\n:   \S", PAGES["design/notes.md"].read_text(), re.MULTILINE)
     written = [
         (title, str(path.relative_to(ROOT)))
         for path in sorted((ROOT / "jzero").rglob("*.py"))

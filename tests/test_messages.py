@@ -1,4 +1,4 @@
-"""Messages of errors and warnings: each says what to do, or docs/troubleshooting.md does."""
+"""Messages of errors and warnings: each says what to do, or a page under docs/troubleshooting/ does."""
 
 import ast
 import functools
@@ -6,7 +6,7 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "docs/troubleshooting.md"
+PAGES = sorted((ROOT / "docs/troubleshooting").glob("*.md"))
 VERBS = (
     "add|allow|ask|begin|build|call|change|check|choose|compile|copy|cut|do|draw|drop|edit|enable|export|fetch|"
     "free|give|go on|install|keep|leave|let|list|load|look|lower|make|map|mend|merge|move|name|pad|pass|"
@@ -73,15 +73,16 @@ def faults(text):
 
 
 def explained():
-    """Returns the heads of messages that the page explains."""
-    return re.findall(r"^(?!:   |#)(\S.*)\n(?=(?:\S.*\n)*:   )", PAGE.read_text(), re.MULTILINE)
+    """Returns the heads of messages that the pages explain."""
+    text = "".join(page.read_text() for page in PAGES)
+    return re.findall(r"^(?!:   |#)(\S.*)\n(?=(?:\S.*\n)*:   )", text, re.MULTILINE)
 
 
 def test_every_message_says_what_to_do_or_is_explained():
     terms = explained()
     assert len(terms) == len(set(terms)), [term for term in terms if terms.count(term) > 1]
     bare = [f"{at}: {text}" for at, text in messages() if not REMEDY.search(text) and head(text) not in terms]
-    assert not bare, "say what to do, or explain under docs/troubleshooting.md:\n" + "\n".join(bare)
+    assert not bare, "say what to do, or explain under docs/troubleshooting/:\n" + "\n".join(bare)
 
 
 def test_every_message_that_is_explained_exists():
