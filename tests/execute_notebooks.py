@@ -21,7 +21,9 @@ def execute(text: pathlib.Path) -> nbformat.NotebookNode:
     for index, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{index}"  # else random, and different after each run
     resources = {"metadata": {"path": str(text.parent)}}
-    nbclient.NotebookClient(notebook, timeout=600, record_timing=False, resources=resources).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=600, record_timing=False, coalesce_streams=True, resources=resources
+    ).execute()
     return notebook
 
 

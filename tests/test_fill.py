@@ -161,8 +161,9 @@ def test_what_takes_longer_is_not_kept(monkeypatch, fastest):
     assert found.remat == kept[fastest]
 
 
-@pytest.mark.compilers
-def test_the_choice_fits_by_the_compiler_for_gpus():
+@pytest.mark.compilers  # jax cannot read what it compiled for devices that are not there, and says so
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
+def test_the_choice_fits_by_the_compiler_for_h200():
     layers = 5
     state, batch = make_state(make_params(layers)), jax.ShapeDtypeStruct((1 << 16, 23), jnp.float32)
     peak = lambda step: jzero.analyze(step, state, batch, topology="h200:8").memory.peak
