@@ -25,8 +25,8 @@ def run_on_cpu(fn: Callable[..., PyTree], args: Sequence[PyTree], out_memories: 
     memories. Inside the call only the CPU computes, so `fn` is traced without memories, and becomes one equation.
 
     Args:
-      fn: The function.
-      args: Its arguments, pytrees of arrays in either memory.
+      fn: What the CPU computes, as `fn(*args)`.
+      args: Pytrees of arrays in either memory.
       out_memories: A `jax.memory.Space` for each of its results, in their structure or the upper part of it.
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
