@@ -281,7 +281,7 @@ def test_the_host_is_compared_from_the_start_if_asked():
         assert x.host_seconds == x.memory.host / machine("h200:8").host_link_bytes_per_s
         assert x.cost() == x.memory.seconds + x.host_seconds
         assert "s for the host" in x.verdict
-    header = next(line for line in str(choice).splitlines() if line.startswith("stage"))
+    header = next(line for line in printed(choice.parts(max_rows=None)).splitlines() if line.startswith("stage"))
     assert header.split()[1] == "verdict"
     assert header.endswith("  host")
     row = next(x for x in json.loads(choice.to_json())["tried"] if x["optimizer_state"] == "host")

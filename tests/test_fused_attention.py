@@ -147,6 +147,7 @@ def test_what_is_asked_for_and_cannot_be_ends_the_program():
         fused.choose("fused", model_config(attn_softcap=5.0), **CONFIG | {"platform": "gpu", "wide": True})
 
 
+@pytest.mark.filterwarnings("ignore:The mesh has one device")
 @pytest.mark.parametrize(("family", "context"), default_for([("gpt_oss", 2)], [("gpt_oss", 2), ("gemma2", 1)]))
 def test_the_decoder_equals_plain_attention(family, context, tmp_path):
     """Packed rows, windows in some layers, sinks, soft caps; in pieces on devices that share rows."""

@@ -26,7 +26,6 @@ from tests.offload_states import (
     step_of,
     train,
 )
-from tests.tiers import slow
 
 CPU = jzero.Offload(optimizer="host", compute="host")
 LATE = dataclasses.replace(CPU, delay=1)
@@ -101,7 +100,7 @@ def assert_near(a, b):
     ("stage", "offload"),
     [
         (3, dataclasses.replace(LATE, ratio=0.5)),
-        slow(3, LATE_ALL),
+        (3, LATE_ALL),
     ],
 )
 def test_one_step_later(stage, offload):

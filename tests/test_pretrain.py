@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import optax
@@ -34,6 +35,7 @@ class Pairs(nn.Module):
     context: str | None = None
     loss_chunks: int = 1
     mesh: Mesh | None = None
+    attention: Any = None
 
     @nn.compact
     def __call__(self, tokens, positions=None, targets=None):

@@ -147,13 +147,16 @@ class UpdateProgram:
         source = self.fields[v].source
         return source.number if source.kind == "record" else compat.type_of(v).dtype
 
-    def part_kernel(self, i: int, outputs: Sequence[Atom], targets: Sequence[Target]) -> PartKernel:
-        """Returns what computes some values of a parameter part by part."""
+    def part_kernel(
+        self, i: int, outputs: Sequence[Atom], targets: Sequence[Target] = (), *, in_memory: bool = False
+    ) -> PartKernel:
+        """Returns what computes some values of a parameter part by part; `in_memory`, if it reads no record."""
         kernel, arrays, scalars = self.kernel(outputs), list[Var](), list[Var]()
+        as_arrays = ("array", "grads", "params") if in_memory else ("array",)
 
         def source(v: Var) -> OperandSource:
             field = self.fields.get(v)
-            if field is not None and field.source.kind != "array":
+            if field is not None and field.source.kind not in as_arrays:
                 return field.source
             kind, of = ("array", arrays) if compat.type_of(v).shape else ("scalar", scalars)
             of.append(v)

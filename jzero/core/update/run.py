@@ -247,7 +247,7 @@ class Run:
 
     def _pass(self, i: int, outputs: Sequence[Atom], targets: Sequence[Var | Target]) -> ChunkPass:
         """Returns the pass that computes `outputs` of a parameter, and overwrites the `targets` that are variables."""
-        leaf, of = self.plan.leaves[i].grad, self.program.part_kernel(i, outputs, ())
+        leaf, of = self.plan.leaves[i].grad, self.program.part_kernel(i, outputs, in_memory=True)
         fn = self.shared.setdefault(of.structure, jax.jit(of.kernel, static_argnums=1))
         arrays = list(dict.fromkeys([*of.arrays, *(x for x in targets if isinstance(x, Var))]))
         places = tuple(arrays.index(x) if isinstance(x, Var) else x for x in targets)
