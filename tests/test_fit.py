@@ -283,7 +283,7 @@ def test_the_host_is_compared_from_the_start_if_asked():
         assert "s for the host" in x.verdict
     header = next(line for line in printed(choice.parts(max_rows=None)).splitlines() if line.startswith("stage"))
     assert header.split()[1] == "verdict"
-    assert header.endswith("  host")
+    assert "host" in header.split()
     row = next(x for x in json.loads(choice.to_json())["tried"] if x["optimizer_state"] == "host")
     assert row["host_seconds"] > 0 < row["host_bytes"]
 
