@@ -14,6 +14,7 @@ from jax import lax
 
 import jzero
 from jzero.estimate.traced_collectives import traced_collectives
+from jzero.machines.topologies import topology_devices
 from tests import shared
 from tests.shared import whole
 
@@ -259,3 +260,20 @@ def test_what_looks_like_a_table_is_cut_along_its_features(shape, dim):
     plan = jzero.plan_train_state(state, config=shared.config(3), mesh=jzero.make_mesh())
     assert plan.leaves[0].param.cut.dim == dim
     assert {leaf.cut.dim for leaf in plan.opt_leaves if leaf.shape == shape} == {dim}
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("stage", "options"), [(3, {}), (2, {"accumulate_steps": 2})])
+@pytest.mark.parametrize("topology", ["h200:8", "v5p:2x2x2"])
+def test_lookups_lower_for_machines_that_are_not_there(topology, stage, options, dim):
+    shapes = jax.eval_shape(lambda: jzero.TrainState.create(params=params(), tx=shared.sgd(RATE)))
+    rules = {"(?!w$|stack).*": jzero.LeafRule(dim=dim), "stack": jzero.LeafRule(dim=dim + 1)}
+    config = jzero.ZeroConfig(stage=stage, precision="bf16", persistence_threshold=0, rules=rules)
+    mesh = jzero.make_mesh(devices=topology_devices(topology))
+    state = jzero.abstract_train_state(shapes, config=config, mesh=mesh)
+    loss = together(*LOOKED_UP, *OTHERWISE, *LOOPS)
+    step = jzero.make_train_step(loss, check_rows=False, **options)
+    names = {loss.__name__ for loss in (*LOOKED_UP, *LOOPS)} - {of_one_of_a_stack.__name__} | {"stack"}
+    assert names <= step.plan(state, batch(64)).lookups.keys()
+    step.lower(state, jax.eval_shape(lambda: batch(64)))

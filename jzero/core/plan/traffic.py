@@ -145,9 +145,8 @@ class Kept(NamedTuple):
         """Returns what stays on a device between the passes, as text."""
         params = "all parameters" if len(self.params) == self.of_params else f"{len(self.params)} of {self.of_params}"
         blocks = f"{self.blocks} of {self.of_blocks} blocks"
-        if (
-            self.peak is not None and self.limit is not None
-        ):  # its parts would not add up: compilers fuse what blocks save
+        if self.peak is not None and self.limit is not None:
+            # Its parts would not add up: compilers fuse what blocks save.
             said = ([params] if self.params else []) + ([blocks] if self.of_blocks else [])
             fits = f"{format_bytes(self.peak)} of {format_bytes(self.limit)}, estimated"
             return f"kept between passes: {', '.join(said)}: {fits} (`remat='cheap'` keeps less)"
