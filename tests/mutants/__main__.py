@@ -42,7 +42,7 @@ def main() -> int:
                 say(f"{verdict}: {fault}")
                 found.append((verdict, fault))
             say(*judge.table(found))
-            return int(any(verdict.startswith(("SURVIVED", "UNSEEN")) for verdict, _ in found))
+            return int(any(not verdict.startswith("killed") for verdict, _ in found))
         say(*judges.table(files))
         return 0
     if unknown := set(arguments.names) - {x.name for x in MUTANTS}:
