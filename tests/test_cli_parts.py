@@ -145,6 +145,7 @@ def test_experts_are_cut_over_their_axis(command, tmp_path, monkeypatch):
             "--devices 8 --context 2 --loss-chunks 3",
             r"`--seq 4096` must be a multiple of 6, for `--loss-chunks`: 4092 is",
         ),
+        ("--devices 8 --context 4 --seq 4100", r"`--seq 4100` must be a multiple of 8, for `--context`: 4096 is"),
         ("--devices 8 --experts 2", r"`--experts 2` must divide the experts of the model: it has 0"),
     ],
 )

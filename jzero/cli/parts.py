@@ -41,7 +41,7 @@ def with_parts(choice: Fit, request: PlanRequest) -> Fit:
 def _in_parts(request: PlanRequest) -> Iterator[PlanRequest]:
     """Yields the request with ever more devices to a row, and the loss in as many parts as are worth it."""
     (_, seq), context = request.sequences(), request.context
-    while request.num_devices % (context * request.experts) == 0 and seq % context == 0:
+    while request.num_devices % (context * request.experts) == 0 and (context == 1 or seq % (2 * context) == 0):
         chunks = request.loss_chunks
         while seq % (2 * chunks * context) == 0 and seq >= 2 * chunks * context * TOKENS:
             chunks *= 2

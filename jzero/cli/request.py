@@ -218,7 +218,8 @@ class PlanRequest:
           ValueError: The devices do not divide the batch, or the sequence has no such parts.
         """
         number, batch, seq = self.axes["data"] * self.experts, self.batch, self.seq or DEFAULT_SEQ
-        for option, parts in (("context", self.context), ("loss-chunks", self.context * self.loss_chunks)):
+        pieces = 1 if self.context == 1 else 2 * self.context  # a device takes two pieces, as balanced attention does
+        for option, parts in (("context", pieces), ("loss-chunks", self.context * self.loss_chunks)):
             if rest := seq % parts:
                 raise ValueError(
                     f"`--seq {seq}` must be a multiple of {parts}, for `--{option}`: {seq - rest or parts} is."
