@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-import attention
 import chat_data
 import decoder
 import jzero
 import packing
 import pretrain
 import training
+from jzero.attention import plain as attention
 from tests import hf_models, shared
 from tests.tiers import default_for
 
@@ -128,9 +128,9 @@ def test_what_cannot_be_is_refused():
     config = jzero.ZeroConfig(context_axis="context")
     with pytest.raises(ValueError, match="`context_axis='context'` needs a mesh that says how many parts of a row"):
         jzero.shard_train_state(state, config=config)
-    with pytest.raises(ValueError, match="24 tokens have no 10 equal pieces: change --context or --seq"):
+    with pytest.raises(ValueError, match="multiple of 10 tokens, two pieces for each device along 'context': got 24"):
         jax.vmap(lambda _: attention.own_part(batch["x"], "context"), axis_name="context")(np.ones(5))
-    with pytest.raises(ValueError, match="24 tokens of a row have no 7 equal parts: change --loss-chunks or --seq"):
+    with pytest.raises(ValueError, match="of 24 tokens have no 7 equal parts: choose a number"):
         attention.divide(batch["x"], 7)
     with pytest.raises(ValueError, match="`context_axis='context'` needs a mesh that says how many parts of a row"):
         jzero.fit(state, loss_of_parts, batch, config=config)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jzero
+import jzero.attention
 import jzero.data
 import jzero.hf
 import jzero.lora
@@ -96,7 +97,11 @@ def test_no_output_is_shown_where_none_is_compared(tmp_path, monkeypatch):
 def test_every_public_name_is_in_the_reference_once():
     reference = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     found = re.findall(r"^::: jzero\.([\w.]+)$", reference, re.MULTILINE)
-    others = [f"{room.__name__[6:]}.{name}" for room in (jzero.data, jzero.hf, jzero.lora) for name in room.__all__]
+    others = [
+        f"{room.__name__[6:]}.{name}"
+        for room in (jzero.attention, jzero.data, jzero.hf, jzero.lora)
+        for name in room.__all__
+    ]
     assert sorted(found) == sorted([*jzero.__all__, *others])
     assert reference.count("::: ") == len(found), "nothing in another form"
 

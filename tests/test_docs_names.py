@@ -11,6 +11,7 @@ import yaml
 from typer.main import get_command
 
 import jzero
+import jzero.attention
 import jzero.data
 import jzero.hf
 import jzero.lora
@@ -20,7 +21,11 @@ from tests.site_hooks import hook
 
 OTHERS = ["README.md", "CONTRIBUTING.md", *(f"{x}/**/*.md" for x in ("examples", "benchmarks/gpu")), "benchmarks/*.md"]
 TEXTS = {path: path.read_text() for path in [*PAGES.values(), *(p for x in OTHERS for p in sorted(ROOT.glob(x)))]}
-PUBLIC = {name: getattr(room, name) for room in (jzero, jzero.data, jzero.hf, jzero.lora) for name in room.__all__}
+PUBLIC = {
+    name: getattr(room, name)
+    for room in (jzero, jzero.attention, jzero.data, jzero.hf, jzero.lora)
+    for name in room.__all__
+}
 COMMANDS = {
     name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     for name, command in get_command(app).commands.items()

@@ -1,4 +1,4 @@
-"""Attention of `examples/llm` as one kernel, interpreted: equal to plain attention by feature, whole and in pieces."""
+"""Attention as one kernel, interpreted: equal to plain attention by feature, whole and in pieces."""
 
 import types
 
@@ -8,30 +8,29 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import attention
 import decoder
-import fused
 import jzero
 import pretrain
 import training
+from jzero.attention import KERNELS, attend, choose, kernels, own_part, whole_rows
 from tests import hf_models, shared
 from tests.tiers import default_for
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 2, 256, 4, 2, 32
 CASES = {
-    "causal": ({}, {}, ("splash", "pallas")),
-    "window": ({"window": 100}, {}, ("splash",)),
-    "segments": ({"segments": True}, {}, ("splash", "pallas")),
-    "soft cap": ({}, {"attn_softcap": 5.0}, ("splash",)),
-    "sinks": ({"sinks": True}, {}, ("splash",)),
-    "all": ({"window": 40, "segments": True, "sinks": True}, {"attn_softcap": 5.0}, ("splash",)),
+    "causal": ({}, ("splash", "pallas")),
+    "window": ({"window": 100}, ("splash",)),
+    "segments": ({"segments": True}, ("splash", "pallas")),
+    "soft cap": ({"softcap": 5.0}, ("splash",)),
+    "sinks": ({"sinks": True}, ("splash",)),
+    "all": ({"window": 40, "segments": True, "sinks": True, "softcap": 5.0}, ("splash",)),
 }
 PAIRS = [(case, kernel) for case, (*_, kernels) in CASES.items() for kernel in kernels]
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(fused, "INTERPRET", True)
+    monkeypatch.setattr(kernels, "INTERPRET", True)
 
 
 def operands(tokens=TOKENS):
@@ -40,33 +39,30 @@ def operands(tokens=TOKENS):
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in [*shapes, (HEADS,)]]
 
 
-def places_of(segments, tokens=TOKENS):
-    """Positions and segments of rows of four examples of one length, or of one."""
+def segments_of(tokens=TOKENS):
+    """Segments of rows of four examples of one length, and the places in them."""
     index = np.broadcast_to(np.arange(tokens)[None], (ROWS, tokens))
-    size = tokens // 4 if segments else tokens
-    return attention.Places(jnp.asarray(index % size), jnp.asarray(index // size))
+    return {"positions": index % (tokens // 4), "segments": index // (tokens // 4)}
 
 
-def both(kernel, what, model):
-    config = types.SimpleNamespace(**{"attn_scale": SIZE**-0.5, "attn_softcap": None, **model})
-    places, window = places_of("segments" in what), what.get("window")
-    kept = lambda sinks: sinks if "sinks" in what else None
+def both(kernel, how):
+    """Attention by plain products and by a kernel, with what a case has."""
 
-    def plain(q, k, v, sinks):
-        most = jnp.asarray(decoder.NO_WINDOW if window is None else window)
-        return attention.attend(q, k, v, places, places, most, config, kept(sinks))
+    def of(kernel):
+        def total(q, k, v, sinks):
+            given = {
+                name: x for name, x in {"segments": segments_of()["segments"], "sinks": sinks}.items() if name in how
+            }
+            return jnp.sin(attend(q, k, v, kernel=kernel, **how | given)).sum()
 
-    def of_kernel(q, k, v, sinks):
-        segments = (places.segments, places.segments)
-        return fused.attend(kernel, q, k, v, segments, window, config, kept(sinks))
+        return jax.jit(jax.value_and_grad(total, range(4)))
 
-    return [jax.jit(jax.value_and_grad(lambda *x, f=f: jnp.sin(f(*x)).sum(), range(4))) for f in (plain, of_kernel)]
+    return of("plain"), of(kernel)
 
 
 @pytest.mark.parametrize(("case", "kernel"), default_for([("all", "splash"), ("segments", "pallas")], PAIRS))
 def test_kernels_equal_plain_attention(case, kernel):
-    what, model, _ = CASES[case]
-    (want, wants), (value, grads) = (fn(*operands()) for fn in both(kernel, what, model))
+    (want, wants), (value, grads) = (fn(*operands()) for fn in both(kernel, CASES[case][0]))
     np.testing.assert_allclose(value, want, rtol=2e-6, atol=5e-4)  # a sum of 65,536 sines
     for x, y in zip(grads, wants, strict=True):
         np.testing.assert_allclose(x, y, atol=3e-6 * max(1, np.abs(y).max()))
@@ -74,12 +70,12 @@ def test_kernels_equal_plain_attention(case, kernel):
 
 def test_tables_of_long_rows_are_those_of_jax():
     for window, mask in (
-        (None, fused.masks.CausalMask((TOKENS, TOKENS))),
-        (90, fused.masks.LocalMask((TOKENS, TOKENS), (89, 0), 0)),
+        (None, kernels.masks.CausalMask((TOKENS, TOKENS))),
+        (90, kernels.masks.LocalMask((TOKENS, TOKENS), (89, 0), 0)),
     ):
-        own = fused.splash_kernel(1, TOKENS, 2, window, None)
-        other = fused.splash.make_splash_mha(
-            fused.masks.MultiHeadMask([mask]), block_sizes=own.kwargs["block_sizes"], head_shards=1, q_seq_shards=2
+        own = kernels.splash_kernel(1, TOKENS, 2, window, None)
+        other = kernels.splash.make_splash_mha(
+            kernels.masks.MultiHeadMask([mask]), block_sizes=own.kwargs["block_sizes"], head_shards=1, q_seq_shards=2
         )
         for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(other), strict=True):
             np.testing.assert_array_equal(x, y)
@@ -88,7 +84,7 @@ def test_tables_of_long_rows_are_those_of_jax():
 def test_work_is_equal_between_devices():
     """Blocks that a device computes for its first and its last piece."""
     devices, tokens = 4, 8 * 512
-    blocks = np.asarray(fused.splash_kernel(1, tokens, 2 * devices, None, None).fwd_mask_info.block_mask)[0] > 0
+    blocks = np.asarray(kernels.splash_kernel(1, tokens, 2 * devices, None, None).fwd_mask_info.block_mask)[0] > 0
     pieces = blocks.reshape(2 * devices, -1).sum(1)
     work = pieces + pieces[::-1]
     assert work.max() <= 1.05 * work.mean()
@@ -99,8 +95,8 @@ def test_pieces_are_put_back_in_order():
     x = jnp.arange(2 * 24 * 3).reshape(2, 24, 3)
 
     def there_and_back(x):
-        own = attention.own_part(x, "context")
-        return own, attention.whole_rows(own, "context")
+        own = own_part(x, "context")
+        return own, whole_rows(own, "context")
 
     spec = P(None, "context")
     own, whole = jax.jit(
@@ -111,40 +107,41 @@ def test_pieces_are_put_back_in_order():
     np.testing.assert_array_equal(own, np.concatenate([x[:, 3 * i : 3 * i + 3] for i in order], axis=1))
 
 
-CONFIG = {"platform": "tpu", "tokens": 4096, "pieces": 1, "segments": False, "wide": False}
-
-
-def model_config(**fields):
-    return types.SimpleNamespace(**{"windows": (None, None), "attn_softcap": None, "sinks": False, **fields})
-
-
 @pytest.mark.parametrize(
-    ("wanted", "model", "where", "kernel", "why"),
+    ("wanted", "needs", "where", "kernel", "why"),
     [
-        ("auto", {}, {}, "splash", "tpu"),
-        ("auto", {"windows": (None, 9), "sinks": True}, {"segments": True, "pieces": 16}, "splash", "sinks, windows"),
-        ("auto", {}, {"tokens": 4000}, "plain", "multiples of 128 tokens, not 4000"),
-        ("auto", {}, {"platform": "cpu"}, "plain", "no kernel for cpu"),
-        ("auto", {"windows": (None, 9)}, {"platform": "gpu"}, "cudnn", "windows"),
-        ("auto", {}, {"platform": "gpu", "segments": True}, "pallas", "segments"),
-        ("auto", {}, {"platform": "gpu", "wide": True}, "pallas", "gpu"),
-        ("auto", {"sinks": True}, {"platform": "gpu"}, "plain", "cudnn has no sinks; pallas has no sinks"),
-        ("fused", {}, {}, "splash", "tpu"),
-        ("plain", {}, {}, "plain", "--attention"),
-        ("splash", {}, {"platform": "cpu"}, "splash", ""),
+        ("auto", [], {}, "splash", "tpu"),
+        ("auto", ["windows", "sinks", "segments", "parts of rows"], {"pieces": 16}, "splash", "sinks, windows"),
+        ("auto", [], {"tokens": 4000}, "plain", "multiples of 128 tokens, not 4000"),
+        ("auto", [], {"platform": "cpu"}, "plain", "no kernel for cpu"),
+        ("auto", ["windows"], {"platform": "gpu"}, "cudnn", "windows"),
+        ("auto", ["segments"], {"platform": "gpu"}, "pallas", "segments"),
+        ("auto", [], {"platform": "gpu", "wide": True}, "pallas", "gpu"),
+        ("auto", ["sinks"], {"platform": "gpu"}, "plain", "cudnn has no sinks; pallas has no sinks"),
+        ("fused", [], {}, "splash", "tpu"),
+        ("plain", [], {}, "plain", "as asked for"),
+        ("splash", [], {"platform": "cpu"}, "splash", ""),
     ],
 )
-def test_the_choice_says_why(wanted, model, where, kernel, why):
-    choice = fused.choose(wanted, model_config(**model), **{**CONFIG, **where})
+def test_the_choice_says_why(wanted, needs, where, kernel, why):
+    choice = choose(wanted, needs, **{"platform": "tpu", "tokens": 4096, **where})
     assert choice.kernel == kernel
     assert why in str(choice)
 
 
-def test_what_is_asked_for_and_cannot_be_ends_the_program():
-    with pytest.raises(
-        SystemExit, match=r"fused: cudnn has no soft cap; pallas has no soft cap\. Pass --attention plain"
-    ):
-        fused.choose("fused", model_config(attn_softcap=5.0), **CONFIG | {"platform": "gpu", "wide": True})
+def test_what_is_asked_for_and_cannot_be_is_refused():
+    where = {"platform": "gpu", "tokens": 4096, "wide": True}
+    why = r"asked for, 'fused': cudnn has no soft cap; pallas has no soft cap\. Take 'plain', or 'auto'"
+    with pytest.raises(ValueError, match=why):
+        choose("fused", ["soft cap"], **where)
+    with pytest.raises(ValueError, match=f"one of auto, plain, fused, {', '.join(KERNELS)}: got 'flash'"):
+        choose("flash", [], **where)
+    with pytest.raises(ValueError, match=r"`needs` must be of .*'windows'\]: got \['soft_cap'\]"):
+        choose("auto", ["soft_cap"], **where)
+    args = types.SimpleNamespace(attention="fused", context=1, seq=256, precision="bf16")
+    config = types.SimpleNamespace(windows=(None, 9), attn_softcap=None, sinks=True)
+    with pytest.raises(SystemExit, match=r"--attention fused: .*there is no kernel for cpu"):
+        training.attention_of(types.SimpleNamespace(config=config), args, packed=False)
 
 
 @pytest.mark.filterwarnings("ignore:The mesh has one device")
@@ -157,9 +154,8 @@ def test_the_decoder_equals_plain_attention(family, context, tmp_path):
     model, rng = decoder.Decoder(config), np.random.default_rng(0)
     shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
     params = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape) / 3), shapes)
-    places = places_of(segments=True, tokens=tokens)
     batch = {"tokens": rng.integers(0, config.vocab_size, (ROWS, tokens + 1)).astype(np.int32)}
-    batch |= {name: np.pad(x, ((0, 0), (0, 1)), mode="edge") for name, x in places._asdict().items()}
+    batch |= {name: np.pad(x, ((0, 0), (0, 1)), mode="edge") for name, x in segments_of(tokens).items()}
     batch["weights"] = np.ones(ROWS, np.float32)
 
     def mean(p):

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 import jzero
-from attention import own_part
 from experts import route
+from jzero.attention import own_part
 from jzero.hf import Experts
 from training import Batch, next_token_loss, next_token_losses
 

@@ -10,6 +10,7 @@ head, F hidden width, V vocabulary, L layers; of mixtures of experts also N = B 
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -19,10 +20,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-import fused
-from attention import Places, attend, cap, divide, join, rotate, whole_rows
 from expert_parallel import Apart, own_rows
 from experts import WAYS
+from jzero.attention import whole_rows
+from jzero.attention.kernels import attend_by
+from jzero.attention.plain import Places, Scores, attend_plainly, cap, divide, join
 from jzero.hf import ModelConfig
 from kv_cache import Cache
 
@@ -103,8 +105,20 @@ class PerLayer(NamedTuple):
 
     index: jax.Array  # [L]
     window: jax.Array  # [L]
-    kind: jax.Array  # [L], the place of its window in `fused.windows_of`
+    kind: jax.Array  # [L], the place of its window in `windows_of`
     frequencies: jax.Array  # [L, C/2]
+
+
+def windows_of(config: ModelConfig) -> Sequence[int | None]:
+    """Returns the different windows of a model's layers, in the order of `PerLayer.kind`."""
+    return list(dict.fromkeys(config.windows))
+
+
+def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """Turns pairs of numbers by angles, fp32 [B, S, C/2]. [B, S, H, C]."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 class Layer(nn.Module):
@@ -148,7 +162,7 @@ class Layer(nn.Module):
         k, v = (whole_rows(x, self.context) for x in (k, v))
         sinks = self.param("sinks", KERNEL_INIT, (config.num_heads,)) if config.sinks else None
         if cache is not None or self.attention == "plain":
-            y = attend(q, k, v, places, seen, layer.window, config, sinks)
+            y = attend_plainly(q, k, v, places, seen, self._scores(layer.window, sinks))
         else:
             y = self._fused(layer.kind, q, k, v, (places.segments, seen.segments), sinks)
         y = y.reshape(num_rows, num_tokens, -1)  # [B, S, H C]
@@ -158,12 +172,15 @@ class Layer(nn.Module):
         """Returns the result of the kernel for the layer's window: a kernel's mask is part of its program."""
 
         def of(window: int | None) -> Any:
-            return lambda q, k, v, segments, sinks: fused.attend(
-                self.attention, q, k, v, segments, window, self.config, sinks, self.context
+            return lambda q, k, v, segments, sinks: attend_by(
+                self.attention, q, k, v, segments, self._scores(window, sinks), self.context
             )
 
-        kernels = [of(window) for window in fused.windows_of(self.config)]
+        kernels = [of(window) for window in windows_of(self.config)]
         return kernels[0](*operands) if len(kernels) == 1 else jax.lax.switch(kind, kernels, *operands)
+
+    def _scores(self, window: Any, sinks: jax.Array | None) -> Scores:
+        return Scores(window, self.config.attn_softcap, sinks, self.config.attn_scale)
 
     def _mlp(self, x: jax.Array) -> jax.Array:
         config = self.config
@@ -213,7 +230,7 @@ class Decoder(nn.Module):
 
     With a `mesh`, devices along its axis `experts` have different ones (`expert_parallel.py`).
 
-    `attention` is "plain" or a key of `fused.KERNELS`. With a cache, attention is plain.
+    `attention` is "plain" or a key of `jzero.attention.KERNELS`. With a cache, attention is plain.
     """
 
     config: ModelConfig
@@ -241,7 +258,7 @@ class Decoder(nn.Module):
         x = embed(tokens)  # [B, S, D]
         x *= jnp.asarray(config.embed_scale, x.dtype)
         windows = jnp.array([NO_WINDOW if window is None else window for window in config.windows])
-        kinds = jnp.array([fused.windows_of(config).index(window) for window in config.windows])
+        kinds = jnp.array([windows_of(config).index(window) for window in config.windows])
         frequencies = jnp.array(config.inverse_frequencies, jnp.float32)
         layers = PerLayer(jnp.arange(config.num_layers), windows, kinds, frequencies)
         body = nn.remat(Layer, prevent_cse=False) if cache is None else Layer

@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import fused
 import jzero
 import jzero.data
 import jzero.hf
-from attention import own_part
 from decoder import Decoder
 from expert_parallel import EXPERTS, check_parts, cut_by_expert
 from experts import WAYS
+from jzero.attention import KERNELS, Choice, choose, own_part
 
 Batch = Mapping[str, jax.Array]
 
@@ -95,11 +94,21 @@ def of_parts(
     return model.clone(**parts, mesh=apart, attention=attention_of(model, args, packed=packed).kernel)
 
 
-def attention_of(model: Decoder, args: argparse.Namespace, *, packed: bool) -> fused.Choice:
+def attention_of(model: Decoder, args: argparse.Namespace, *, packed: bool) -> Choice:
     """Returns which attention a run on these devices takes, and why."""
-    needs = {"pieces": 1 if args.context == 1 else 2 * args.context, "segments": packed}
-    platform = jax.devices()[0].platform
-    return fused.choose(args.attention, model.config, platform, tokens=args.seq, wide=args.precision == "fp32", **needs)
+    config, pieces = model.config, 1 if args.context == 1 else 2 * args.context
+    has = {
+        "windows": any(window is not None for window in config.windows),
+        "segments": packed,
+        "soft cap": config.attn_softcap is not None,
+        "sinks": config.sinks,
+        "parts of rows": pieces > 1,
+    }
+    how = {"platform": jax.devices()[0].platform, "tokens": args.seq, "wide": args.precision == "fp32"}
+    try:
+        return choose(args.attention, [name for name, is_needed in has.items() if is_needed], pieces=pieces, **how)
+    except ValueError as error:
+        raise SystemExit(f"--attention {args.attention}: {error}") from error
 
 
 def next_token_losses(model: Decoder, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -290,7 +299,7 @@ def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
     parser.add_argument("--experts", type=int, default=1, help="devices that share the experts of a mixture")
     parser.add_argument(
         "--attention",
-        choices=["auto", "plain", "fused", *fused.KERNELS],
+        choices=["auto", "plain", "fused", *KERNELS],
         default="auto",
         help="a kernel that the model and the devices allow, plain products, or one by name",
     )

@@ -1,8 +1,8 @@
 """Attention as one kernel, which computes no masked block of scores, and keeps none in the devices' memory.
 
-    choose("auto", config, platform="tpu", ...) -> Choice("splash", why)
+    choose(wanted, needs, *, platform, tokens, pieces, wide) -> Choice
 
-`KERNELS` says what each kernel can do. With long contexts each device has two pieces of a row, `attention.py`; splash
+`KERNELS` says what each kernel can do. With long contexts each device has two pieces of a row, see `plain`; splash
 attention gets the part of its table of blocks that belongs to a piece.
 
 Shapes: B rows, S tokens of this device, T places that are attended to, H heads, K heads of keys and values, C size of a
@@ -11,7 +11,7 @@ head.
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from jzero.hf import ModelConfig
+from jzero.attention.plain import Scores
 
 INTERPRET = False
 """Whether kernels are interpreted, so that they run without their accelerator. Tests set it."""
@@ -33,7 +33,7 @@ class Kernel(NamedTuple):
 
     Attributes:
       platform: Where it runs.
-      can: Of the features of `needs`, those that it has.
+      can: Features that it has, beside causal masks and shared keys.
       tokens: The number of tokens, of each piece of a row, must be a multiple.
       wide: Whether it takes fp32.
     """
@@ -44,16 +44,16 @@ class Kernel(NamedTuple):
     wide: bool
 
 
-ALL = frozenset({"windows", "segments", "soft cap", "sinks", "parts of rows"})
+FEATURES = frozenset({"windows", "segments", "soft cap", "sinks", "parts of rows"})
 KERNELS = {
-    "splash": Kernel("tpu", ALL, 128, wide=True),
+    "splash": Kernel("tpu", FEATURES, 128, wide=True),
     "cudnn": Kernel("gpu", frozenset({"windows"}), 1, wide=False),
     "pallas": Kernel("gpu", frozenset({"segments"}), 128, wide=True),
 }
 
 
 class Choice(NamedTuple):
-    """The kernel of a run, or "plain", and why."""
+    """The kernel to take, a key of `KERNELS` or "plain", and why."""
 
     kernel: str
     why: str
@@ -62,28 +62,43 @@ class Choice(NamedTuple):
         return f"attention: {self.kernel}, {self.why}"
 
 
-def choose(  # noqa: PLR0913  # what decides
-    wanted: str, config: ModelConfig, platform: str, *, tokens: int, pieces: int, segments: bool, wide: bool
+def choose(  # noqa: C901  # one reason after the other
+    wanted: str, needs: Collection[str], *, platform: str, tokens: int, pieces: int = 1, wide: bool = False
 ) -> Choice:
-    """Returns which attention a run takes.
+    """Returns which attention to take.
 
     Args:
-      wanted: "auto", "plain", "fused", or a key of `KERNELS`.
-      config: The model.
-      platform: That of the devices.
+      wanted: "auto", "plain", "fused" (any kernel, but not "plain"), or a key of `KERNELS`.
+      needs: Features of `FEATURES` that it must have.
+      platform: That of the devices: "cpu", "gpu" or "tpu".
       tokens: Of a row.
       pieces: Into which rows are divided.
-      segments: Whether rows are packed.
       wide: Whether products are in fp32.
+
+    Returns:
+      The choice, which `print` shows with its reason.
+
+    Raises:
+      ValueError: No kernel suffices, and "auto" is not wanted; or a name is unknown.
+
+    Example:
+      >>> from jzero.attention import choose
+      >>> print(choose("auto", {"windows"}, platform="tpu", tokens=4096))
+      attention: splash, the kernel for tpu that has windows
+      >>> print(choose("auto", {"sinks"}, platform="gpu", tokens=4096))
+      attention: plain, cudnn has no sinks; pallas has no sinks
     """
+    if wanted not in ("auto", "plain", "fused", *KERNELS):
+        raise ValueError(f"`kernel` must be one of auto, plain, fused, {', '.join(KERNELS)}: got {wanted!r}.")
+    if unknown := set(needs) - FEATURES:
+        raise ValueError(f"`needs` must be of {sorted(FEATURES)}: got {sorted(unknown)}.")
     if wanted == "plain":
-        return Choice("plain", "as --attention says")
-    needs = needs_of(config, pieces=pieces, segments=segments)
+        return Choice("plain", "as asked for")
     reasons = []
     for name, kernel in KERNELS.items():
         if wanted in ("auto", "fused") and kernel.platform != platform:
             continue
-        if missing := sorted(needs - kernel.can):
+        if missing := sorted(set(needs) - kernel.can):
             reasons.append(f"{name} has no {', no '.join(missing)}")
         elif tokens % (pieces * kernel.tokens):
             reasons.append(f"{name} takes multiples of {pieces * kernel.tokens} tokens, not {tokens}")
@@ -93,34 +108,20 @@ def choose(  # noqa: PLR0913  # what decides
             return Choice(name, f"the kernel for {platform} that has {', '.join(sorted(needs)) or 'what it takes'}")
     why = "; ".join(reasons) or f"there is no kernel for {platform}"
     if wanted != "auto":
-        raise SystemExit(f"--attention {wanted}: {why}. Pass --attention plain.")
+        raise ValueError(f"No kernel of attention is as asked for, {wanted!r}: {why}. Take 'plain', or 'auto'.")
     return Choice("plain", why)
 
 
-def needs_of(config: ModelConfig, *, pieces: int, segments: bool) -> frozenset[str]:
-    """Returns the features of `KERNELS` that a model and its rows need, beside causal masks and shared keys."""
-    has = {
-        "windows": any(window is not None for window in config.windows),
-        "segments": segments,
-        "soft cap": config.attn_softcap is not None,
-        "sinks": config.sinks,
-        "parts of rows": pieces > 1,
-    }
-    return frozenset(name for name, is_needed in has.items() if is_needed)
-
-
-def attend(  # noqa: PLR0913  # what attention has
+def attend_by(  # noqa: PLR0913  # what attention has
     kernel: str,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: tuple[jax.Array, jax.Array],
-    window: int | None,
-    config: ModelConfig,
-    sinks: jax.Array | None = None,
-    context: str | None = None,
+    how: Scores,
+    context: str | None,
 ) -> jax.Array:
-    """Returns what `attention.attend` does, [B, S, H, C].
+    """Returns what `attend_plainly` does, [B, S, H, C].
 
     Args:
       kernel: A key of `KERNELS`.
@@ -128,28 +129,27 @@ def attend(  # noqa: PLR0913  # what attention has
       k: Keys [B, T, K, C].
       v: Values [B, T, K, C].
       segments: Those of the queries [B, S], and of the keys [B, T]. Within one, positions follow each other.
-      window: How many tokens a token sees.
-      config: The model.
-      sinks: Scores beside those of the keys, [H].
+      how: How scores are made; the window is part of the program.
       context: The mesh axis along which devices have two pieces each of rows.
     """
     if kernel == "cudnn":
-        local = None if window is None else (window - 1, 0)
-        how: dict[str, Any] = {"is_causal": True, "local_window_size": local, "implementation": kernel}
-        return jax.nn.dot_product_attention(q, k, v, scale=config.attn_scale, **how)
+        local = None if how.window is None else (how.window - 1, 0)
+        mask: dict[str, Any] = {"is_causal": True, "local_window_size": local}
+        return jax.nn.dot_product_attention(q, k, v, scale=how.scale, implementation="cudnn", **mask)
     if kernel == "pallas":
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        return _mha()(q, k, v, segments[0], sm_scale=config.attn_scale, causal=True, interpret=INTERPRET)
-    q = (q.astype(jnp.float32) * config.attn_scale).astype(q.dtype)
+        return _mha()(q, k, v, segments[0], sm_scale=how.scale, causal=True, interpret=INTERPRET)
+    q = (q.astype(jnp.float32) * how.scale).astype(q.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # [B, H, S, C]
     count = 1 if context is None else 2 * lax.axis_size(context)
     index = 0 if context is None else lax.axis_index(context)
-    whole = splash_kernel(q.shape[1], k.shape[2], count, window, config.attn_softcap)
+    whole = splash_kernel(q.shape[1], k.shape[2], count, how.window, how.softcap)
     pieces = [_piece(whole, number, count) for number in ([index] if count == 1 else [index, count - 1 - index])]
 
     def of_piece(piece: splash.SplashAttentionKernel, q: jax.Array, own: jax.Array) -> jax.Array:
         def run(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
-            return piece(q, k, v, splash.SegmentIds(*ids), sinks)
+            attended: Any = piece(q, k, v, splash.SegmentIds(*ids), how.sinks)
+            return attended
 
         return jax.vmap(run)(q, k, v, own, segments[1])
 
@@ -219,8 +219,3 @@ def _mha() -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)  # in favour of a package that needs a GPU to import
         from jax.experimental.pallas.ops.gpu.attention import mha  # noqa: PLC0415
     return mha
-
-
-def windows_of(config: ModelConfig) -> Sequence[int | None]:
-    """Returns the different windows of a model's layers, in the order of `PerLayer.window_kind`."""
-    return list(dict.fromkeys(config.windows))

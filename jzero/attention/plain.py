@@ -1,4 +1,4 @@
-"""Attention, a part of the scores at a time; with long contexts each device has a part of every row.
+"""Attention by plain products, a part of the scores at a time; with long contexts each device has a part of every row.
 
 Keys and values are small beside scores, so each device gathers those of whole rows, and attends with its own queries.
 A part is two pieces of a row of 2 N: the first and the last go to one device, the second and the last but one to
@@ -8,13 +8,11 @@ Shapes: B rows, S tokens of this device, T places that are attended to, H heads,
 head.
 """
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from jzero.hf import ModelConfig
 
 T = TypeVar("T")
 
@@ -34,13 +32,31 @@ class Places(NamedTuple):
     segments: jax.Array
 
 
+class Scores(NamedTuple):
+    """How scores are made of products of queries and keys.
+
+    Attributes:
+      window: How many tokens a token sees, itself included, perhaps traced; `None` for all.
+      softcap: Bounds scores smoothly.
+      sinks: Scores beside those of the keys, [H], which take a share of each query, and have no values.
+      scale: Products are multiplied by it.
+    """
+
+    window: Any
+    softcap: float | None
+    sinks: jax.Array | None
+    scale: float
+
+
 def own_part(x: jax.Array, axis: str | None) -> jax.Array:
     """Returns this device's part of whole rows, if devices along a mesh axis share them. [B, T, ...] -> [B, S, ...]."""
     if axis is None:
         return x
     count, index = 2 * lax.axis_size(axis), lax.axis_index(axis)
     if x.shape[1] % count:
-        raise ValueError(f"Rows of {x.shape[1]} tokens have no {count} equal pieces: change --context or --seq.")
+        raise ValueError(
+            f"Rows must have a multiple of {count} tokens, two pieces for each device along {axis!r}: got {x.shape[1]}."
+        )
     size = x.shape[1] // count
     pieces = [lax.dynamic_slice_in_dim(x, number * size, size, axis=1) for number in (index, count - 1 - index)]
     return jnp.concatenate(pieces, axis=1)
@@ -55,15 +71,13 @@ def whole_rows(x: jax.Array, axis: str | None) -> jax.Array:
     return jnp.concatenate([early, late[:, ::-1]], axis=1).reshape(len(x), -1, *x.shape[2:])
 
 
-def attend(  # noqa: PLR0913  # what attention has
+def attend_plainly(  # what attention has
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     places: Places,
     seen: Places,
-    window: jax.Array,
-    config: ModelConfig,
-    sinks: jax.Array | None = None,
+    how: Scores,
 ) -> jax.Array:
     """Returns the mean of the values that each query sees, weighted by its scores. [B, S, H, C].
 
@@ -73,9 +87,7 @@ def attend(  # noqa: PLR0913  # what attention has
       v: Values [B, T, K, C].
       places: Those of the queries.
       seen: Those of the keys.
-      window: How many tokens a token sees.
-      config: The model.
-      sinks: Scores beside those of the keys, [H], which take a share of each query, and have no values.
+      how: How scores are made.
     """
     num_rows, size, num_heads, _ = q.shape
     wide = [x.astype(jnp.float32) for x in (k, v)]  # in which the gradients of all parts are added
@@ -84,14 +96,15 @@ def attend(  # noqa: PLR0913  # what attention has
         q, places = part  # [B, s, H, C]
         k, v = (x.astype(q.dtype) for x in wide)
         q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # [B, s, K, H/K, C]
-        scores = jnp.einsum("bskgc,btkc->bkgst", q, k, preferred_element_type=jnp.float32) * config.attn_scale
-        scores = cap(scores, config.attn_softcap)
+        scores = jnp.einsum("bskgc,btkc->bkgst", q, k, preferred_element_type=jnp.float32) * how.scale
+        scores = cap(scores, how.softcap)
         distances = places.positions[:, :, None] - seen.positions[:, None]  # [B, s, T]
-        visible = (distances >= 0) & (distances < window) & (seen.positions >= 0)[:, None]
+        visible = (distances >= 0) & (seen.positions >= 0)[:, None]
+        visible &= True if how.window is None else distances < how.window
         visible &= places.segments[:, :, None] == seen.segments[:, None]
         scores = jnp.where(visible[:, None, None], scores, -1e30)  # [B, K, H/K, s, T]
-        if sinks is not None:
-            beside = sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
+        if how.sinks is not None:
+            beside = how.sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
             scores = jnp.concatenate([scores, jnp.broadcast_to(beside, (*scores.shape[:-1], 1))], axis=-1)
         shares = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(q.dtype)
         return jnp.einsum("bkgst,btkc->bskgc", shares, v).reshape(*q.shape[:2], num_heads, -1)
@@ -100,13 +113,6 @@ def attend(  # noqa: PLR0913  # what attention has
     if count == 1:
         return of_part((q, places))
     return join(lax.map(jax.checkpoint(of_part), divide((q, places), count)))
-
-
-def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Turns pairs of numbers by angles, fp32 [B, S, C/2]. [B, S, H, C]."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def cap(x: jax.Array, limit: float | None) -> jax.Array:
@@ -123,7 +129,7 @@ def divide(tree: T, count: int) -> T:
     """Divides rows into parts of as many tokens. [B, S, ...] -> [count, B, S/count, ...]."""
     size = jax.tree.leaves(tree)[0].shape[1]
     if size % count:
-        raise ValueError(f"{size} tokens of a row have no {count} equal parts: change --loss-chunks or --seq.")
+        raise ValueError(f"Rows of {size} tokens have no {count} equal parts: choose a number that divides them.")
     parts: T = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), count, -1, *x.shape[2:]), 1, 0), tree)
     return parts
 

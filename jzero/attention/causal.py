@@ -1,0 +1,72 @@
+"""Causal attention by a kernel that has what is asked for, or by plain products.
+
+Shapes: B rows, S tokens of this device, T tokens of a row, H heads, K heads of keys and values, C size of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero.attention.kernels import attend_by, choose
+from jzero.attention.plain import Places, Scores, attend_plainly, own_part, whole_rows
+
+
+def attend(  # noqa: PLR0913  # what attention has
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
+    context: str | None = None,
+    kernel: str = "auto",
+) -> jax.Array:
+    """Returns causal attention, `[B, S, H, C]`: the mean of the values that each query sees, weighted by its scores.
+
+    By default it is computed by a kernel, if there is one for the devices that has what is asked for, and by plain
+    products otherwise. The logger `jzero` says which, and why.
+
+    Args:
+      q: Queries, `[B, S, H, C]`.
+      k: Keys, `[B, S, K, C]`; K divides H.
+      v: Values, `[B, S, K, C]`.
+      window: How many tokens a token sees, itself included; all before it by default.
+      segments: `[B, S]`, integers: tokens see those of their own segment alone, whose tokens are together.
+      softcap: Bounds scores to it, smoothly: `softcap · tanh(score / softcap)`.
+      sinks: Scores beside those of the keys, `[H]`, which take a share of each query, and have no values.
+      scale: Scores are multiplied by it; `C ** -0.5` by default.
+      context: The mesh axis along which devices have parts of the same rows, as `own_part` makes them.
+      kernel: `"auto"`, `"plain"`, `"fused"` for a kernel or an error, or a key of `KERNELS`.
+
+    Raises:
+      ValueError: No kernel suffices, and `kernel` is neither `"auto"` nor `"plain"`.
+
+    Example:
+      >>> from jzero.attention import attend
+      >>> q, k = jnp.ones((2, 128, 4, 64)), jnp.ones((2, 128, 2, 64))
+      >>> attend(q, k, k, window=32).shape
+      (2, 128, 4, 64)
+    """
+    whole = functools.partial(whole_rows, axis=context)
+    k, v = whole(k), whole(v)
+    tokens, pieces = k.shape[1], 1 if context is None else 2 * lax.axis_size(context)
+    given = {"windows": window, "segments": segments, "soft cap": softcap, "sinks": sinks, "parts of rows": context}
+    needs = [name for name, x in given.items() if x is not None]
+    wide = q.dtype == jnp.float32
+    choice = choose(kernel, needs, platform=jax.default_backend(), tokens=tokens, pieces=pieces, wide=wide)
+    logging.getLogger("jzero").info("%s", choice)
+    own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
+    how = Scores(window, softcap, sinks, q.shape[-1] ** -0.5 if scale is None else scale)
+    if choice.kernel != "plain":
+        return attend_by(choice.kernel, q, k, v, (own, whole(own)), how, context)
+    row = jnp.broadcast_to(jnp.arange(tokens)[None], (len(q), tokens))
+    places, seen = Places(own_part(row, context), own), Places(row, whole(own))
+    return attend_plainly(q, k, v, places, seen, how)
