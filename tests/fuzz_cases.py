@@ -198,10 +198,15 @@ WIDTHS = (3, 4, 5, 7, 8, 9, 11, 13, 16, 17)
 NARROW = ("bfloat16", "float16", "float8_e4m3fn")
 
 
+def _likely(random: Random, chance: float) -> bool:
+    """Whether something holds by chance; where a failing case shrinks, it does not."""
+    return random.randrange(20) >= 20 * (1 - chance)
+
+
 def _layers(random: Random, entry: str) -> tuple[Layer, ...]:
     # XLA's partitioner ends the process over the gradient of a sorted array that is cut unevenly, without jzero too.
-    kinds = sorted({*KINDS} - {"sorted_rows"}) if entry == "own_loop" else sorted(KINDS)
-    dtype = lambda: random.choice(NARROW) if random.random() < 0.1 else "float32"
+    kinds = [kind for kind in KINDS if (kind, entry) != ("sorted_rows", "own_loop")]
+    dtype = lambda: random.choice(NARROW) if _likely(random, 0.1) else "float32"
     one = lambda: Layer(random.choice(kinds), random.choice(WIDTHS), dtype())
     return tuple(one() for _ in range(random.randint(1, 3)))
 
@@ -221,23 +226,23 @@ RULES = tuple(
 def _config(random: Random) -> dict[str, Any]:
     stage = random.choice((3, 3, 3, 2, 1, 0))
     config = {"stage": stage, "persistence_threshold": random.choice((0, 0, 0, 20, 100_000))}
-    if random.random() < 0.5:
+    if _likely(random, 0.5):
         config["precision"] = random.choice((*PRECISIONS, jzero.Precision(skip_nonfinite=True)))
-    if random.random() < 0.3:
+    if _likely(random, 0.3):
         config["reduce_scatter"] = False
-    if stage == 3 and random.random() < 0.7:
+    if stage == 3 and _likely(random, 0.7):
         config |= random.choice(({"reshard_after_forward": False}, *({"prefetch_bytes": n} for n in (0, 300, 10**6))))
-    return config | (random.choice(RULES) if random.random() < 0.15 else {})
+    return config | (random.choice(RULES) if _likely(random, 0.15) else {})
 
 
 def _step(random: Random, entry: str) -> dict[str, Any]:
     step: dict[str, Any] = {}
-    if entry != "own_loop" and random.random() < 0.6:
+    if entry != "own_loop" and _likely(random, 0.6):
         step["remat"] = random.choice(("cheap", "as_written", True, False))
     if entry == "train_step":
-        step |= {"accumulate_steps": random.choice((2, 3))} if random.random() < 0.5 else {}
-        step |= {"reduce": "last"} if step.get("accumulate_steps") and random.random() < 0.4 else {}
-        step |= {"clip_norm": 0.2} if random.random() < 0.5 else {}
+        step |= {"accumulate_steps": random.choice((2, 3))} if _likely(random, 0.5) else {}
+        step |= {"reduce": "last"} if step.get("accumulate_steps") and _likely(random, 0.4) else {}
+        step |= {"clip_norm": 0.2} if _likely(random, 0.5) else {}
     return step
 
 
@@ -262,7 +267,7 @@ def _optimizers(layers: tuple[Layer, ...], extras: tuple[str, ...], policy: jzer
         able &= {"ema", "momentum", "sgd"}
     if "empty" in extras:  # muon divides by the sizes of matrices
         able -= {"muon"}
-    return sorted(able)
+    return [name for name in OPTIMIZERS if name in able]
 
 
 LOSSES = ("mean", "cross_entropy", "weighted", "cross_entropy", "weighted", "weighted_by_params")
@@ -270,8 +275,8 @@ LOSSES = ("mean", "cross_entropy", "weighted", "cross_entropy", "weighted", "wei
 
 @st.composite
 def cases(draw: Any) -> Case:
-    """Draws a case whose every choice is its own: hypothesis would copy choices from one place to others."""
-    random = draw(st.randoms(use_true_random=True))
+    """Draws a case; of each choice the simplest comes first, so that a failing case shrinks."""
+    random = draw(st.randoms(use_true_random=False))
     config = _config(random)
     policy = jzero.ZeroConfig(**config).policy
     entry = random.choice(("train_step",) * 4 + ("value_and_grad", "own_loop"))
@@ -290,8 +295,8 @@ def cases(draw: Any) -> Case:
         extras=extras,
         framework=framework,
         loss=random.choice(losses),
-        l2=random.random() < 0.3,
-        aux=entry != "own_loop" and random.random() < 0.3,
+        l2=_likely(random, 0.3),
+        aux=entry != "own_loop" and _likely(random, 0.3),
         poisoned=random.choice((None, 1)) if policy.skips and entry == "train_step" else None,
         optimizer=random.choice(_optimizers(layers, extras, policy)),
         entry=entry,

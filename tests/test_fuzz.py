@@ -6,9 +6,11 @@ long run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
+import time
 import warnings
 from typing import Any, NamedTuple
 
@@ -308,15 +310,37 @@ def _assert_near(name: str, got: Any, want: Any, controls: list[Any], floor: flo
         assert off <= allowed, f"{name}: off by {off:.3g}, allowed {allowed:.3g}, of {size:.3g}"
 
 
-def drawn(draws: int, seed: int, run: Any) -> None:
-    """Calls `run` with that many cases, the same for the same seed and version of hypothesis."""
+PLAINEST = Case(layers=(Layer("tanh", 3),), num_devices=1, rows=1, config=(("stage", 3), ("persistence_threshold", 0)))
+"""What hypothesis draws first, whatever the seed."""
+
+
+def drawn(draws: int, seed: int, run: Any, seconds: float = 180) -> None:
+    """Calls `run` with that many cases, others for another seed, and shrinks one that fails for so many seconds."""
+    failed: dict[str, Exception] = {}
+    ends = float("inf")
+
+    def once(case: Case) -> None:
+        nonlocal ends
+        hypothesis.assume(case != PLAINEST)
+        if time.monotonic() > ends:  # all that was not found to fail counts as passed
+            if repr(case) in failed:
+                raise failed[repr(case)]
+            return
+        try:
+            run(case)
+        except Exception as error:
+            ends = min(ends, time.monotonic() + seconds)
+            failed[repr(case)] = error
+            raise
+
     settings = hypothesis.settings(
         max_examples=draws,
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.generate],  # there is nothing to shrink
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        report_multiple_bugs=False,
     )
-    hypothesis.seed(seed)(settings(hypothesis.given(cases())(run)))()
+    hypothesis.seed(seed)(settings(hypothesis.given(cases())(once)))()
 
 
 SMALL = Case(
@@ -331,11 +355,29 @@ SMALL = Case(
 
 
 def test_a_small_case_trains_like_plain_optax():
-    """As those that are drawn, which differ."""
     assert check(SMALL)
+
+
+def test_shares_draw_different_cases():
     seen: list[Case] = []
-    drawn(4, 0, lambda case: seen.extend([case]))
-    assert len(set(map(repr, seen))) == 4
+    for seed in range(3):
+        drawn(4, seed, lambda case: seen.extend([case]))
+    assert len(set(map(repr, seen))) == 12
+
+
+def test_a_case_that_fails_is_shrunk_while_there_is_time():
+    seen: list[Case] = []
+
+    def fails(case):
+        seen.append(case)
+        assert not (case.num_devices == 8 and dict(case.config)["stage"] == 2 and case.extras)
+
+    for seconds in (0, 60):
+        with pytest.raises(AssertionError) as found:
+            drawn(300, 0, fails, seconds)
+        assert f"rows={seen[-1].rows}" in str(found.value.__notes__)
+        small = dataclasses.replace(PLAINEST, num_devices=8, extras=("scalar",), config=seen[-1].config)
+        assert (seen[-1] == small) == (seconds > 0)
 
 
 @pytest.mark.slow
