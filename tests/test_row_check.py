@@ -122,6 +122,31 @@ def test_a_sum_is_a_mean_if_its_factor_follows_the_number_of_rows(factor, is_sum
         jax.make_jaxpr(step)(sharded(), BATCH[:rows])
 
 
+@pytest.mark.parametrize(
+    ("reduce", "traces", "is_sum"),
+    [
+        (lambda y: y.mean(), 1, False),
+        (lambda y: -y.reshape(-1).sum() / y.size, 1, False),
+        (lambda y: y.mean(-1).sum() / 300, 2, True),
+        (lambda y: y.sum() / y.shape[1], 2, True),
+        (lambda y: y.mean() * len(y), 2, True),
+        (lambda y: jax.lax.scan(lambda total, row: (total + row.mean(), None), 0.0, y)[0], 2, True),
+        (lambda y: y[0, 0] + y.sum() / y.size, 2, False),
+        (lambda y: y[:, :85].sum() / 255, 2, True),  # of 255 terms: a small number may be any constant
+    ],
+)
+def test_a_plain_mean_is_known_from_one_trace(reduce, traces, is_sum):
+    traced = []
+
+    def loss(params, x):
+        traced.append(len(x))
+        return reduce(jnp.square(x @ params["w"] @ jnp.ones((3, 100))))
+
+    with pytest.warns(UserWarning, match="loss is a sum over rows") if is_sum else contextlib.nullcontext():
+        jax.make_jaxpr(jzero.value_and_grad(loss))(sharded(), BATCH)
+    assert traced == [3, 6][:traces]
+
+
 def test_a_loss_that_holds_for_one_number_of_rows_is_no_sum():
     """Nor does it fail: what a check cannot see is no reason to warn."""
     loss = lambda params, x: 0.25 * each(params, x.reshape(3, WIDTH)).sum()

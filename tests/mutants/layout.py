@@ -146,6 +146,13 @@ MUTANTS = [
         "test_row_check.py::test_a_sum_is_a_mean_if_its_factor_follows_the_number_of_rows",
     ),
     Mutant(
+        "any_quotient_is_a_mean",
+        "core/jaxpr/row_rules.py",
+        "and bool(divisor.val == terms)",
+        "",
+        "test_row_check.py::test_a_plain_mean_is_known_from_one_trace",
+    ),
+    Mutant(
         "counts_of_rows_are_constants",
         "core/jaxpr/row_facts.py",
         "not self.reads and self.growth in (0, -math.inf)",

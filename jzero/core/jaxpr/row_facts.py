@@ -62,6 +62,7 @@ class RowFacts(NamedTuple):
       rows: How many rows the batch has.
       cause: The equation that combined rows, or ceases to be linear with the next function.
       growth: How it grows with the number of rows, see `jzero.core.jaxpr.growth`; not a number if that is unknown.
+      terms: Of a plain sum over rows, the number of its terms; 1 of their mean; 0 of anything else.
     """
 
     differs: bool = False
@@ -71,6 +72,7 @@ class RowFacts(NamedTuple):
     rows: int = 1
     cause: Cause | None = None
     growth: float = math.nan
+    terms: int = 0
 
     @property
     def is_sum(self) -> bool:
@@ -81,6 +83,11 @@ class RowFacts(NamedTuple):
     def may_be_sum(self) -> bool:
         """Whether it is a sum over rows, a mean, or of single rows, of which a loop may add up all."""
         return self.kind in (RowKind.ROW, RowKind.LINEAR) and not self.row_dims
+
+    @property
+    def needs_growth(self) -> bool:
+        """Whether only a trace over more rows tells a sum from a mean."""
+        return self.may_be_sum and self.terms != 1
 
     @property
     def is_constant(self) -> bool:
@@ -101,6 +108,9 @@ class RowFacts(NamedTuple):
 SAME = RowFacts()
 LEAST_GROWTH = 1e-3
 """What grows by less does not: `x.sum() / (len(x) + 1e-8)` is a mean."""
+LEAST_TERMS = 256
+"""A sum of so many terms, divided by their number, is a mean. A smaller number may be any constant: the loss says no
+more than one trace shows, and `x.sum() / 8` is no mean because a device happens to have eight rows."""
 
 
 def without(axes: Iterable[int]) -> Callable[[int], int | None]:

@@ -19,6 +19,7 @@ from jzero.core.base.compat import Atom
 from jzero.core.jaxpr.kernels import KERNELS, row_places
 from jzero.core.jaxpr.primitives import Trait, primitives_with
 from jzero.core.jaxpr.row_facts import (
+    LEAST_TERMS,
     SAME,
     RowFacts,
     RowKind,
@@ -92,7 +93,13 @@ def _divide(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts | Sequence[RowFacts]
     is_sum = y.kind is RowKind.LINEAR or (y.coupled and y.coupled.how == "sum")  # maximum(mask.sum(), 1), say
     if is_sum and x.kind <= RowKind.LINEAR:
         return joined([x._replace(cause=None), y._replace(cause=None)], RowKind.COUPLED, eqn, "ratio")
-    return applied(ins, eqn) if y.kind else x
+    return applied(ins, eqn) if y.kind else x._replace(terms=int(_divides_by(eqn, x.terms)))
+
+
+def _divides_by(eqn: JaxprEqn, terms: int) -> bool:
+    """Whether an equation divides by the number of terms, as `jnp.mean` does."""
+    divisor = eqn.invars[-1]
+    return terms >= LEAST_TERMS and compat.is_literal(divisor) and bool(divisor.val == terms)
 
 
 @_rule("integer_pow")
@@ -105,7 +112,10 @@ def _power(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts | Sequence[RowFacts]:
 
 @_rule("reduce_sum")
 def _sum(eqn: JaxprEqn, ins: list[RowFacts]) -> RowFacts:
-    return summed(ins[0], eqn.params["axes"])
+    x, axes = ins[0], eqn.params["axes"]
+    is_plain = x.kind is RowKind.ROW and x.rows > 1 and x.row_dims and x.row_dims <= {*axes}
+    terms = math.prod(shape_of(eqn.invars[0])[d] for d in axes) if is_plain else 0
+    return summed(x, axes)._replace(terms=terms)
 
 
 @_rule("reduce_and reduce_or")

@@ -171,7 +171,7 @@ def _with_row_facts(traced: TracedLoss, merge: Merge, plan: ZeroPlan, doubled: C
     facts = traced.row_facts[len(traced.row_facts) - len(traced.written) :]
     without_word = [x for x, written in zip(facts, traced.written, strict=True) if merge.word(written.name) is None]
     asks = [x.needs_growth for x in attempt(results_of, traced) or []]
-    if not any([*asks, *(x.may_be_sum for x in without_word)]):
+    if not any([*asks, *(x.needs_growth for x in without_word)]):
         return traced
     try:
         other = doubled()

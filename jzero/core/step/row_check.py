@@ -51,7 +51,7 @@ class Result(NamedTuple):
     def needs_growth(self) -> bool:
         """Whether a trace over more rows may tell more about it."""
         is_equal = not self.facts.differs and not self.facts.reads
-        return is_equal if self.must_be_constant else self.mark is None and self.facts.may_be_sum
+        return is_equal if self.must_be_constant else self.mark is None and self.facts.needs_growth
 
 
 def results_of(traced: TracedLoss) -> list[Result]:

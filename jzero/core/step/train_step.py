@@ -185,7 +185,7 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
         split over devices or micro-batches. The step warns once of a result that is a sum over rows or couples them
         (in-batch negatives, batch statistics, a mean over the rows that count): its average over the parts is not the
         result of the whole batch. It refuses one value per example in `aux` unless that is `PerExample`. To tell sums
-        from means, it traces the loss a second time, over twice as many rows.
+        from means, it traces a loss that does not end in a plain mean a second time, over twice as many rows.
 
     Returns:
       `fn(state, batch, *, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
