@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.mutants import MUTANTS, drawn, runs
+from tests.mutants import MUTANTS, drawn, equivalent, runs
 
 
 @functools.cache
@@ -40,6 +40,14 @@ def test_drawn_faults_are_other_code():
     for fault in faults:
         text = (runs.ROOT / fault.file).read_text()
         assert ast.dump(ast.parse(fault.applied(text))) != ast.dump(ast.parse(text))
+
+
+def test_each_excuse_is_that_of_one_fault():
+    """Another fault in the same function, or the same one elsewhere, has none."""
+    files = {file for file, *_ in equivalent.EQUIVALENT}
+    faults = [equivalent.key(fault) for file in files for fault in drawn.faults_of(runs.ROOT, runs.ROOT / file)]
+    found = collections.Counter(fault for fault in faults if fault in equivalent.EQUIVALENT)
+    assert found == dict.fromkeys(equivalent.EQUIVALENT, 1)
 
 
 @pytest.fixture(scope="module")

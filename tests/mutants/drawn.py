@@ -33,7 +33,7 @@ ARITHMETIC: dict[type, type] = {
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
-NO_FAULTS = ("cast", "getLogger", "isinstance", "max", "min", "one_of", "TypeVar")
+NO_FAULTS = ("cast", "gcd", "getLogger", "isinstance", "max", "min", "one_of", "TypeVar")
 """Calls whose arguments have an order that nobody sees, or that are never right in another."""
 
 
@@ -42,21 +42,25 @@ class Fault(NamedTuple):
 
     Attributes:
       file: The file, below the repository's root.
+      function: The classes and functions around it, with dots between.
       line: Its first line.
       last: Its last line.
       kind: What was done.
       old: The text before.
       new: The text after.
       begin: Where the text begins in the file, in bytes.
+      lines: Its lines with the fault, without what is between words.
     """
 
     file: str
+    function: str
     line: int
     last: int
     kind: str
     old: str
     new: str
     begin: int
+    lines: str
 
     def applied(self, text: str) -> str:
         """Returns the text of the file with the fault."""
@@ -98,36 +102,42 @@ def faults_of(root: Path, file: Path) -> Iterator[Fault]:
     starts = [0]
     for line in text.split(b"\n"):
         starts.append(starts[-1] + len(line) + 1)
-    for node, kind, changed in _changes(ast.parse(text), {}):
+    for function, node, kind, changed in _changes(ast.parse(text), "", {}):
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         new = ast.unparse(changed)
         if isinstance(changed, ast.expr) and not isinstance(changed, (ast.Constant, ast.Name, ast.Call)):
             new = f"({new})"
         old = text[begin:end].decode()
-        yield Fault(str(file.relative_to(root)), node.lineno, node.end_lineno, kind, old, new, begin)
+        place = function, node.lineno, node.end_lineno
+        around = text[starts[node.lineno - 1] : begin].decode(), text[end : starts[node.end_lineno] - 1].decode()
+        lines = " ".join(new.join(around).split())
+        yield Fault(str(file.relative_to(root)), *place, kind, old, new, begin, lines)
 
 
-def _changes(node: ast.AST, same: dict[str, list[str]]) -> Iterator[tuple[ast.AST, str, ast.AST]]:
-    """Places below a node, and what takes their place.
+def _changes(node: ast.AST, function: str, same: dict[str, list[str]]) -> Iterator[tuple[str, ast.AST, str, ast.AST]]:
+    """Places below a node, with the function around, and what takes their place.
 
     Args:
       node: Where to look.
+      function: The classes and functions around it.
       same: Names of parameters by the text of their type, of the function around.
     """
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        function = f"{function}.{node.name}".strip(".")
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         same = {}
         for parameter in node.args.posonlyargs + node.args.args + node.args.kwonlyargs:
             if parameter.annotation:
                 same.setdefault(ast.unparse(parameter.annotation), []).append(parameter.arg)
-    yield from _changes_of(node, same)
+    yield from ((function, *change) for change in _changes_of(node, same))
     for name, value in ast.iter_fields(node):
         # Types are not run, texts of messages are no code, and f-strings have no places of their own on Python 3.11.
         if name in ("annotation", "returns", "decorator_list") or isinstance(node, (ast.Raise, ast.JoinedStr)):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not _has_no_faults(child):
-                yield from _changes(child, same)
+                yield from _changes(child, function, same)
 
 
 def _has_no_faults(node: ast.AST) -> bool:

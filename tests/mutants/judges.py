@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import difflib
 import functools
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -81,11 +84,31 @@ def of_lines(file: str, first: int, last: int) -> dict[str, int]:
 @functools.cache
 def seconds() -> dict[str, float]:
     """Returns how long each test took."""
-    found = {}
-    for case in ET.parse(MAP / "seconds.xml").iter("testcase"):
-        name = case.attrib["classname"].replace(".", "/") + ".py::" + case.attrib["name"]
-        found[name] = float(case.attrib["time"])
-    return found
+    return {_name(case): float(case.attrib["time"]) for case in ET.parse(MAP / "seconds.xml").iter("testcase")}
+
+
+def failed(report: Path) -> list[str]:
+    """Returns the tests that failed, of a report like that of the map."""
+    bad = ("failure", "error")
+    return [_name(case) for case in ET.parse(report).iter("testcase") if any(case.find(x) is not None for x in bad)]
+
+
+def _name(case: ET.Element) -> str:
+    return case.attrib["classname"].replace(".", "/") + ".py::" + case.attrib["name"]
+
+
+@functools.cache
+def executed() -> collections.Counter[str]:
+    """Returns how many lines of all files each test executes."""
+    lines: collections.Counter[str] = collections.Counter()
+    with contextlib.closing(sqlite3.connect(MAP / "coverage")) as data:
+        for context, bits in data.execute("select context, numbits from line_bits join context on id = context_id"):
+            lines[_test(context)] += int.from_bytes(bits).bit_count()
+    return lines
+
+
+def _test(context: str) -> str:
+    return re.split(r"\|| \(", context)[0]
 
 
 @functools.cache
@@ -102,7 +125,7 @@ def _contexts(file: str) -> dict[int, set[str]]:
     if path is None:
         return {}
     found = _read().contexts_by_lineno(path)
-    return {line: {re.split(r"\|| \(", x)[0] for x in contexts} for line, contexts in found.items()}
+    return {line: {_test(x) for x in contexts} for line, contexts in found.items()}
 
 
 @functools.cache

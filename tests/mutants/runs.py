@@ -51,7 +51,7 @@ def outcome(mutant: Mutant, root: Path) -> str:
         return verdict_of(root, ["-p", "no:cacheprovider", f"tests/{mutant.test}", *cases])
 
 
-def verdict_of(root: Path, arguments: list[str]) -> str:
+def verdict_of(root: Path, arguments: list[str], seconds: int = TIMEOUT) -> str:
     """Returns what tests say of a copy, as pytest's arguments choose them."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *arguments]
     # Byte code, which knows its source by size and second, is kept from fault to fault: each takes more than a second.
@@ -63,9 +63,9 @@ def verdict_of(root: Path, arguments: list[str]) -> str:
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            timeout=TIMEOUT,
+            timeout=seconds,
             check=False,
         ).returncode
     except subprocess.TimeoutExpired:
-        return f"no end after {TIMEOUT} s"
+        return f"no end after {seconds} s"
     return {0: "SURVIVED", 1: "killed"}.get(code, f"NOT RUN (pytest exits with {code})")
