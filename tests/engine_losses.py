@@ -203,6 +203,17 @@ def loops_after_whole_numbers(p, batch):
     return out(p, h, batch) * size * 1e-4 * (1 + jax.random.key_data(key)[1] / 100)
 
 
+def parameters_handed_on(p, batch):
+    """Through a barrier, and out of a loop that transposes its rows."""
+
+    def layer(h, w):
+        return jnp.tanh(h @ w["w"] + w["b"][None]), (w["w"].T, w["b"])
+
+    h, (stack, rows) = lax.scan(layer, batch["x"], p["stack"])
+    w, h = lax.optimization_barrier((p["w"], h))
+    return out(p, jnp.tanh(h @ w @ stack[1] + rows[2][None]), batch)
+
+
 @functools.cache
 def sharded(stage, num_devices, **options):
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)

@@ -129,6 +129,7 @@ def test_activations_and_norms_are_recomputed(fn):
         ((8, 512, 256), (8, 512, 256), True, True, "exactly 256 operations per byte"),
         ((8, 512, 255), (8, 512, 255), True, False, "just below"),
         ((8, 16, 64), (8, 16, 64), True, True, "the result is smaller than the operands"),
+        ((8, 2, 64), (8, 512, 64), True, True, "smaller than one of them"),
         ((512, 8), (512, 8), False, True, "no batch: an activation by a weight"),
         ((8, 512, 0), (8, 512, 0), True, True, "nothing to sum"),
     ],

@@ -7,10 +7,11 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jzero
-from jzero.checkpoint import orbax_io
+from jzero.checkpoint import lock, orbax_io
 from tests.checkpoint_states import numbered, sharded
 
 
@@ -110,6 +111,28 @@ def test_looking_at_an_earlier_step_changes_nothing(state, tmp_path):
         assert manager.save(numbered(state, 4), metrics={"loss": 4.0})  # the run that goes on is the one that was at 3
         assert manager.all_steps() == [1, 2, 3, 4]
     assert not (tmp_path / "superseded").exists()
+
+
+@pytest.mark.parametrize("where", ["save", "wait_until_finished"])
+def test_after_a_save_that_failed_any_program_may_save(where, state, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("disk on fire")
+
+    def save(step):
+        manager.save(numbered(state, step))
+        manager.wait()
+
+    manager = jzero.CheckpointManager(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(ocp.CheckpointManager, where, fail)
+        with pytest.raises(jzero.CheckpointError, match=r"/1 could not be written.*disk on fire"):
+            save(1)
+    file, holder = lock._lock(tmp_path / lock.LOCK_FILE)  # as another program takes it
+    assert holder is None
+    file.close()
+    save(2)
+    manager.close()
+    assert manager.all_steps()[-1] == 2
 
 
 def test_sigterm_after_a_save_that_failed(state, tmp_path, monkeypatch):

@@ -87,7 +87,10 @@ def test_doctor_names_missing_compilers(monkeypatch, run):
     assert "pip install 'jzero[gpu]'" in text
     assert "pip install 'jzero[tpu]'" in text
     monkeypatch.setenv("TPU_LIBRARY_PATH", "libtpu.so")
-    assert data_of(run("doctor --json"))["compilers"]["tpu"] is None
+    found = data_of(run("doctor --json"))
+    assert found["compilers"]["tpu"] is None
+    assert {"python", "jzero", *doctor.PACKAGES} == found["versions"].keys()
+    assert found["versions"]["jax"] == jax.__version__
 
 
 def test_doctor_measures_a_disk(run, tmp_path, monkeypatch):

@@ -67,6 +67,7 @@ TOGETHER = [
         remat,
         engine_losses.mixed_parameters,
         engine_losses.scan_of_remat,
+        engine_losses.parameters_handed_on,
     ),
     COUPLED,
     (engine_losses.loops_after_whole_numbers,),

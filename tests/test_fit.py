@@ -301,6 +301,8 @@ def test_a_delayed_update_waits_for_what_a_step_leaves():
 def test_what_host_and_disk_lack_is_said():
     small = on_h200(hbm_bytes=1e9, stages=(3,), **{**DISK, "disk_bytes": 1e6})
     assert {x.verdict[-22:] for x in small.tried if x.memory.disk} == {" too much for the disk"}
+    rows = [line for line in str(small).splitlines() if re.match("3(, kept)? {2,}", line)]
+    assert [line.endswith(" s") for line in rows] == ["for the disk" in line for line in rows], "seconds of the disk"
     host = dataclasses.replace(MASTERS, offload=jzero.Offload(optimizer="host"))
     needed = max(8 * x.memory.host for x in on_h200(config=host, stages=(3,)).tried)
     assert on_h200(config=host, stages=(3,), hbm_bytes=1e9, host_bytes=needed).chosen is not None

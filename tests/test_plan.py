@@ -168,9 +168,10 @@ def test_rules_decide_single_leaves():
 
 
 def test_rules_for_a_dimension_and_a_scanned_one_are_obeyed():
-    plan = plan_for({"w": (37, 64)}, stage=3, persistence_threshold=0, rules={"w": jzero.LeafRule(dim=0)})
-    assert plan.params == {"w": P("data")}
-    assert plan.padding == {"w": 3 * 64}
+    shapes = {"w": (37, 64), "s": ()}
+    plan = plan_for(shapes, stage=3, persistence_threshold=0, rules={"w": jzero.LeafRule(dim=0)})
+    assert plan.params == {"w": P("data"), "s": P()}
+    assert plan.padding == {"w": 3 * 64, "s": 0}
     rule = {"stack": jzero.LeafRule(scan_dim=1)}
     plan = plan_for({"stack": (16, 512, 8)}, stage=3, persistence_threshold=0, rules=rule)
     assert plan.params == {"stack": P("data")}

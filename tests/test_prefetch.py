@@ -136,6 +136,7 @@ def together(p, batch):
     [
         (AMPLE, together),
         (AMPLE, engine_losses.scan_reversed_with_outputs),
+        (AMPLE, engine_losses.parameters_handed_on),
         (D * D * 4, one_after_another),
         slow(D * D * 4, together),
     ],

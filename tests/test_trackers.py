@@ -3,11 +3,13 @@
 The files and databases are read without the sinks' own packages, where that is possible.
 """
 
+import contextlib
 import importlib
 import json
 import sqlite3
 import struct
 import sys
+from unittest import mock
 
 import jax.numpy as jnp
 import optax
@@ -206,3 +208,17 @@ def test_sinks_get_the_settings_as_data():
     assert (sink[0]["lr"], sink[0]["fn"], sink[0]["n"]) == (0.5, repr(len), [1, [2.0, None]])
     with pytest.raises(TypeError, match=r"`config` must .*got list"):
         jzero.Monitor(config=[1])
+
+
+@pytest.mark.parametrize(("losses", "code", "status"), [([1.0], 0, "FINISHED"), ([1.0, "fail"], 1, "FAILED")])
+def test_a_loop_that_fails_leaves_a_failed_run(losses, code, status, monkeypatch):
+    """By what the packages are told, installed or not."""
+    packages = {name: mock.MagicMock() for name in ("wandb", "mlflow")}
+    packages["mlflow"].MlflowException = RuntimeError
+    for name, package in packages.items():
+        monkeypatch.setitem(sys.modules, name, package)
+    for sink in (jzero.WandB("project"), jzero.MLflow("experiment")):
+        with pytest.raises(TypeError) if "fail" in losses else contextlib.nullcontext():
+            run(sink, losses)
+    packages["wandb"].init.return_value.finish.assert_called_once_with(exit_code=code)
+    packages["mlflow"].end_run.assert_called_once_with(status)

@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval as pe
 import jzero
 from jzero.core.base import compat
 from jzero.core.engine.placed import first_elements, operations_of, wait, wait_p
-from tests import light_decoder, models
+from tests import engine_losses, light_decoder, models
 from tests.test_prefetch import on
 
 ROWS, WIDTH, HIDDEN, VOCAB = 48, 32, 64, 512  # rows per device
@@ -64,6 +64,15 @@ def test_operands_of_barriers(platform, monkeypatch):
         (operands,) = [shapes for shapes in found if shards[name] in shapes]
         assert ((1, 1) if light else gradient) in operands
         assert light == (gradient not in operands)
+
+
+def test_what_is_gathered_once_waits_for_nothing():
+    """No loss alone has a second gather, nor has a step whose parameters stay from pass to pass."""
+    waits = lambda fn, state: str(jax.make_jaxpr(fn)(state, engine_losses.batch())).count(f"{wait_p.name}[")
+    again, stays = (engine_losses.sharded(3, 8, **x) for x in ({}, {"reshard_after_forward": False}))
+    assert waits(jzero.value_and_grad(engine_losses.nested_jit), again) > 0
+    assert waits(jzero.value_and_grad(engine_losses.nested_jit), stays) == 0
+    assert waits(jzero.make_eval_step(engine_losses.nested_jit), again) == 0
 
 
 @pytest.mark.slow

@@ -134,9 +134,7 @@ def _bytes(program: HloProgram, computation: Computation, x: Instruction) -> flo
         return float(sum(read[len(read) // 3 :]) + read[-1])
     if base == "copy":
         return float(sum(read) + (read[0] if x.opcode.endswith("-start") else written))
-    if base != "fusion":
-        return float(sum(read) + written)
-    called = next(program.called_computations(x), None)
+    called = next(program.called_computations(x), None) if base == "fusion" else None
     if called is None:
         return float(sum(read) + written)
     return float(

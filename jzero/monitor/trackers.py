@@ -17,7 +17,7 @@ MAX_PARAM_LENGTH = 6000
 
 def _failed() -> bool:
     """Whether the loop around ends by an exception."""
-    return sys.exc_info()[0] is not None
+    return sys.exception() is not None
 
 
 class WandB:

@@ -412,7 +412,6 @@ def emit_callback(ctx: Any, fn: Callable[[np.ndarray], np.ndarray], x: IrValue) 
         ctx.avals_in,
         ctx.avals_out,
         has_side_effect=True,
-        returns_token=False,
         sharding=callback._callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
     )
     return results

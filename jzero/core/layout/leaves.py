@@ -110,11 +110,6 @@ class StateLeaf:
         return None if self.cut is None or self.cut.is_stored_naturally else self.cut
 
     @property
-    def unpadded_shape(self) -> tuple[int, ...]:
-        """Shape of the stored array without its padding."""
-        return self.shape if self.cut is None else self.cut.unpadded_shape
-
-    @property
     def taken(self) -> frozenset[int]:
         """Dimensions that other mesh axes cut."""
         return frozenset(d for d, names in enumerate(self.base) if names is not None)

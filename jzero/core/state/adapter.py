@@ -118,8 +118,6 @@ def adapter_of(state: State) -> StateAdapter:
     )
 
 
-adapter_of.register(TrainState, StateAdapter)
-
 _INTEGRATIONS = {  # by the module of the objects; those that are not imported yet
     "flax.nnx": "jzero.integrations.nnx",
     "flax.training.train_state": "jzero.integrations.flax_state",
