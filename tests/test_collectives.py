@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 
@@ -101,6 +102,8 @@ def test_nothing_is_compiled_after_the_first_step_and_all_copies_of_replicated_v
     with no_compilation():
         again, _ = step(again, models.mlp_batch(8, 5))
     jax.tree.map(lambda a, b: None, again, state)  # equal static fields: one tree.map over both
+    of_a_step = dict.fromkeys(("applied", "value"), np.ones(2))
+    assert dataclasses.replace(again.tx, **of_a_step) == state.tx, "what one step hands to `apply_gradients` is none"
     replicated = [x for x in jax.tree.leaves((state, metrics)) if x.sharding.is_fully_replicated]
     assert len(replicated) > 3
     for x in replicated:

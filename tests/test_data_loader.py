@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import pathlib
 import threading
 import time
@@ -129,12 +130,14 @@ def test_workers_make_the_batches_that_threads_make(tmp_path):
         found.set_state({**state, "example": 3})  # from the middle on
         return found
 
+    others = set(multiprocessing.active_children())
     with batches(num_workers=2) as by_workers, batches(prefetch=0) as expected:
         for _ in range(2):
             ours, theirs = next(by_workers), next(expected)
             assert jax.tree.map(lambda x: x.sharding, ours) == jax.tree.map(lambda x: x.sharding, theirs)
             assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), ours, theirs))
             assert by_workers.get_state() == expected.get_state()
+        assert len(set(multiprocessing.active_children()) - others) == 2
         assert ours["noise"].shape == (8,)
         with pytest.raises(KeyError, match="no such record") as caught:
             [next(by_workers) for _ in range(2)]

@@ -129,6 +129,28 @@ def sharded(params, tx, **config):
     return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=tx), config=config)
 
 
+def first_uses(jaxpr, name):
+    """Yields what first uses each result of the equations of a name, where it has its natural shape."""
+    for eqn in jaxpr.eqns:
+        for found in compat.contained_jaxprs(eqn):
+            yield from first_uses(found, name)
+        for v in eqn.outvars if eqn.primitive.name == name else ():
+            while (user := next(x for x in jaxpr.eqns if v in x.invars)).primitive.name in ("reshape", "slice"):
+                (v,) = user.outvars
+            yield user
+
+
+def test_results_are_laid_out_like_their_leaves_at_once():
+    """Else the compiler may have whole matrices on every device."""
+    params = models.few_params("unrolled")
+    state = sharded(params, models.muon())
+    update = jax.make_jaxpr(lambda state, grads: state.apply_gradients(grads=grads))
+    uses = list(first_uses(compat.open_jaxpr(update(state, models.grads(params, 0)))[0], "shard_map"))
+    assert [x.primitive.name for x in uses] == 3 * ["sharding_constraint"]
+    planned = {leaf.param.shape: leaf.param.sharding for leaf in jzero.plan_of(state).leaves}
+    assert [x.params["sharding"] for x in uses] == [planned[x.outvars[0].aval.shape] for x in uses]
+
+
 def squares(plan):
     """Returns the optimizer leaves that are square matrices, or stacks of them."""
     return [leaf for leaf in plan.inner_leaves if len(leaf.shape) > 1 and leaf.shape[-1] == leaf.shape[-2]]

@@ -203,6 +203,17 @@ WEIGHTED = {
 }
 
 
+@pytest.mark.parametrize("anew", [False, True], ids=["the state", "its parameters"])
+def test_another_layout_of_padded_leaves_keeps_what_the_models_axis_cuts(anew):
+    mesh = jzero.make_mesh(data=4, model=2)
+    w = jax.device_put(np.ones((37, 18), np.float32), NamedSharding(mesh, P(None, "model")))
+    state = plain = jzero.TrainState.create(params={"w": w}, tx=shared.sgd(0.1))
+    for stage, spec in ((3, P("data", "model")), (1, P(None, "model"))):
+        given = plain.replace(params=state.params) if anew else state
+        state = jzero.shard_train_state(given, config=shared.config(stage), mesh=mesh)
+        assert jzero.plan_of(state).params["w"] == spec
+
+
 HALVES = ["scan while vmap_of_while cond", "platforms composite jit remat"]
 
 

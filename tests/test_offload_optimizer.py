@@ -13,6 +13,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jzero
+from jzero.core.jaxpr.equations import equations_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.drawn import to_jax
@@ -323,3 +324,14 @@ def test_devices_without_host_memory(monkeypatch):
     with pytest.raises(ValueError, match=r"'pinned_host', only \['device'\]"):
         jzero.offload_train_state(state)
     assert np.isfinite(float(state.params["layer_0"]["bias"][0])), "and nothing was moved"
+
+
+@pytest.mark.parametrize(("precision", "element_bytes"), [("fp32", 2 * 4), ("bf16", 3 * 4)])
+def test_a_transfer_has_as_many_rows_as_it_may(precision, element_bytes):
+    """Of moments, and a master; what is on the device does not count."""
+    state = TrainState.create(apply_fn=None, params={"w": np.ones((512, 24), np.float32)}, tx=optax.adamw(1e-2))
+    state = jzero.shard_train_state(state, config=config(3, precision=precision, offload=SMALL))
+    step = jzero.make_train_step(lambda params, batch: jnp.square(batch.astype(params["w"].dtype) @ params["w"]).mean())
+    equations = equations_of(step.trace(state, np.ones((8, 512), np.float32)).jaxpr)
+    rows = {x.outvars[0].aval.shape[0] for x in equations if x.primitive.name == "dynamic_slice"}
+    assert max(rows) == SMALL.chunk_bytes // (24 * element_bytes)

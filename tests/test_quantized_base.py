@@ -1,5 +1,6 @@
 """A base in integers, or in 4 bits, under adapters: it trains them, keeps its bits, and counts by them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,8 +12,10 @@ import pytest
 from jax import lax
 
 import jzero
+from jzero.core.plan.choice import choose_packed_cut
 from tests.compiled import analyze
 from tests.drawn import to_jax
+from tests.plan_states import plan_for
 from tests.quantized import BATCH, FLAT, SECONDARY, TWO, WIDTH, config_of, numpy_rounded
 from tests.test_two_hops import LAYERS
 from tests.tiers import slow
@@ -121,6 +124,14 @@ def test_an_integer_base_keeps_its_bits_where_its_numbers_would_be_cut_otherwise
     assert 0 < np.abs(held[0] - x).max() < np.abs(x).max() / 127
     np.testing.assert_array_equal(held[1], held[0])
     np.testing.assert_array_equal(held[2], held[0])
+
+
+def test_a_base_is_cut_where_any_number_of_devices_pads_little():
+    """Of a stack, the first dimension that 128 devices pad by an eighth at most; else the largest."""
+    for shape, dim in (((3, 1024, 2048), 1), ((3, 1023, 2048), 2), ((3, 900, 800), 1), ((1024, 2048), 1)):
+        plans = [plan_for({"w": shape}, num_shards=n, stage=3) for n in (2, 8, 128)]
+        cuts = [dataclasses.replace(plan.leaves[0].param.cut, num_stacked=len(shape) - 2) for plan in plans]
+        assert [choose_packed_cut(cut).dim for cut in cuts] == 3 * [dim]
 
 
 # Frozen parameters of 4 bits: they train adapters, count by their bits, and come back from checkpoints.

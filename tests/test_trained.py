@@ -161,6 +161,9 @@ def with_value(updates, state, params=None, *, value, **_):
         optax.masked(ADAM, is_label("train")),
         optax.multi_transform({"train": ADAM, "freeze": optax.scale(0.0)}, labels),  # 0 * inf is NaN
         optax.chain(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), with_value), MULTI),
+        optax.stateless(
+            lambda grads, _: jax.tree.map(lambda x: jnp.asarray(np.arange(x.size).reshape(x.shape)), grads)
+        ),
     ],
     ids=[
         "no state",
@@ -169,6 +172,7 @@ def with_value(updates, state, params=None, *, value, **_):
         "masked passes gradients on",
         "times zero",
         "asks for more arguments",
+        "adds constants",
     ],
 )
 def test_what_is_not_frozen_is_trained(tx):

@@ -188,7 +188,8 @@ def _changed_calls(node: ast.AST) -> Iterator[tuple[ast.AST, str, ast.AST]]:
         return
     args, keywords = node.args, node.keywords
     for i, (first, second) in enumerate(itertools.pairwise(args)):
-        if not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
+        are_two = ast.dump(first) != ast.dump(second)
+        if are_two and not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
             yield node, "swapped arguments", _with(node, args=[*args[:i], second, first, *args[i + 2 :]])
     for i, keyword in enumerate(keywords):
         if keyword.arg and not _has_no_faults(keyword):
