@@ -1,14 +1,17 @@
 """Numbered checkpoints: which are written and kept, going back, SIGTERM."""
 
+import contextlib
 import os
 import signal
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 import jzero
 from jzero.checkpoint import lock, orbax_io
@@ -133,6 +136,22 @@ def test_after_a_save_that_failed_any_program_may_save(where, state, tmp_path, m
     save(2)
     manager.close()
     assert manager.all_steps()[-1] == 2
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_disk_is_shared_if_others_see_what_the_first_process_writes(process, tmp_path, monkeypatch):
+    """Alone, so that nobody writes for the second one."""
+    monkeypatch.setattr(lock, "LAG_S", 0.0)
+    monkeypatch.setattr(lock, "exchange", lambda value: [value()])
+    monkeypatch.setattr(lock, "succeed_together", lambda act: act())
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    sees = (
+        contextlib.nullcontext() if process == 0 else pytest.raises(jzero.CheckpointError, match="Process 1 does not")
+    )
+    with sees:
+        lock.check_shared(epath.Path(tmp_path / "run"))
+    assert not list(tmp_path.glob("run/*"))
 
 
 def test_sigterm_after_a_save_that_failed(state, tmp_path, monkeypatch):

@@ -135,8 +135,9 @@ def first_uses(jaxpr, name):
         for found in compat.contained_jaxprs(eqn):
             yield from first_uses(found, name)
         for v in eqn.outvars if eqn.primitive.name == name else ():
-            while (user := next(x for x in jaxpr.eqns if v in x.invars)).primitive.name in ("reshape", "slice"):
-                (v,) = user.outvars
+            user = next(x for x in jaxpr.eqns if v in x.invars)
+            while user.primitive.name in ("reshape", "slice"):
+                user = next(x for x in jaxpr.eqns if user.outvars[0] in x.invars)
             yield user
 
 
