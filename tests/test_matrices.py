@@ -256,8 +256,9 @@ def test_a_large_matrix_on_every_device_causes_a_warning():
         return {"a": updates["b"] @ updates["b"].T @ updates["a"], "b": updates["b"]}, state
 
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    with pytest.warns(UserWarning, match=r"a, b \(1024, 1024\): one product"):
+    with pytest.warns(UserWarning, match=r"a, b \(1024, 1024\): one product") as caught:
         sharded(params, tx)
+    assert caught[0].filename == __file__
 
 
 def without_state(update):

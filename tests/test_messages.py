@@ -60,7 +60,7 @@ def messages():
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args)
         for node in calls:
             text = template(node.args[0])
-            is_message = re.fullmatch(r"[A-Z]\w*Error|warnings\.warn", ast.unparse(node.func))
+            is_message = re.fullmatch(r"[A-Z]\w*Error|warn", ast.unparse(node.func))
             if is_message and re.search("[a-z]", text and head(text)):  # else it is put together elsewhere
                 found.append((f"{path.relative_to(ROOT)}:{node.lineno}", text))
     return found

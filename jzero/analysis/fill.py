@@ -23,13 +23,13 @@ import itertools
 import logging
 import math
 import re
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from jzero.analysis.candidates import SURE_SHARE
 from jzero.analysis.compiled_step import CompiledStep, compile_step
 from jzero.analysis.replanning import plan_of_argument, relaid
+from jzero.core.base.guard import warn
 from jzero.core.base.types import PyTree, State
 from jzero.core.config.keep import Keep
 from jzero.core.config.settings import FLAG, check, number, optional
@@ -100,7 +100,7 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
     hbm_bytes = check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
     hardware, devices, notes = hardware_of(topology, confirm=confirm)
     for note in notes if confirm else ():
-        warnings.warn(note, stacklevel=2)
+        warn(note)
     limit = limit_of(hbm_bytes, topology, hardware)
     if step.remat == "offload":
         raise ValueError("With `remat='offload'` a step saves memory at the cost of time: leave `remat` out.")
@@ -116,10 +116,9 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
         step = step.with_remat("cheap")  # without what such a step keeps by itself
     filling = Filling(step=step, arguments=(state, batch, rng), plan=plan, machine=hardware, topology=topology)
     if (excess := filling.estimated(0).peak - limit) > 0:
-        warnings.warn(
+        warn(
             f"Nothing is kept: the step itself takes {format_bytes(limit + excess)} per device (estimated), "
-            f"{format_bytes(excess)} too much. Use a layout that fits: `jzero.fit` finds one.",
-            stacklevel=2,
+            f"{format_bytes(excess)} too much. Use a layout that fits: `jzero.fit` finds one."
         )
         return step
     chosen = filling.confirmed(limit) if confirm and devices is not None else filling.longest(SURE_SHARE * limit)

@@ -8,7 +8,6 @@ import os
 import socket
 import time
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import IO
@@ -17,6 +16,7 @@ import jax
 from etils import epath
 
 from jzero.checkpoint.damage import CheckpointError, is_there
+from jzero.core.base.guard import warn
 from jzero.core.processes.exchange import exchange, succeed_together
 
 LOCK_FILE = "jzero.lock"
@@ -98,7 +98,7 @@ def _lock(path: epath.Path) -> tuple[IO[str] | None, str | None]:
         return None, f"another program writes there ({holder or 'unknown'}), and one at a time may."
     except OSError as error:
         file.close()
-        warnings.warn(f"{path.parent} knows no locks ({error}): see that one program writes there.", stacklevel=3)
+        warn(f"{path.parent} knows no locks ({error}): see that one program writes there.")
         return None, None
     if not os.fstat(file.fileno()).st_nlink:  # its holder has removed it meanwhile
         file.close()

@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -23,6 +22,7 @@ from jzero.checkpoint.restoring import Choice, read_extra, restore_from, warn_un
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import checkpoint_items, meet
 from jzero.checkpoint.writer import Writer
+from jzero.core.base.guard import warn
 from jzero.core.base.types import State
 from jzero.core.config.settings import check, integer, one_of, optional
 from jzero.core.layout.set_mesh import in_own_mesh
@@ -246,10 +246,7 @@ class CheckpointManager:
                 damaged.append(str(error))
                 continue
             if damaged:
-                warnings.warn(
-                    f"Step {candidate} was restored, since what is newer is damaged:\n" + "\n".join(damaged),
-                    stacklevel=2,
-                )
+                warn(f"Step {candidate} was restored, since what is newer is damaged:\n" + "\n".join(damaged))
             warn_unless_complete(report, choice.is_partial)
             self.last_restore, self._restored_step = report, candidate
             self._branch = candidate if candidate < max(steps) else None
@@ -335,7 +332,7 @@ class CheckpointManager:
         except CheckpointError as error:
             if not despite_failure:
                 raise
-            warnings.warn(str(error), stacklevel=3)
+            warn(str(error))
 
 
 def _close_at_exit(manager: CheckpointManager) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
+
+from jzero.core.base.guard import warn
 
 
 class PreemptionNotice:
@@ -44,7 +45,7 @@ class PreemptionNotice:
         except RuntimeError as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"SIGTERM will not be noticed: JAX's preemption service is off ({error}).", stacklevel=3)
+                warn(f"SIGTERM will not be noticed: JAX's preemption service is off ({error}).")
             return False
 
 

@@ -13,7 +13,6 @@ import dataclasses
 import logging
 import math
 import re
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from jzero.checkpoint.matching import RestoreReport, match_leaves
 from jzero.checkpoint.opening import open_tree
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR
 from jzero.checkpoint.shards import read_shards
+from jzero.core.base.guard import warn
 from jzero.core.base.types import State, TrainStateLike
 from jzero.core.config.precision import is_key
 from jzero.core.config.settings import check_fields
@@ -147,7 +147,7 @@ def restore_checkpoint(
 def warn_unless_complete(report: RestoreReport, is_partial: bool) -> None:
     """Warns about missing leaves, and about leaves that the state does not have unless only some were asked for."""
     if report.missing or (report.unexpected and not is_partial):
-        warnings.warn(str(report), stacklevel=4)  # in the program, outside of `set_mesh`
+        warn(str(report))  # in the program, outside of `set_mesh`
 
 
 def restore_from(

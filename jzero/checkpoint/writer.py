@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, SupportsFloat
@@ -20,6 +19,7 @@ from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import Items, save_error
 from jzero.checkpoint.uninterrupted import Uninterrupted
+from jzero.core.base.guard import warn
 from jzero.core.processes.exchange import succeed_together
 
 SUPERSEDED = "superseded"
@@ -82,9 +82,7 @@ class Writer:
             raise
         if moved:
             away = self._directory / SUPERSEDED
-            warnings.warn(
-                f"Training goes on from step {restored}: the later steps {moved} were moved to {away}.", stacklevel=3
-            )
+            warn(f"Training goes on from step {restored}: the later steps {moved} were moved to {away}.")
 
     def wait(self) -> None:
         """Waits until the current save is complete; raises a `CheckpointError` if it failed."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import collections
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import optax
 
+from jzero.core.base.guard import warn
 from jzero.core.config.offload import Offload, ZenFlow
 from jzero.core.config.precision import DynamicLossScale, Precision
 from jzero.core.config.settings import check, integer, optional
@@ -121,16 +121,14 @@ def from_deepspeed(
 
 def _warn(report: DeepSpeedReport) -> None:
     if report.refused:
-        warnings.warn(
+        warn(
             f"jzero does not honour {_names(report.refused)} of this DeepSpeed configuration. `print(report)` tells "
-            "why, and what to do instead.",
-            stacklevel=3,
+            "why, and what to do instead."
         )
     if report.open:
-        warnings.warn(
+        warn(
             f"Nothing decides {_names(report.open)} of this DeepSpeed configuration, "
-            'which are "auto" for a trainer to fill in: pass `auto={...}`.',
-            stacklevel=3,
+            'which are "auto" for a trainer to fill in: pass `auto={...}`.'
         )
 
 

@@ -6,13 +6,13 @@ import contextlib
 import os
 import time
 import types
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jzero.core.base import text
+from jzero.core.base.guard import warn
 from jzero.core.config.settings import FLAG, check, integer, optional
 from jzero.core.plan.plan import ZeroPlan
 from jzero.monitor.profiler import StepProfiler
@@ -213,10 +213,9 @@ class Monitor:
         finally:
             self._since = None
         if error is None and self._profiler is not None and not self._profiler.started:
-            warnings.warn(
+            warn(
                 f"No profile was taken: the loop ended after {self.step - self._start_step} steps, before the first of "
-                f"`profile_steps`, {self._profiler.first}.",
-                stacklevel=2,
+                f"`profile_steps`, {self._profiler.first}."
             )
 
     def _begin_step(self) -> None:

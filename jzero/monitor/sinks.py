@@ -12,11 +12,11 @@ import os
 import pathlib
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jzero.core.base.extras import import_extra
+from jzero.core.base.guard import warn
 from jzero.core.base.text import plain
 
 Sink = Callable[[int, Mapping[str, float]], Any]
@@ -118,7 +118,7 @@ class LineFile:
         if tail and is_complete:
             self._file.write(b"\n")  # the line is complete, but its newline is missing
         elif tail:
-            warnings.warn(f"The last line of {self.path} was cut off and is removed: {tail[:80]!r}.", stacklevel=4)
+            warn(f"The last line of {self.path} was cut off and is removed: {tail[:80]!r}.")
             self._file.truncate(len(content) - len(tail))
 
 

@@ -6,10 +6,10 @@ import os
 import secrets
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jzero.core.base.guard import warn
 from jzero.monitor.sinks import check_names, import_package
 
 MAX_PARAM_LENGTH = 6000
@@ -62,10 +62,9 @@ class WandB:
         except self._wandb.errors.CommError as error:
             self._wandb.teardown()  # else the run's id would be in use
             self._run = self._wandb.init(config=dict(config), **self._settings | {"mode": "offline"})
-            warnings.warn(
+            warn(
                 f"Weights & Biases cannot be reached, so this run is recorded in {self._run.settings.sync_dir}; "
-                f"`wandb sync` uploads it: {str(error).splitlines()[-1]}",
-                stacklevel=2,
+                f"`wandb sync` uploads it: {str(error).splitlines()[-1]}"
             )
         self._run.define_metric("*", step_metric="step")
 
@@ -140,7 +139,7 @@ class MLflow:
         there, flat = run.data.params, dict(_flat(config))
         changed = sorted(name for name, text in flat.items() if there.get(name, text) != text)
         if changed:
-            warnings.warn(f"MLflow keeps a run's first settings; these have changed since: {changed}.", stacklevel=2)
+            warn(f"MLflow keeps a run's first settings; these have changed since: {changed}.")
         self._mlflow.log_params({name: text for name, text in flat.items() if name not in there})
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
@@ -160,7 +159,7 @@ class MLflow:
             self._mlflow.flush_async_logging()
             self._mlflow.end_run("FAILED" if _failed() else "FINISHED")
         except self._mlflow.MlflowException as error:
-            warnings.warn(f"MLflow cannot be reached, so it does not know that the run ended: {error}", stacklevel=2)
+            warn(f"MLflow cannot be reached, so it does not know that the run ended: {error}")
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -304,4 +304,18 @@ MUTANTS = [
         "if len(differs) == 1:",
         "test_fit.py::test_rows_that_are_alike_are_one_and_all_are_there_on_demand",
     ),
+    Mutant(
+        "estimates_forget_updates_of_records",
+        "estimate/step_memory.py",
+        "    if sum(after.values()) > temporaries.peak:\n",
+        "    if False:\n",
+        "test_disk_analysis.py::test_the_estimate_counts_what_passes_through_a_device",
+    ),
+    Mutant(
+        "warnings_name_lines_of_jzero",
+        "core/base/guard.py",
+        'partition(".")[0] in ("jax", "jzero")',
+        'partition(".")[0] == "jzero"',
+        "test_warnings.py::test_a_warning_names_the_users_line",
+    ),
 ]

@@ -7,6 +7,8 @@ A check looks at what others wrote: programs, values, names. Nobody knows all th
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,3 +27,11 @@ def attempt(check: Callable[..., T], *args: Any) -> T | None:
 def note_failure(error: Exception) -> None:
     """Logs the error of a check. In tests it raises it instead: there it is a fault of the check."""
     logging.getLogger("jzero").warning("A check failed, and the step goes on without it.", exc_info=error)
+
+
+def warn(text: str) -> None:
+    """Warns of the line outside of jzero, and of jax, which calls jzero back, that led here."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("jax", "jzero"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -15,11 +15,12 @@ import fcntl
 import mmap
 import os
 import tempfile
-import warnings
 import weakref
 from typing import NoReturn
 
 import numpy as np
+
+from jzero.core.base.guard import warn
 
 PAGE = 4096
 """Offsets, lengths and addresses are multiples of it: `O_DIRECT` takes no others."""
@@ -63,10 +64,9 @@ def check_folder(path: str | os.PathLike[str], name: str = "Offload.path") -> st
         )
     kind = file_system(folder)
     if kind in _IN_MEMORY:
-        warnings.warn(
+        warn(
             f"{folder} is memory, not a disk ({kind}): state there takes as much memory as before. "
-            f"Set `{name}` to a folder on a local disk.",
-            stacklevel=2,
+            f"Set `{name}` to a folder on a local disk."
         )
     return folder
 

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
@@ -44,6 +43,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from jzero.core.base import compat
+from jzero.core.base.guard import warn
 from jzero.core.base.types import DType, Params, PyTree
 from jzero.core.engine.lazy import (
     LazyRows,
@@ -325,11 +325,10 @@ def _make_sliceable(walk: Walk, x: Operand) -> Leaf:
     if has_param(x) and x.shape not in walk.warned:  # warns once for the loop and its backward loop
         walk.warned.add(x.shape)
         why = "is cut on dimension 0" if isinstance(x, ShardedParam) else "is computed from parameters as a whole"
-        warnings.warn(
+        warn(
             f"A stack of shape {x.shape} {why}, and a scan in the loss runs over it: every device gathers the whole "
             "stack before the loop. Compute on single layers inside the loop, and say which dimension is scanned: "
-            '`ZeroConfig(rules={"path/of/the/stack/.*": LeafRule(scan_dim=0)})`.',
-            stacklevel=2,
+            '`ZeroConfig(rules={"path/of/the/stack/.*": LeafRule(scan_dim=0)})`.'
         )
     return walk.gather([x])[0]  # [L, D, F], whole
 
@@ -406,4 +405,4 @@ def _warn_of_no_effect(sizes: Sequence[int], limit: int, length: int) -> None:
             f"gather, since the last does so in vain, and its smallest parameter has {smallest}. Scan "
             f"{math.ceil(smallest / total / MOST_IN_VAIN)} layers or more, or call them one by one"
         )
-    warnings.warn(f"`prefetch_bytes={limit}` has no effect on a scan in the loss: {why}.", stacklevel=2)
+    warn(f"`prefetch_bytes={limit}` has no effect on a scan in the loss: {why}.")

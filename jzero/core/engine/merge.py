@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ from jax.typing import DTypeLike
 from jzero.core.arrays.collectives import extreme, from_first, gather_param, gather_rows, own_shard, sum_over
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
-from jzero.core.base.guard import attempt
+from jzero.core.base.guard import attempt, warn
 from jzero.core.config.precision import is_key, widen
 from jzero.core.engine.outputs import REAL, average, sum_dtype
 from jzero.core.engine.trace import TracedLoss, Written
@@ -235,11 +234,10 @@ def _find_counts_of_rows(
         powers = growth(_part_for(traced, suspects), _part_for(other, suspects))
     except Exception as error:  # the user's code may hold for one number of rows only
         names = [traced.written[i].name for i in suspects]
-        warnings.warn(
+        warn(
             f"jzero takes these variables that the loss writes for equal on all devices: {names}. It could not see "
             "whether the number of a device's rows is in them, as in `seen + len(x)`, since the loss fails with twice "
-            f"the rows: {type(error).__name__}: {error}. If they are equal, say so: `merge={{{names[0]!r}: 'equal'}}`.",
-            stacklevel=2,
+            f"the rows: {type(error).__name__}: {error}. If they are equal, say so: `merge={{{names[0]!r}: 'equal'}}`."
         )
         return set()
     return {i for i, power in zip(suspects, powers, strict=True) if power not in (0, -math.inf)}

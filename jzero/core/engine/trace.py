@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -26,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
-from jzero.core.base.guard import attempt
+from jzero.core.base.guard import attempt, warn
 from jzero.core.base.types import DType, PyTree
 from jzero.core.config.keep import Keep
 from jzero.core.config.precision import is_key
@@ -140,18 +139,16 @@ class TracedLoss:
         if remat is None and not plan.regathers:
             return dataclasses.replace(self, remat="as_written")
         if isinstance(remat, Keep) and remat.blocks and not self.num_blocks(plan):
-            warnings.warn(
+            warn(
                 f"`Keep(blocks={remat.blocks})` keeps no block: the loss has no repeated blocks or loops to keep, or "
-                "they say themselves what to recompute. Drop `blocks`, or undo the loss's own `jax.checkpoint`s.",
-                stacklevel=2,
+                "they say themselves what to recompute. Drop `blocks`, or undo the loss's own `jax.checkpoint`s."
             )
         if remat not in (None, "cheap") or attempt(has_parts_to_recompute, self.jaxpr):
             return dataclasses.replace(self, remat="cheap" if remat is None else remat)
         if remat is not None and not plan.regathers:  # else it says that parameters do not stay either
-            warnings.warn(
+            warn(
                 "`remat='cheap'` changes nothing: the loss has no scan and no repeated block of equations that does "
-                "not say itself what to recompute. Put `jax.checkpoint` around its parts, or drop the option.",
-                stacklevel=2,
+                "not say itself what to recompute. Put `jax.checkpoint` around its parts, or drop the option."
             )
         return dataclasses.replace(self, remat="as_written")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -13,6 +12,7 @@ import numpy as np
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from jzero.core.base.guard import warn
 from jzero.core.base.types import AxisNames
 from jzero.core.config.settings import Setting, check, integer
 from jzero.core.config.zero import ZeroConfig
@@ -125,20 +125,18 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
                 f"Set `ZeroConfig({field}=...)`, or make the mesh with `jzero.make_mesh({name}=...)`."
             )
     if isinstance(mesh, Mesh) and mesh.size == 1 and jax.device_count() > 1:
-        warnings.warn(
+        warn(
             f"The mesh has one device, but {jax.device_count()} are there: nothing is partitioned. "
-            "Use `jzero.make_mesh()` for all of them.",
-            stacklevel=4,
+            "Use `jzero.make_mesh()` for all of them."
         )
     if isinstance(mesh, Mesh) and config.node_axis is not None:
         processes = np.vectorize(lambda x: x.process_index, otypes=[int])(mesh.devices)
         within, between = (num_along(processes, mesh.axis_names.index(x)) for x in (config.axis, config.node_axis))
         if within > between:
-            warnings.warn(
+            warn(
                 f"`node_axis` {config.node_axis!r} runs over {between} processes, and `axis` {config.axis!r} over "
                 f"{within}: hops within nodes would cross the network. Let the axis over hosts come first, "
-                f"`jzero.make_mesh({config.node_axis}=..., {config.axis}=...)`.",
-                stacklevel=4,
+                f"`jzero.make_mesh({config.node_axis}=..., {config.axis}=...)`."
             )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Hashable, Sequence
 
 from jax.extend.core import ClosedJaxpr
 
 from jzero.core.base import compat
+from jzero.core.base.guard import warn
 from jzero.core.jaxpr.flat import flattened
 from jzero.core.jaxpr.sizes import mixes
 from jzero.core.plan.assignment import MatrixKind, MatrixWork, WholeMatrix
@@ -81,10 +81,9 @@ def warn_of_whole(matrices: Sequence[WholeMatrix]) -> None:
     """Warns of large matrices that every device computes."""
     large = [f"  {x}" for x in matrices if math.prod(x.shape) >= LARGE]
     if large:
-        warnings.warn(
+        warn(
             "Every device computes the optimizer's matrix work of these parameters, so it takes as long as on one "
-            "device:\n" + "\n".join(large),
-            stacklevel=5,
+            "device:\n" + "\n".join(large)
         )
 
 
@@ -97,16 +96,14 @@ def warn_of_matrices(plan: ZeroPlan) -> None:
     stacks = [leaf.path for leaf in trained if leaf.scan_dim is not None and len(leaf.param.shape) == 2]
     mistaken = [path for path in stacks if path in paths]
     if mistaken:
-        warnings.warn(
+        warn(
             f"The optimizer multiplies {mistaken} as matrices, but they look like stacks of vectors, one per layer. "
-            f"{_HOW_TO_TELL} If they are matrices, set `LeafRule(scan_dim=-1)` for them.",
-            stacklevel=4,
+            f"{_HOW_TO_TELL} If they are matrices, set `LeafRule(scan_dim=-1)` for them."
         )
     all_of_two = {leaf.path for leaf in trained if len(leaf.param.shape) == 2}
     missed = [leaf.path for leaf in trained if leaf.scan_dim is not None and len(leaf.param.shape) == 3]
     if all_of_two and paths == all_of_two and missed:
-        warnings.warn(
+        warn(
             f"The optimizer multiplies every parameter of two dimensions, but none of {missed}, which look like stacks "
-            f"of matrices, one per layer. {_HOW_TO_TELL}",
-            stacklevel=4,
+            f"of matrices, one per layer. {_HOW_TO_TELL}"
         )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from jzero.core.base.guard import warn
 from jzero.core.base.types import State
 from jzero.core.config.precision import scale_by, wide_dtype
 from jzero.core.disk.pipeline import RunStats
@@ -130,7 +130,7 @@ class ZenFlowSchedule(Schedule):
             try:
                 return self._finish_pass(update, state)
             except RuntimeError as error:  # a `DiskError` in the process where it happened
-                warnings.warn(f"The update of records failed, and the next step tries again: {error}", stacklevel=2)
+                warn(f"The update of records failed, and the next step tries again: {error}")
         return state, stats
 
     def _is_last(self, number: int) -> bool:

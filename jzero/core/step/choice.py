@@ -11,14 +11,13 @@ import dataclasses
 import functools
 import logging
 import math
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from jzero.core.base.guard import attempt
+from jzero.core.base.guard import attempt, warn
 from jzero.core.base.types import Jitted, PyTree, TrainStateLike
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.table import format_bytes
@@ -167,10 +166,9 @@ class Choices:
             )
             return False
         self._drop(choice, state, given)
-        warnings.warn(
+        warn(
             f"A device ran out of memory in a step that keeps {choice.step.remat} by default. It goes on and keeps "
-            "nothing; to begin so, pass `remat='cheap'` to `make_train_step`.",
-            stacklevel=6,
+            "nothing; to begin so, pass `remat='cheap'` to `make_train_step`."
         )
         return True
 

@@ -27,11 +27,11 @@ combined.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from jzero.core.base import compat
+from jzero.core.base.guard import warn
 from jzero.core.layout.mesh import axis_size, mesh_platform
 from jzero.core.plan.plan import ZeroPlan
 
@@ -75,10 +75,9 @@ def compiler_options(plan: ZeroPlan, asked: CompilerOptions | None) -> Options |
     elif platform is not None:
         ignored = [x for x in ("all_gather_bucket_bytes", "reduce_bucket_bytes") if getattr(config, x) is not None]
         if ignored:
-            warnings.warn(
+            warn(
                 f"`ZeroConfig` has {', '.join(ignored)}, but only the compiler for GPUs can be told how much to "
-                f"combine into one collective; that for {platform} goes by rules of its own.",
-                stacklevel=2,
+                f"combine into one collective; that for {platform} goes by rules of its own."
             )
     if isinstance(asked, Mapping):
         options |= asked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from jzero.core.base import compat
-from jzero.core.base.guard import attempt
+from jzero.core.base.guard import attempt, warn
 from jzero.core.base.text import path_str
 from jzero.core.base.types import DType, PyTree, TrainStateLike
 from jzero.core.config.settings import ONE_KEY, check, optional
@@ -256,11 +255,10 @@ def warn_rounded(traced: TracedLoss, plan: ZeroPlan) -> None:
     """Warns of a teacher among the trained parameters: what the loss writes there is rounded, and small steps lost."""
     names = attempt(find_rounded, traced, plan)
     if names:
-        warnings.warn(
+        warn(
             f"The loss moves parameters that have no gradient, but that the optimizer trains: {names[:5]}. So it sees "
             "and writes them in the compute dtype, in which small steps are lost. Take them out of the optimizer "
-            "(`wrt`, `trainable=`): what is not trained keeps its own dtype.",
-            stacklevel=2,
+            "(`wrt`, `trainable=`): what is not trained keeps its own dtype."
         )
 
 
@@ -281,8 +279,7 @@ def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
     if leaves:
         listed = "\n".join(f"  {leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
         num_bytes = sum(array_bytes(leaf.size, leaf.dtype) for leaf in leaves)
-        warnings.warn(
+        warn(
             f"The loss closes over arrays of {num_bytes} bytes in all, which every device holds whole:\n{listed}\nPass "
-            "them as parameters (frozen if need be) or in the batch.",
-            stacklevel=2,
+            "them as parameters (frozen if need be) or in the batch."
         )

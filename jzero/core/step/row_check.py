@@ -8,14 +8,13 @@ loss what each of its results is. If the batch is one part, every loss is right,
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jzero.core.base.guard import attempt
+from jzero.core.base.guard import attempt, warn
 from jzero.core.base.text import path_str
 from jzero.core.base.types import PyTree
 from jzero.core.engine.outputs import Marked, PerExample, Summed, Weighted
@@ -101,12 +100,9 @@ def warn_coupled(results: list[Result], plan: ZeroPlan, num_parts: int, maker: s
     lines = attempt(_troubles, results, plan)
     if not lines:
         return False
-    warnings.warn(
+    warn(
         f"The loss runs on each of {num_parts} parts of the batch, and the results are averaged. For these that is not "
-        "the result of the whole batch:\n"
-        + "\n".join(lines)
-        + f"\nIf you mean that: `{maker}(..., check_rows=False)`.",
-        stacklevel=2,
+        "the result of the whole batch:\n" + "\n".join(lines) + f"\nIf you mean that: `{maker}(..., check_rows=False)`."
     )
     return True
 

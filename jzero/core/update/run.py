@@ -17,7 +17,6 @@ Matrix work that cannot be divided runs so, see
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -30,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr, Atom
+from jzero.core.base.guard import warn
 from jzero.core.jaxpr.identity import IdDict
 from jzero.core.jaxpr.interpret import evaluate
 from jzero.core.jaxpr.primitives import RUNS, called_jaxpr
@@ -259,11 +259,10 @@ class Run:
     def warn(self) -> None:
         """Warns of state on the host that was needed whole."""
         if self.fetched:
-            warnings.warn(
+            warn(
                 "The optimizer needs more than single elements, or their sum, of what is on the host, so each step "
                 f"brings these leaves to the devices as a whole: {sorted(self.fetched)}. Their memory is needed once "
-                "more there; keep them on the devices (`LeafRule(offload=False)`) if that is too much.",
-                stacklevel=2,
+                "more there; keep them on the devices (`LeafRule(offload=False)`) if that is too much."
             )
 
 
