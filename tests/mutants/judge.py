@@ -16,7 +16,7 @@ from tests.mutants.equivalent import EQUIVALENT, key
 
 FIRST = 1 / 25  # of the suite's time, for the tests that each fault meets alone: they kill nine of ten
 SECONDS = 300  # for what one fault meets first
-UNDECIDED = "undecided"  # nearest tests let it live
+UNDECIDED = "undecided"  # the nearest tests let it live, or there are none
 
 
 def verdicts(faults: list[Fault], jobs: int) -> Iterator[tuple[str, Fault]]:
@@ -50,16 +50,15 @@ def verdicts(faults: list[Fault], jobs: int) -> Iterator[tuple[str, Fault]]:
         for fault in faults:
             if key(fault) in EQUIVALENT:
                 yield "equivalent", fault
-            elif tests := _nearest(fault):
-                tried.append((fault, pool.submit(judge, fault, tests)))
             else:
-                yield "UNSEEN (no test executes it)", fault
+                tests = _nearest(fault)
+                tried.append((fault, pool.submit(judge, fault, tests) if tests else None))
         left = []
         for fault, alone in tried:
-            if (verdict := alone.result()) == "SURVIVED":
-                verdict = UNDECIDED
+            verdict = alone.result() if alone else "SURVIVED"
+            if verdict == "SURVIVED":
                 left.append(fault)
-            yield verdict, fault
+            yield verdict.replace("SURVIVED", UNDECIDED), fault
         failed = []
         while left:
             group = _apart(left)
@@ -113,10 +112,10 @@ def _failed_of_all(faults: list[Fault], copy: Path, jobs: int) -> list[tuple[Fau
         for fault in sorted(faults, key=lambda x: -x.begin):  # what is before it in its file stays in its place
             file = copy / fault.file
             stack.enter_context(runs.changed(file, fault.applied(file.read_text())))
-        _verdict(copy, list(judges.seconds()), "--maxfail=0", "-n", str(jobs), f"--junitxml={report}")
+        _verdict(copy, ["tests"], "--maxfail=0", "-n", str(jobs), f"--junitxml={report}")
     failed = judges.failed(report)
     executing = {fault: judges.of_lines(fault.file, fault.line, fault.last) for fault in faults}
-    # Signatures, tables and texts are read by tests that execute none of their lines.
+    # Signatures, tables and texts are read by tests that execute none of their lines; others are newer than the map.
     reading = set(failed).difference(*executing.values())
     return [(fault, [x for x in failed if x in tests or x in reading]) for fault, tests in executing.items()]
 
