@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis import compiled_step, fit, search
+from jzero.analysis import candidates, compiled_step, fit, search
 from jzero.core.base.text import printed
 from jzero.machines.machine import machine
 from tests.fit_models import BATCH, make_state, reckoned_once
@@ -344,6 +344,24 @@ def test_rows_that_are_alike_are_one_and_all_are_there_on_demand():
     assert {row.split("  ")[0] for row in rows} == {row.split("  ")[0] for row in all_rows}, "no stage is hidden"
     units = {unit for row in rows for unit in re.findall(r"[\d.]+ ([KMG]?i?B)\b", re.sub(r"\S+ \S+ too much", "", row))}
     assert len(units) == 1, "one unit per table"
+
+
+@pytest.mark.parametrize("topology", [None, "h200:8"])
+def test_layouts_are_drawn_by_time_if_that_is_known(topology, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        candidates, "draw", lambda path, title, parts: drawn.extend([title, *(x.keywords for x in parts)])
+    )
+    choice = fitted(64, stages=(1, 3), remat=("as_written",), confirm=False, topology=topology)
+    choice.save_figure("fit.svg")
+    title, layouts, course = drawn
+    assert title == str(choice).splitlines()[0]
+    assert course == {"memory": choice.chosen.memory, "limit": choice.limit}
+    best, *_ = points = layouts["points"]
+    memory = choice.chosen.memory
+    assert best == (1e3 * memory.seconds if topology else memory.sent_bytes / 1e6, memory.peak)
+    assert len(points) == len(layouts["names"]) == len(choice.tried)
+    assert layouts["unit"] == ("ms of a step" if topology else "MB sent in a step")
 
 
 def test_pictures_show_layouts_and_what_lives_when(tmp_path):

@@ -285,22 +285,22 @@ def test_operations_of_products():
 
 
 @pytest.mark.parametrize(
-    ("target", "result", "operands"),
-    [("Forward", "y", "%x, %k"), ("BackwardInput", "x", "%y, %k"), ("BackwardFilter", "k", "%x, %y")],
+    ("target", "result", "operands", "groups"),
+    [("Forward", "y", "%x, %k", 2), ("BackwardInput", "x", "%y, %k", 1), ("BackwardFilter", "k", "%x, %y", 1)],
 )
-def test_both_passes_of_a_convolution_count_alike(target, result, operands):
+def test_both_passes_of_a_convolution_count_alike(target, result, operands, groups):
     """With stride 2 and padding; on GPUs both have the labels of the forward pass."""
     shapes = {"x": "bf16[2,9,9,3]", "k": "bf16[4,3,3,3]", "y": "bf16[2,5,5,4]"}
     text = "\n".join(f"  %{name} = {shape} parameter({i})" for i, (name, shape) in enumerate(shapes.items()))
     text += f"""
   ROOT %done = ({shapes[result]}, u8[0]) custom-call({operands}), window={{size=3x3 pad=1_1x1_1 stride=2x2}}, \
-dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}"
+dim_labels=b01f_o01i->b01f, batch_group_count={groups}, custom_call_target="__cudnn$conv{target}"
 """
     program = parse_hlo(f"HloModule m, is_scheduled=true\n\nENTRY %main (x: bf16[1]) -> bf16[1] {{\n{text}}}\n")
     entry = program.computations["main"]
     (found,) = [flops for x in entry.instructions for flops, _, _ in flops_of(program, entry, x)]
     meetings = 2 + 3 + 3 + 3 + 2  # of each output with elements of the input, in one dimension
-    assert found == 2 * (2 * 3 * 4) * meetings**2
+    assert found == 2 * (2 * 3 * 4) * meetings**2 / groups
 
 
 NESTED = """HloModule m, is_scheduled=true
