@@ -115,3 +115,12 @@ def test_options_without_a_name_say_themselves_what_they_are():
     assert "stage 3, Keep(blocks=5) fits: 500 B" in str(result)
     assert '"remat": "Keep(blocks=5)"' in result.to_json()
     assert result.remat is kept.remat
+
+
+@pytest.mark.parametrize(("other", "is_same"), [({}, True), ({"remat": True}, False), ({"peak": 501}, False)])
+def test_figures_are_those_of_one_program(other, is_same):
+    """With one micro-batch, stages 1 and 2 are the same program; nothing else is."""
+    found = candidate(1.0, 500, compiled_peak=400, compiled_seconds=1.3)
+    x = dataclasses.replace(candidate(1.0, other.get("peak", 500)), config=jzero.ZeroConfig(stage=2))
+    x = dataclasses.replace(x, remat=other.get("remat", x.remat))
+    assert confirm._with_figures(x, found).compiled_peak == (400 if is_same else None)

@@ -15,6 +15,17 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "_zero_of",
         "return lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(17))",
     ): "no bit is left of 32 after 33 places either",
+    ("jzero/estimate/buffers.py", "BufferOperation", "gathers: bool = True"): (
+        "only of transfers is it read, and these are all made with it"
+    ),
+    ("jzero/estimate/step_time.py", "CollectiveTraffic", "seconds: float = 1.0"): (
+        "without a machine, for which this stands, nobody reads the seconds"
+    ),
+    (
+        "jzero/cli/doctor.py",
+        "_collectives",
+        "sent = ((31 * np.arange(count)[:, None] - 17 * np.arange(count))) % 251 # [N, N], one row per device",
+    ): "any rows that differ do",
 }
 """Why, by file, function around, and the lines with the fault."""
 
