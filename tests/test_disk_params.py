@@ -148,6 +148,14 @@ def test_rows_are_read_as_counted_and_no_stack_is_in_memory(scratch):
     assert memory[0].temp_size_in_bytes < memory[1].temp_size_in_bytes
 
 
+def test_a_stack_may_have_more_rows_than_a_row(scratch):
+    stack, rows = np.random.default_rng(0).normal(size=(40, 4, 4)).astype(np.float32) / 2, batch()[:, :4]
+    loss = lambda params, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["h"]["w"])[0].mean()
+    state = made(on_disk(scratch), "fp32", params=lambda: {"h": {"w": stack}})
+    assert jzero.plan_of(state).params_on_disk
+    np.testing.assert_allclose(jzero.make_eval_step(loss)(state, rows), loss({"h": {"w": stack}}, rows), rtol=1e-5)
+
+
 def test_a_read_that_fails_changes_nothing_and_the_step_can_be_repeated(scratch, monkeypatch):
     expected, losses = train(made(on_disk(scratch)))
     step, state = step_of(), made(on_disk(scratch))
