@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 import jzero.hf
+from jzero.machines.machine import machine
 from jzero.machines.topologies import topology_devices
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "llm"))
@@ -61,9 +62,15 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "no context": {"context": 1, "loss_chunks": 128},
     "context 4": {"context": 4, "loss_chunks": 32},
     "fused": {"attention": "splash"},
+    "fused, windows of 4,096": {"attention": "splash", "sizes": {"model_type": "mistral", "sliding_window": 4096}},
+    "4,096 tokens": {"seq": 4096, "context": 1, "loss_chunks": 1},
+    "4,096 tokens, fused": {"seq": 4096, "context": 1, "loss_chunks": 1, "attention": "splash"},
+    "1,048,576 tokens": {"seq": 2**20, "context": 64},
+    "1,048,576 tokens, fused": {"seq": 2**20, "context": 64, "attention": "splash"},
 }
-ESTIMATED = ("no recomputation", "activations offloaded", "optimizer state offloaded", "context 2")
+ESTIMATED = ("no recomputation", "activations offloaded", "optimizer state offloaded", "context 2", "1,048,576 tokens")
 """Contexts that take long to compile, and are only reckoned from the trace."""
+RINGS = {f"{seq:,} tokens, {size} devices": (seq, size) for size in (8, 32, 64) for seq in (2**15, 2**17, 2**20)}
 
 
 def decoder_of(sizes: dict[str, Any], *options: str) -> tuple[Decoder, argparse.Namespace]:
@@ -112,9 +119,11 @@ def experts(topology: str, among: str, sizes: dict[str, Any], seq: int = 4096) -
     return figures(step, state, batch_of(mesh.size, seq, mesh), topology)
 
 
-def contexts(topology: str, name: str, sizes: dict[str, Any], seq: int = 131_072) -> dict[str, Any]:
+def contexts(topology: str, name: str, sizes: dict[str, Any], seq: int | None = None) -> dict[str, Any]:
     """Returns what one way to train at long contexts takes."""
     how = {"context": 8, "loss_chunks": 16, "remat": None, "offload": "none", "attention": "plain", **CONTEXTS[name]}
+    seq = seq or how.pop("seq", 2**17)
+    sizes = {**sizes, **how.pop("sizes", {})}
     args = argparse.Namespace(**how, seq=seq, precision="bf16", persistence_threshold=100_000)
     mesh = jzero.make_mesh(devices=topology_devices(topology), **training.mesh_axes(args))
     model, _ = decoder_of(sizes)
@@ -123,6 +132,31 @@ def contexts(topology: str, name: str, sizes: dict[str, Any], seq: int = 131_072
     loss_fn = training.next_token_loss(training.of_parts(model, args))
     step = jzero.make_train_step(loss_fn, clip_norm=1.0, remat=args.remat)
     return figures(step, state, batch_of(mesh.shape["data"], seq, mesh), topology, compiles=name not in ESTIMATED)
+
+
+def rings(topology: str, name: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Returns what gathered keys and values take by arithmetic, beside parts that go around a ring; of one layer.
+
+    A recomputed layer multiplies weights four times and runs attention 2 + 3.5 times; splash's backward pass has 7
+    products where the forward pass has 2. Gathering exposes all that it sends: keys and values twice, their gradients
+    once. A ring hides it behind attention, and sends keys, values and fp32 gradients in the backward pass.
+    """
+    (seq, size), hardware = RINGS[name], machine(topology)
+    width, head = sizes["hidden_size"], sizes["hidden_size"] // sizes["num_attention_heads"]
+    of_keys = 2 * sizes["num_key_value_heads"] * head
+    weights = width * (2 * width + of_keys + 3 * sizes["intermediate_size"])
+    attention = 2 * seq**2 * width / size / hardware.flops["bf16"]  # causal, forward
+    products = 2 * weights * seq / size / hardware.flops["bf16"]
+    gathered = 2 * seq * of_keys
+    sent = gathered * (size - 1) / size
+    link = hardware.intra_link_bytes_per_s * min(1, 2 / hardware.num_links)  # of a torus, those of one axis
+    port, nodes = hardware.inter_link_bytes_per_s or link, -(-size // hardware.devices_per_node)
+    gather = max(sent / link, sent * nodes / size / port if nodes > 1 else 0.0)  # through the ports of all devices
+    turn = sent / (port if nodes > 1 else link)  # through one device's
+    by_gathers = 5.5 * attention + 4 * products + 3 * gather
+    by_ring = 2 * max(attention, turn) + max(3.5 * attention, 3 * turn) + 4 * products
+    seconds = {"attention": attention, "products": products, "gather": gather, "turn": turn}
+    return {"gathered": gathered, "part": gathered // size, **seconds, "of_ring": by_gathers / by_ring}
 
 
 def figures(step: Any, state: Any, batch: Any, topology: str, *, compiles: bool = True) -> dict[str, Any]:

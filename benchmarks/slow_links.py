@@ -1,4 +1,4 @@
-"""What sends less on slow links, by compilation: `python -m benchmarks.slow_links [links] [experts] [contexts]`.
+"""What sends less on slow links, by compilation: `python -m benchmarks.slow_links [CASE ...]`.
 
 * links (`--topology h200:16`, or `l40s:8` for one node of PCIe cards): two-level meshes, secondary shares and integers.
   A scanned GPT of 419M parameters, recomputed, in bf16 with fp32 masters and AdamW, two sequences of 1024 tokens per
@@ -8,6 +8,8 @@
   on all devices, or divided among 2, 4 or 8.
 * contexts (`h200:64`): Llama 3.1 8B by `examples/llm/` at 131,072 tokens; each line takes one of the ways to need less
   memory away, or adds one. Some are only estimated from the trace.
+* rings (`h200:64`): keys and values gathered, or passed around a ring beside attention, by arithmetic: nothing is
+  compiled.
 
 No accelerator is needed: the compiler of `jzero[gpu]` tells, and times are the model of `jzero/analysis/schedule.py`.
 Each line of the result file is one program; lines that are there already are not compiled again. `--table FILE` prints
@@ -127,6 +129,10 @@ def names_of(case: str, topology: str) -> list[str]:
         from benchmarks.llm import CONTEXTS
 
         return list(CONTEXTS)
+    if case == "rings":
+        from benchmarks.llm import RINGS
+
+        return list(RINGS)
     from jzero.machines.machine import machine
 
     hardware = machine(topology)
@@ -142,6 +148,8 @@ def line_of(key: str, *, small: bool) -> dict[str, Any]:
         return links(name, topology, int(steps), {**SIZE, **({"layers": 2, "width": 256} if small else {})})
     from benchmarks import llm
 
+    if case == "rings":
+        return llm.rings(topology, name, llm.LLAMA_8B)
     less = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1024} if small else {}
     sizes = llm.MIXTRAL if case == "experts" else llm.LLAMA_8B
     seq = {"seq": 512} if small else {}
@@ -164,6 +172,10 @@ def columns(lines: list[dict[str, Any]]) -> list[Column]:
         ("through a port, GB", number("nic_bytes", 1e9)),
         ("step, ms", number("seconds", 1e-3)),
         ("exposed", fixed("exposed", 3)),
+        ("gathered, GiB", number("gathered", GIB)),
+        ("of a ring, MiB", number("part", MIB)),
+        *[(f"{name}, ms", number(name, 1e-3)) for name in ("attention", "products", "gather", "turn")],
+        ("gathering, of a ring's time", fixed("of_ring")),
         *[(f"ms: {name}", of("ms", name)) for name in rates],
         ("", lambda x: x.get("note", "")),
     ]
@@ -171,7 +183,7 @@ def columns(lines: list[dict[str, Any]]) -> list[Column]:
 
 def main() -> None:
     """Compiles what is not in the result file yet, or prints one."""
-    cases = {"links": "h200:16", "experts": "h200:16", "contexts": "h200:64"}
+    cases = {"links": "h200:16", "experts": "h200:16", "contexts": "h200:64", "rings": "h200:64"}
     parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", metavar="case", help=f"of {', '.join(cases)}; all by default")
     parser.add_argument("--topology", help="the machine, in place of that of the case")

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from expert_parallel import Apart, own_rows
 from experts import WAYS
 from jzero.attention import whole_rows
-from jzero.attention.kernels import attend_by
+from jzero.attention.causal import attend_in_parts
 from jzero.attention.plain import Places, Scores, attend_plainly, cap, divide, join
 from jzero.hf import ModelConfig
 from kv_cache import Cache
@@ -159,25 +159,24 @@ class Layer(nn.Module):
         q, k = rotate(q, angles), rotate(k, angles)
         if cache is not None:
             cache, k, v = cache.write(layer.index, k, v)  # [B, T, K, C]
-        k, v = (whole_rows(x, self.context) for x in (k, v))
         sinks = self.param("sinks", KERNEL_INIT, (config.num_heads,)) if config.sinks else None
-        if cache is not None or self.attention == "plain":
+        if cache is not None or (self.attention == "plain" and self.context is None):
             y = attend_plainly(q, k, v, places, seen, self._scores(layer.window, sinks))
         else:
-            y = self._fused(layer.kind, q, k, v, (places.segments, seen.segments), sinks)
+            y = self._by_window(layer.kind, q, k, v, places, seen, sinks)
         y = y.reshape(num_rows, num_tokens, -1)  # [B, S, H C]
         return self._project("o", y, config.d_model, bias=config.o_bias), cache
 
-    def _fused(self, kind: jax.Array, *operands: Any) -> jax.Array:
-        """Returns the result of the kernel for the layer's window: a kernel's mask is part of its program."""
+    def _by_window(self, kind: jax.Array, *operands: Any) -> jax.Array:
+        """Returns attention with the layer's window, on which a kernel's program and what devices exchange depend."""
 
         def of(window: int | None) -> Any:
-            return lambda q, k, v, segments, sinks: attend_by(
-                self.attention, q, k, v, segments, self._scores(window, sinks), self.context
+            return lambda *operands: attend_in_parts(
+                self.attention, *operands[:-1], self._scores(window, operands[-1]), self.context
             )
 
-        kernels = [of(window) for window in windows_of(self.config)]
-        return kernels[0](*operands) if len(kernels) == 1 else jax.lax.switch(kind, kernels, *operands)
+        ways = [of(window) for window in windows_of(self.config)]
+        return ways[0](*operands) if len(ways) == 1 else jax.lax.switch(kind, ways, *operands)
 
     def _scores(self, window: Any, sinks: jax.Array | None) -> Scores:
         return Scores(window, self.config.attn_softcap, sinks, self.config.attn_scale)

@@ -1,6 +1,7 @@
 """Causal attention for a loss of your own: one kernel where one suffices, else plain products.
 
-Read `plain` (products, and parts of rows), `kernels` (what each can do, and which to take), then `causal`.
+Read `plain` (products, and parts of rows), `kernels` (what each can do, and which to take), `exchange` (what windows
+need of other devices), then `causal`.
 """
 
 from jzero.attention.causal import attend as attend

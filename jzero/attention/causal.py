@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.attention.exchange import Exchange
 from jzero.attention.kernels import attend_by, choose
 from jzero.attention.plain import Places, Scores, attend_plainly, own_part, whole_rows
 
@@ -56,8 +57,8 @@ def attend(  # noqa: PLR0913  # what attention has
       (2, 128, 4, 64)
     """
     whole = functools.partial(whole_rows, axis=context)
-    k, v = whole(k), whole(v)
-    tokens, pieces = k.shape[1], 1 if context is None else 2 * lax.axis_size(context)
+    size, pieces = (1, 1) if context is None else (lax.axis_size(context), 2 * lax.axis_size(context))
+    tokens = size * k.shape[1]
     given = {"windows": window, "segments": segments, "soft cap": softcap, "sinks": sinks, "parts of rows": context}
     needs = [name for name, x in given.items() if x is not None]
     wide = q.dtype == jnp.float32
@@ -65,8 +66,41 @@ def attend(  # noqa: PLR0913  # what attention has
     logging.getLogger("jzero").info("%s", choice)
     own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
     how = Scores(window, softcap, sinks, q.shape[-1] ** -0.5 if scale is None else scale)
-    if choice.kernel != "plain":
-        return attend_by(choice.kernel, q, k, v, (own, whole(own)), how, context)
     row = jnp.broadcast_to(jnp.arange(tokens)[None], (len(q), tokens))
     places, seen = Places(own_part(row, context), own), Places(row, whole(own))
-    return attend_plainly(q, k, v, places, seen, how)
+    return attend_in_parts(choice.kernel, q, k, v, places, seen, how, context)
+
+
+def attend_in_parts(  # noqa: PLR0913  # what attention has
+    kernel: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    places: Places,
+    seen: Places,
+    how: Scores,
+    context: str | None,
+) -> jax.Array:
+    """Returns attention by a chosen kernel, or "plain", to the keys and values of all devices along an axis.
+
+    Args:
+      kernel: A key of `KERNELS`, or "plain".
+      q: Queries, `[B, S, H, C]`.
+      k: Keys, `[B, S, K, C]`.
+      v: Values, `[B, S, K, C]`.
+      places: Those of the device's tokens, `[B, S]`.
+      seen: Those of whole rows, `[B, T]`.
+      how: How scores are made.
+      context: The mesh axis along which devices have parts of the same rows, if any.
+    """
+    exchange = Exchange.of(how.window, q.shape[1], context)
+    if exchange is None:
+        k, v = whole_rows(k, context), whole_rows(v, context)
+    else:
+        context, q, k, v = None, exchange.pieces(q), exchange.behind_others(k), exchange.behind_others(v)
+        places, seen = Places(*map(exchange.pieces, places)), Places(*map(exchange.seen, seen))
+    if kernel == "plain":
+        y = attend_plainly(q, k, v, places, seen, how)
+    else:
+        y = attend_by(kernel, q, k, v, (places.segments, seen.segments), how, context)
+    return y if exchange is None else exchange.join(y)

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+from jzero.attention.exchange import NOWHERE
 from jzero.attention.plain import Scores
 
 INTERPRET = False
@@ -126,7 +127,7 @@ def attend_by(  # noqa: PLR0913  # what attention has
     Args:
       kernel: A key of `KERNELS`.
       q: Queries [B, S, H, C].
-      k: Keys [B, T, K, C].
+      k: Keys [B, T, K, C]. Without `context`, splash takes more keys than queries, whose last ones are the same tokens.
       v: Values [B, T, K, C].
       segments: Those of the queries [B, S], and of the keys [B, T]. Within one, positions follow each other.
       how: How scores are made; the window is part of the program.
@@ -139,11 +140,15 @@ def attend_by(  # noqa: PLR0913  # what attention has
     if kernel == "pallas":
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         return _mha()(q, k, v, segments[0], sm_scale=how.scale, causal=True, interpret=INTERPRET)
-    q = (q.astype(jnp.float32) * how.scale).astype(q.dtype)
-    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # [B, H, S, C]
     count = 1 if context is None else 2 * lax.axis_size(context)
     index = 0 if context is None else lax.axis_index(context)
-    whole = splash_kernel(q.shape[1], k.shape[2], count, how.window, how.softcap)
+    tokens = q.shape[1] if context is None else k.shape[1]
+    if missing := -k.shape[1] % _block_size(tokens // count):
+        k, v = (jnp.pad(x, ((0, 0), (missing, 0), (0, 0), (0, 0))) for x in (k, v))
+        segments = segments[0], jnp.pad(segments[1], ((0, 0), (missing, 0)), constant_values=NOWHERE)
+    q = (q.astype(jnp.float32) * how.scale).astype(q.dtype)
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # [B, H, S, C]
+    whole = splash_kernel(q.shape[1], tokens, count, how.window, how.softcap, before=k.shape[2] - tokens)
     pieces = [_piece(whole, number, count) for number in ([index] if count == 1 else [index, count - 1 - index])]
 
     def of_piece(piece: splash.SplashAttentionKernel, q: jax.Array, own: jax.Array) -> jax.Array:
@@ -158,16 +163,19 @@ def attend_by(  # noqa: PLR0913  # what attention has
 
 
 def splash_kernel(
-    heads: int, tokens: int, shards: int, window: int | None, softcap: float | None
+    heads: int, tokens: int, shards: int, window: int | None, softcap: float | None, *, before: int = 0
 ) -> splash.SplashAttentionKernel:
-    """Returns splash attention for whole rows; its tables can be divided into as many parts as there are shards."""
-    size = next(n for n in (LARGEST_BLOCK, 512, 256, 128) if tokens // shards % n == 0)
+    """Returns splash attention for whole rows; its tables can be divided into as many parts as there are shards.
+
+    There may be keys before the first query, in full blocks.
+    """
+    size = _block_size(tokens // shards)
     inner = min(size, 512)
     sizes = splash.BlockSizes(
         block_q=size, block_kv=size, block_kv_compute=inner,
         block_q_dkv=size, block_kv_dkv=size, block_kv_dkv_compute=inner, block_q_dq=size, block_kv_dq=size,
     )  # fmt: skip
-    mask = masks.MultiHeadMask([Band((tokens, tokens), window)] * heads)
+    mask = masks.MultiHeadMask([Band((tokens, before + tokens), window)] * heads)
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
             mask,
@@ -179,16 +187,24 @@ def splash_kernel(
         )
 
 
+def _block_size(tokens: int) -> int:
+    return next(n for n in (LARGEST_BLOCK, 512, 256, 128) if tokens % n == 0)
+
+
 class Band(masks.LocalMask):
-    """A causal mask, perhaps with a window. Of most blocks their place says all, which is quick for long rows."""
+    """A causal mask, perhaps with a window. Of most blocks their place says all, which is quick for long rows.
+
+    The last query is the last key.
+    """
 
     def __init__(self, shape: tuple[int, int], window: int | None) -> None:
         self.window = shape[1] if window is None else window
-        super().__init__(shape, (self.window - 1, 0), 0)
+        super().__init__(shape, (self.window - 1, 0), shape[1] - shape[0])
 
     def __getitem__(self, block: Any) -> Any:
         rows, columns = block
-        nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
+        first, last = rows.start + self.offset, rows.stop + self.offset - 1
+        nearest, farthest = first - columns.stop + 1, last - columns.start
         if farthest < 0 or nearest >= self.window:
             return np.zeros((1, 1), bool)
         if nearest >= 0 and farthest < self.window:
