@@ -51,6 +51,16 @@ def test_what_a_layer_keeps():
     assert memory.activation_bytes == pytest.approx(LOCAL * (HIDDEN + WIDTH) * 4, abs=8)  # and a scalar
 
 
+@pytest.mark.parametrize(("topology", "sines"), [("v5p:2x2x2", []), ("h100:8", [4 * ROWS * HIDDEN])])
+def test_on_tpus_products_compute_what_is_elementwise_in_their_operands(topology, sines):
+    loss = lambda params, batch: jnp.square(jnp.sin(batch @ params["up"]) @ params["down"]).mean()
+    params = {"up": np.ones((WIDTH, HIDDEN), np.float32), "down": np.ones((HIDDEN, WIDTH), np.float32)}
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    step, rows = jzero.make_train_step(loss, remat="as_written"), np.ones((8 * ROWS, WIDTH), np.float32)
+    memory = jzero.estimate_step_memory(step, state, rows, topology=topology, config=config_of(0))
+    assert [x.num_bytes for x in memory.activations if x.layer.endswith(": sin")] == sines
+
+
 def test_a_saved_operand_is_kept_though_its_product_reads_another_layout():
     """Of a recomputed block its input and the named operand, which its product contracts over outer dimensions."""
 
