@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import sys
+import types
 import warnings
 
 import jax
@@ -13,6 +14,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
+from jzero.analysis.analyze import _transfers
+from jzero.analysis.violations import _Amounts
+from jzero.estimate.traced_collectives import traced_collectives
 from tests import light_decoder, models
 from tests.compiled import analyze
 from tests.light_decoder import loss_fn
@@ -163,6 +167,21 @@ def test_stack_cut_where_it_is_scanned_is_found():
         warnings.simplefilter("ignore")  # the engine says so too
         found = violations(analyze(jzero.make_train_step(small_loss), small_state(), ROWS, config=config))
     assert f"whole stack f32[{SMALL_LAYERS},{WIDTH},{WIDTH}]" in found
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 3])
+def test_amounts_are_those_of_the_trace_by_hand(accumulate_steps):
+    """A stack and a head, in a loop or not: gathered for both passes, reduced after the second."""
+    state, size = small_state(jzero.ZeroConfig(stage=3, persistence_threshold=0)), (SMALL_LAYERS * WIDTH + 32) * WIDTH
+    step = jzero.make_train_step(small_loss, accumulate_steps=accumulate_steps)
+    jaxpr = step.trace(state, np.ones((48, WIDTH), np.float32)).jaxpr
+    facts = types.SimpleNamespace(collectives=(), platform="gpu", micro_batches=accumulate_steps)
+    facts.sent, facts.transfers = tuple(traced_collectives(jaxpr)), _transfers(jaxpr)
+    found = _Amounts(facts, jzero.plan_of(state))
+    of_params = {("all-gather", False): 2 * 4 * size * accumulate_steps}
+    of_params["reduce-scatter", False] = 4 * size * accumulate_steps
+    assert found.placed == found.needed == of_params
+    assert {key: found.traced[key] for key in of_params} == of_params
 
 
 # What becomes of a report.
