@@ -18,6 +18,7 @@ import jzero
 from jzero.core.disk.files import DiskError, UnnamedFile
 from jzero.core.disk.stores import RamStore
 from jzero.core.records import schedules
+from jzero.core.records.run import RecordPass
 from jzero.core.records.schedules import in_thread
 from jzero.core.state.record_states import records_of
 from tests import models
@@ -281,6 +282,20 @@ def test_an_update_that_fails_after_its_step_is_tried_again(tmp_path, monkeypatc
     assert_same_bits(arrays(jzero.gather_params(state)), before)
     expected, _ = train(sharded(offload, precision="bf16"), steps=2)
     assert_same_bits(whole(jzero.apply_pending(state)), whole(expected))
+
+
+@pytest.mark.parametrize(
+    "use", [lambda records, path: records.read_leaf(path), lambda records, path: records.release()]
+)
+def test_whoever_uses_records_waits_for_the_update_beside_steps(use, monkeypatch):
+    real, go_on, ended = RecordPass.run, threading.Event(), []
+    monkeypatch.setattr(RecordPass, "run", lambda *args: (go_on.wait(60), real(*args), ended.append(True))[1])
+    state, _ = train(sharded(flow(update_interval=2, select_interval=4)), 2)
+    records, leaves = records_of(state), jzero.plan_of(state).record_fields
+    assert not ended
+    threading.Timer(0.2, go_on.set).start()
+    use(records, leaves[min(leaves)][0].path)
+    assert ended
 
 
 def test_ctrl_c_while_a_step_waits_starts_no_second_update(monkeypatch):
