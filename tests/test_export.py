@@ -161,21 +161,27 @@ def test_only_some_parameters(tmp_path):
         jzero.export_params(state, tmp_path / "y.safetensors", paths="nothing")
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float4_e2m1fn"])
-def test_leaves_in_parts_are_exported_as_those_in_one(dtype, tmp_path, monkeypatch):
+TRANSPOSED = jzero.Mapping({"a": jzero.From("x", (1, 0)), r"([bc])": jzero.From(r"\1")})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mapping"), [(None, None), ("bfloat16", None), ("float4_e2m1fn", None), (None, TRANSPOSED)]
+)
+def test_leaves_in_parts_are_exported_as_those_in_one(dtype, mapping, tmp_path, monkeypatch):
     """With parts of odd sizes, several of them under way, and some larger than the limit."""
     shapes = {"a": (61, 26), "b": (18,)} | ({} if dtype == "float4_e2m1fn" else {"c": ()})
     rng = np.random.default_rng(0)
     params = {name: rng.choice(np.float32([-6, -3, 0.5, 1.5, 4]), shape) for name, shape in shapes.items()}
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), stage=3)
+    state = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
+    state = jzero.shard_train_state(state, config=shared.config(3))
     jzero.save_checkpoint(tmp_path / "c", state)
-    jzero.export_params(state, tmp_path / "state.safetensors", dtype=dtype)
+    jzero.export_params(state, tmp_path / "state.safetensors", dtype=dtype, mapping=mapping)
     expected = (tmp_path / "state.safetensors").read_bytes()
     for part, limit in ((1, 1), (1, 3000), (3000, 2000)):
         monkeypatch.setattr("jzero.checkpoint.parts.PART_BYTES", part)
         monkeypatch.setattr("jzero.checkpoint.parts.LEAVES_BYTES", limit)
         found = tmp_path / f"{part}_{limit}.safetensors"
-        jzero.export_checkpoint(tmp_path / "c", found, dtype=dtype)
+        jzero.export_checkpoint(tmp_path / "c", found, dtype=dtype, mapping=mapping)
         assert found.read_bytes() == expected
 
 
