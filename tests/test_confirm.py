@@ -2,11 +2,12 @@
 
 import dataclasses
 import types
+from unittest import mock
 
 import pytest
 
 import jzero
-from jzero.analysis import confirm
+from jzero.analysis import confirm, fit
 from jzero.analysis.candidates import Candidate, Fit, choose, judge
 from jzero.estimate.step_memory import StepMemory
 from jzero.estimate.step_time import StepTime
@@ -124,3 +125,13 @@ def test_figures_are_those_of_one_program(other, is_same):
     x = dataclasses.replace(candidate(1.0, other.get("peak", 500)), config=jzero.ZeroConfig(stage=2))
     x = dataclasses.replace(x, remat=other.get("remat", x.remat))
     assert confirm._with_figures(x, found).compiled_peak == (400 if is_same else None)
+
+
+@pytest.mark.parametrize(("seconds", "is_kept"), [(0.9, True), (1.0, True), (1.1, False)])
+def test_what_still_fits_is_kept_unless_that_is_slower(seconds, is_kept, monkeypatch):
+    filling = mock.MagicMock(confirmed=lambda limit: 2, compiled={}, estimated=lambda n: candidate(seconds, 600).memory)
+    monkeypatch.setattr(fit, "Filling", lambda **_: filling)
+    monkeypatch.setattr(fit, "plan_of_argument", lambda x: x)
+    found = fit._filled(mock.MagicMock(limit=LIMIT), candidate(1.0, 500), compiles=True)
+    assert (found is not None) == is_kept
+    assert not is_kept or (found.memory.peak, found.remat) == (600, filling.step_keeping(2).remat)

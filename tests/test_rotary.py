@@ -1,4 +1,4 @@
-"""Frequencies of YaRN, by what it says of them: those of fast pairs stay, slow ones are stretched, others in between."""
+"""Frequencies of YaRN, by what it says of them: fast pairs keep theirs, slow ones are stretched, others in between."""
 
 import numpy as np
 import pytest

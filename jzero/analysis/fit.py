@@ -224,7 +224,7 @@ def _shapes_of(
 
 
 def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None:
-    """Returns a candidate that keeps between its passes what still fits; `None` if nothing, or if it is no faster."""
+    """Returns a candidate that keeps between its passes what still fits; `None` if nothing, or if it is slower."""
     if x.config.offload.params != "none":
         return None
     placed = search.placed(x.config, x.mesh_shape.get(str(x.config.replica_axis), 1))
