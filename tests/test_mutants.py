@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.mutants import MUTANTS, drawn, equivalent, runs
+from tests.mutants import MUTANTS, drawn, equivalent, rooms, runs
 
 
 @functools.cache
@@ -29,6 +29,11 @@ def test_every_fault_has_a_name_of_its_own_and_a_test_that_is_there():
     assert twice == []
     tests = {x.test: x.test.split("::") for x in MUTANTS}
     assert [test for test, (file, function) in tests.items() if function not in functions_of(file)] == []
+
+
+def test_the_table_of_test_files_has_each():
+    assert rooms.unlisted() == [], "plant a fault that it must see, or add it to `rooms.ELSEWHERE`"
+    assert rooms.PAGE.read_text() == rooms.table(), "run `python -m tests.mutants.rooms`"
 
 
 def test_drawn_faults_are_other_code():
