@@ -5,10 +5,18 @@ Stage 3 can gather parameters again for the backward pass and recompute cheap ac
 mostly lies idle. So a training step whose user said nothing about recomputation keeps what fits, by the estimate of its
 own trace, without a compiler: all parameters and all blocks if that takes at most `KEPT_SHARE` of what a step may use
 of a device; else all parameters and as many blocks as fit, by the estimates of up to three more traces; else nothing,
-as `remat="cheap"` does, also where an estimate fails, which the log says. Nothing is estimated, which takes a third of
-the time of tracing, if all values of the loss together fit beside a whole state. Rows of stacks are not kept: loops
-would have to write and read the stacks. What only looks like a stack, as kernels of convolutions do, is none if no loop
-of the loss reads its shape.
+as `remat="cheap"` does, also where an estimate fails, which the log says. The step is not estimated, which takes a
+third of the time of tracing, if all values of the loss together fit beside a whole state.
+
+However much fits, on GPUs no more blocks are kept than save, together with what "cheap" saves of the others, what plain
+jax would save of all: scores in fp32 and shares are more than shares in fp32, all that differentiation saves of a
+softmax (four Llamas and mixtures took 1.11 to 1.17 of the memory by hand so). And if to recompute nothing is faster by
+more than a percent, that is the choice, unless the last block is large, see `POSTPONED`. One trace of each different
+block tells both, see `BlockCosts`. A perceptron of few columns for each of many places takes more time for activations
+than for products (ConvNeXt: 1.08 of the step by hand if kept blocks make them again; compilers even write its `tanh`).
+
+Rows of stacks are not kept: loops would have to write and read the stacks. What only looks like a stack, as kernels of
+convolutions do, is none if no loop of the loss reads its shape.
 
 This must end no run that would go on with "cheap", whatever else lives on a device, such as a second state or another
 process. So it is checked three times:
@@ -28,22 +36,26 @@ and the like may be called in one process alone: before the first run they tell 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import re
+from typing import Literal
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
 from jzero.core.base.guard import attempt
 from jzero.core.base.types import PyTree, TrainStateLike
 from jzero.core.config.keep import Keep
-from jzero.core.engine.trace import TracedLoss, plan_for
+from jzero.core.engine.trace import TracedLoss, axis_env, plan_for
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.sizes import array_bytes
+from jzero.core.layout.platform import platform_facts
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.table import format_bytes
 from jzero.core.step.choice import Chosen
 from jzero.core.step.train_step import TrainStep
+from jzero.estimate.block_costs import BlockCosts
 from jzero.estimate.buffers import bytes_of
 from jzero.estimate.step_memory import memory_of_step
 from jzero.machines.machine import Machine
@@ -52,6 +64,11 @@ KEPT_SHARE = 0.8
 """Share of what a step may use up to which values are kept without a compiler. Estimates of dense models have been up
 to 10 % low: such a step takes 0.8 / 0.9 = 89 % of it, and the rest is for fragments. One whose estimate is a fifth low
 is compiled in vain, since the compiler's figure decides."""
+WORTH_MEMORY = 1.01
+"""How much longer kept blocks must take than blocks as written, which save more, for the latter to be chosen."""
+POSTPONED = 40
+"""How many times the last block all blocks must save to be left as written. Nothing makes compilers compute the
+gradients of such blocks in time, see [Note: Waiting for gradients], so what some two blocks save lives beside all."""
 SECANTS = 2
 """How many numbers of blocks are traced between none and all of them. Two found the most of 16 that fit."""
 
@@ -77,7 +94,7 @@ def choose_kept(
         logging.getLogger("jzero").info(
             "The step keeps %s parameters and %s blocks between its passes, with %s to use.",
             keep.params if keep.params == "all" else len(keep.params),
-            keep.blocks,
+            keep.blocks if keep.remat == "cheap" else "all",
             format_bytes(limit),
         )
     return choice
@@ -100,18 +117,21 @@ def _most_that_fits(
         return None
     params = "all" if kept == cut else tuple(re.escape(leaf.param.path) for leaf in kept)
 
-    def keeping(blocks: int) -> Chosen:
-        keep = Keep(params=params, blocks=blocks)
+    def keeping(blocks: int, remat: Literal["cheap", "as_written"] = "cheap") -> Chosen:
+        keep = Keep(params=params, blocks=blocks, remat=remat)
         candidate = step.with_remat(keep)
         candidate.loss.begin_with(dataclasses.replace(traced, remat=keep))
         return Chosen(candidate, lambda: memory_of_step(candidate, arguments, hardware).peak, limit)
 
+    all_fits = plan.replicated_bytes.total + _value_bytes(traced.jaxpr) <= KEPT_SHARE * limit
+
     def fits(choice: Chosen) -> bool:
         return choice.peak <= KEPT_SHARE * limit
 
-    most = keeping(total)
-    if plan.replicated_bytes.total + _value_bytes(traced.jaxpr) <= KEPT_SHARE * limit or fits(most):
-        return most
+    for blocks, remat in attempt(_preferred, traced, plan, hardware, looped) or [(total, "cheap")]:
+        most = keeping(blocks, remat)
+        if all_fits or fits(most):
+            return most
     least = keeping(0)
     if not total or not fits(least):
         return None
@@ -124,6 +144,27 @@ def _most_that_fits(
         choice = keeping(blocks)
         least, most = (choice, most) if fits(choice) else (least, choice)
     return least
+
+
+def _preferred(
+    traced: TracedLoss, plan: ZeroPlan, hardware: Machine | None, looped: set[tuple[int, ...]]
+) -> list[tuple[int, Literal["cheap", "as_written"]]]:
+    """Returns the blocks to keep if there is memory, and what is recomputed apart from them; the best choice first."""
+    total = traced.num_blocks(plan)
+    if platform_facts(plan.mesh).fuses_products:  # kept blocks are as written
+        return [(total, "cheap")]
+    costs = BlockCosts(traced.jaxpr, axis_env(plan), hardware)
+    kept, written = costs.of("kept"), costs.of("as_written")
+    left = sum(x.num_bytes for x in written)
+    is_slower = sum(x.seconds for x in kept) > WORTH_MEMORY * sum(x.seconds for x in written)
+    if is_slower and not looped and POSTPONED * written[-1].num_bytes <= left:
+        return [(0, "as_written"), (total, "cheap")]
+    if sum(x.num_bytes for x in kept) <= left:
+        return [(total, "cheap")]
+    cheap = costs.of("cheap")
+    left -= sum(x.num_bytes for x in cheap)
+    more = [x.num_bytes - y.num_bytes for x, y in zip(reversed(kept), reversed(cheap), strict=True)]
+    return [(sum(x <= left for x in itertools.accumulate(more)), "cheap")]
 
 
 def _value_bytes(jaxpr: AnyJaxpr) -> int:

@@ -86,7 +86,7 @@ def step_time(
       machine: The machine.
       micro_batches: The number of micro-batches per step.
     """
-    compute, update = _compute_seconds(program, machine), _update_seconds(program, machine)
+    compute, update = compute_seconds(program, machine), _update_seconds(program, machine)
     after = sum(x.seconds for t, x in zip(program.transfers, traffic, strict=True) if UPDATE in t.scope)
     communication = sum(x.seconds for x in traffic) - after
     longer, shorter = max(compute - update, communication), min(compute - update, communication)
@@ -127,7 +127,8 @@ def _bytes_on_port(x: Transfer, sent: float, mesh: AnyMesh, devices_per_node: in
     return bytes_on_port(x.kind, sent, len(group), len({int(i) // devices_per_node for i in group}))
 
 
-def _compute_seconds(program: TracedProgram, machine: Machine) -> float:
+def compute_seconds(program: TracedProgram, machine: Machine) -> float:
+    """Returns the seconds of a program's own work, without collectives."""
     fused = _find_fused(program)
     seconds = sum(_operation_seconds(x, machine) for t, x in enumerate(program.operations) if t not in fused)
     return seconds + program.result_bytes / machine.hbm_bytes_per_s
@@ -159,7 +160,7 @@ def _find_fused(program: TracedProgram) -> set[int]:
 
 def _operation_seconds(x: BufferOperation, machine: Machine) -> float:
     if x.inner is not None:
-        return x.times * _compute_seconds(x.inner, machine)
+        return x.times * compute_seconds(x.inner, machine)
     moved = x.num_bytes / machine.hbm_bytes_per_s
     if x.product is None:
         return moved

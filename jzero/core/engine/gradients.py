@@ -363,7 +363,7 @@ def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches)
         params=frozenset(leaf.path for leaf, _ in stay),
         of_params=len(cut),
         param_bytes=sum(array_bytes(math.prod(leaf.shape), dtype) for leaf, dtype in stay),
-        blocks=min(keep.blocks, total),
+        blocks=min(keep.blocks, total) if keep.remat in ("cheap", True) else total,
         of_blocks=total,
         block_bytes=bytes_of_kept_blocks(traced, plan, micro) if keep.blocks and total else 0,
     )

@@ -23,8 +23,9 @@ name of its own, and a kept loop has named operands; so `kept_bytes` finds them.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import jax
@@ -37,20 +38,45 @@ from jzero.core.base.compat import AnyJaxpr
 from jzero.core.jaxpr.equations import equations_in
 from jzero.core.jaxpr.interpret import evaluate
 from jzero.core.jaxpr.primitives import CALLS, REMAT, Trait, called_jaxpr, primitives_with
-from jzero.core.jaxpr.repeats import OPERAND, aval_bytes, dims_are_adjacent, is_batched_product, split_into_parts
+from jzero.core.jaxpr.repeats import (
+    OPERAND,
+    EquationRun,
+    aval_bytes,
+    dims_are_adjacent,
+    is_batched_product,
+    keeps_products,
+    split_into_parts,
+)
 
 Apply: TypeAlias = Callable[[JaxprEqn, list[jax.Array]], list[jax.Array]]
+Wrap: TypeAlias = Callable[[Callable[..., list[jax.Array]]], Callable[..., list[jax.Array]]]
 KEPT_BLOCK = "kept_block"
 
 
 def num_blocks(jaxpr: AnyJaxpr, *, fuses_products: bool) -> int:
     """Returns how many blocks there are to keep, see [Note: Kept blocks] and `recompute`."""
-    parts = split_into_parts(compat.open_jaxpr(jaxpr)[0])
-    free = [part.is_block and is_free(part.eqns) for part in parts]
-    others = [eqn for part, is_block in zip(parts, free, strict=True) if not is_block for eqn in part.eqns]
-    calls = [called_jaxpr(eqn) for eqn in others if eqn.primitive.name in CALLS]
-    loops = 0 if fuses_products else sum(map(is_loop_of_blocks, others))
-    return sum(free) + loops + sum(num_blocks(x, fuses_products=fuses_products) for x in calls)
+    return sum(1 for _ in blocks_of(jaxpr, fuses_products=fuses_products))
+
+
+def blocks_of(jaxpr: AnyJaxpr, *, fuses_products: bool) -> Iterator[EquationRun | JaxprEqn]:
+    """Yields the blocks in their order: repeated ones, and loops that count as one."""
+    for part in split_into_parts(compat.open_jaxpr(jaxpr)[0]):
+        if part.is_block and is_free(part.eqns):
+            yield part
+            continue
+        for eqn in part.eqns:
+            if eqn.primitive.name in CALLS:
+                yield from blocks_of(called_jaxpr(eqn), fuses_products=fuses_products)
+            elif not fuses_products and is_loop_of_blocks(eqn):
+                yield eqn
+
+
+def keeping(eqns: Sequence[JaxprEqn], *, fuses_products: bool) -> tuple[Apply, Wrap]:
+    """Returns how a repeated block that is kept is evaluated, and what its function is wrapped in."""
+    has_loop = any(x.primitive.name == "scan" for eqn in eqns for x in equations_in(eqn))
+    if has_loop or fuses_products:
+        return compat.bind, lambda layer: layer
+    return naming_operands(()), functools.partial(jax.checkpoint, policy=keeps_products)
 
 
 def is_loop_of_blocks(eqn: JaxprEqn) -> bool:

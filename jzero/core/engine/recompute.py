@@ -42,16 +42,16 @@ from jzero.core.engine.kept_blocks import (
     Apply,
     is_free,
     is_loop_of_blocks,
+    keeping,
     naming_operands,
     num_blocks,
     recomputes,
     shardings_of,
 )
-from jzero.core.jaxpr.equations import equations_in
 from jzero.core.jaxpr.identity import IdDict
 from jzero.core.jaxpr.interpret import Piece, evaluate, propagate
 from jzero.core.jaxpr.primitives import CALLS, REMAT, called_jaxpr
-from jzero.core.jaxpr.repeats import EquationRun, keeps_heavy, keeps_products, split_into_parts
+from jzero.core.jaxpr.repeats import EquationRun, keeps_heavy, split_into_parts
 from jzero.core.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
 from jzero.core.layout.mesh import HOST_MEMORY
 
@@ -192,11 +192,8 @@ class _Rewrite:
 
         def apply(part: EquationRun, values: list[jax.Array]) -> list[jax.Array]:
             if is_cheap and part in layers and self._is_kept():
-                has_loop = any(x.primitive.name == "scan" for eqn in part.eqns for x in equations_in(eqn))
-                if has_loop or self.fuses_products:
-                    return self._call_shared(layers[part], values, compat.bind, lambda layer: layer, KEPT_BLOCK)
-                keep = functools.partial(jax.checkpoint, policy=keeps_products)
-                return self._call_shared(layers[part], values, naming_operands(()), keep, KEPT_BLOCK)
+                apply_kept, keep = keeping(part.eqns, fuses_products=self.fuses_products)
+                return self._call_shared(layers[part], values, apply_kept, keep, KEPT_BLOCK)
             if part in numbers and times[numbers[part]] > 1:  # a layer that occurs once stays in place
                 return self._call_shared(layers[part], values, compat.bind, wrap)
             if is_cheap and part in layers:

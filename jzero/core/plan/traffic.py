@@ -151,7 +151,8 @@ class Kept(NamedTuple):
             fits = f"{format_bytes(self.peak)} of {format_bytes(self.limit)}, estimated"
             return f"kept between passes: {', '.join(said)}: {fits} (`remat='cheap'` keeps less)"
         said = [f"{params} ({format_bytes(self.param_bytes)})"] if self.params else []
-        said += [f"{blocks} ({format_bytes(self.block_bytes)})"] if self.of_blocks else []
+        of_blocks = f" ({format_bytes(self.block_bytes)})" if self.block_bytes or not self.blocks else ""
+        said += [f"{blocks}{of_blocks}"] if self.of_blocks else []
         return f"kept between passes: {', '.join(said) or 'nothing'}"
 
 
