@@ -18,8 +18,8 @@ from jzero.estimate import keeping
 from jzero.machines import limits
 from jzero.machines.machine import machine
 from tests.shared import whole
-from tests.test_keep import loss_fn, make_batch, make_params, on_one_device
-from tests.test_kept_by_default import LAYERS, make_state
+from tests.test_keep import make_batch, make_params
+from tests.test_kept_by_default import LAYERS, loss_fn, make_state, on_one_device
 
 EVERYTHING = jzero.Keep(params="all", blocks=LAYERS)
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.00GiB."
@@ -58,7 +58,7 @@ def needed(batch):
 
 
 def assert_trained(new, metrics):
-    loss, grads = on_one_device("fp32", LAYERS)
+    loss, grads = on_one_device()
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     moved = jax.tree.map(np.subtract, make_params(LAYERS), whole(new.params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), moved, grads)

@@ -6,15 +6,15 @@ MUTANTS = [
     # What is kept.
     Mutant(
         "scores_of_kept_blocks_recomputed",
-        "core/engine/recompute.py",
+        "core/engine/kept_blocks.py",
         "functools.partial(jax.checkpoint, policy=keeps_products)",
-        "functools.partial(jax.checkpoint, policy=keeps_heavy)",
+        "jax.checkpoint",
         "test_keep.py::test_no_product_of_the_last_blocks_is_recomputed",
     ),
     Mutant(
         "products_kept_on_tpus",
-        "core/engine/recompute.py",
-        "if has_loop or self.fuses_products:",
+        "core/engine/kept_blocks.py",
+        "if has_loop or fuses_products:",
         "if has_loop:",
         "test_keep.py::test_kept_blocks_are_as_written_where_the_compiler_fuses_products",
     ),
@@ -80,6 +80,20 @@ MUTANTS = [
         "return choice.peak <= KEPT_SHARE * limit",
         "return True",
         "test_kept_by_default.py::test_as_many_blocks_stay_as_fit",
+    ),
+    Mutant(
+        "more_kept_than_plain_jax_saves",
+        "estimate/keeping.py",
+        "(sum(x <= left for x in itertools.accumulate(more)), ",
+        "(total, ",
+        "test_kept_by_default.py::test_no_more_is_kept_than_plain_jax_saves",
+    ),
+    Mutant(
+        "large_last_blocks_as_written",
+        "estimate/keeping.py",
+        "POSTPONED * written[-1].num_bytes <= left",
+        "True",
+        "test_kept_by_default.py::test_large_last_blocks_are_not_left_as_written",
     ),
     Mutant(
         "blocks_sought_once",
