@@ -1,4 +1,4 @@
-"""Which operations a compiler for GPUs postpones or fuses, and what memory that takes: against hand arithmetic."""
+"""Which operations compilers postpone or fuse, and what memory that takes: against hand arithmetic."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ ROWS, WIDTH, LAYERS = 4096, 16, 6
 ACTIVATION = ROWS * WIDTH * 4
 
 
-def peak(loss, params, *inputs, gpu):
-    jaxpr = jax.jit(jax.grad(loss)).trace(params, *inputs).jaxpr
+def peak(loss, params, *inputs, gpu, gradient=jax.grad):
+    jaxpr = jax.jit(gradient(loss)).trace(params, *inputs).jaxpr
     return footprint(trace_program(jaxpr, [1] * len(jaxpr.jaxpr.invars)), gpu=gpu).peak
 
 
@@ -59,6 +59,48 @@ def test_the_blocks_of_a_step_wait_for_them_as_on_the_machine_that_is_named(stag
     step = jzero.make_train_step(chain(jax.checkpoint(layer)))
     memory = jzero.estimate_step_memory(step, plain, batch, topology="h200:8", config=config)
     assert memory.temporaries <= (LAYERS + 3) * ACTIVATION * 1.1
+
+
+def layers_again(x, stacks):
+    """Layers in a loop, of which each iteration of the backward pass computes several again."""
+
+    def block(x, ws):
+        for w in ws:
+            x = layer(x, w)
+        return x, None
+
+    return jax.lax.scan(jax.checkpoint(block), x, stacks)[0]
+
+
+STACKS = [jnp.ones((2, WIDTH, WIDTH))] * LAYERS
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_in_a_loop_they_stay_to_the_end_of_an_iteration(gpu):
+    """Of each layer its input and the cotangent of its product.
+
+    Beside it: what is kept of two iterations, what is carried, and the gradient of the loss.
+    """
+    found = peak(lambda params, x: layers_again(x, params).mean(), STACKS, X, gpu=gpu)
+    assert found == pytest.approx((2 * LAYERS - 1 + 4) * ACTIVATION, rel=0.01)
+
+
+def test_on_tpus_loops_run_last_whose_results_the_backward_pass_does_not_need():
+    """It computes parts of a loss again; what they read waits for the forward pass's, unless it needs their sum."""
+
+    def of(result):
+        def loss(params, x):
+            table = params["a"] @ params["b"]
+            part = jax.checkpoint(lambda none, x: (none, jnp.square(x @ table).sum()))
+            parts = layers_again(x, params["stacks"]).reshape(16, -1, WIDTH)
+            return result(jax.lax.scan(part, None, parts)[1].sum())
+
+        return loss
+
+    params = {"stacks": STACKS, "a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones((WIDTH, ROWS))}
+    how = {"gpu": False, "gradient": jax.value_and_grad}
+    waits, needed = (peak(of(result), params, X, **how) for result in (lambda x: x, jnp.square))
+    assert waits - needed == ACTIVATION  # the table
 
 
 def test_concatenated_features_are_joined_for_each_reader():

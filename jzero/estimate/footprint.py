@@ -5,6 +5,7 @@ A weight's gradient has no reader in the rest of the backward pass. The operatio
 reduction, such as that of the cotangents of a bias that all layers add to their scores. XLA's scheduler for GPUs goes
 from the results back to the arguments, so it runs such operations late, and their operands stay in memory until then:
 before the next barrier if a later part of the backward pass waits for the gradient, else after the backward pass.
+In loops, that for TPUs does so, too: the gradients of a layer's weights wait until all of its layer is done.
 
 If an update is a program of its own, `estimate_step_memory` takes the larger of its peak (`update_at_peak`) and that of
 loss and gradients, whose program ends before. All reduced gradients are on the device, and the shards of new
@@ -17,7 +18,7 @@ import bisect
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from jzero.core.jaxpr.sizes import itemsize
 from jzero.core.plan.plan import ZeroPlan
@@ -41,16 +42,18 @@ class Footprint:
     course: tuple[Mapping[BufferKind, int], ...] = ()
 
 
-def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> Footprint:
+def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, in_loop: bool = False) -> Footprint:
     """Returns a program's memory; see [Note: How memory is estimated].
 
     Args:
       program: From `trace_program`.
       gpu: Whether XLA compiles for GPUs, where it delays reductions of gradients.
       limit: The bytes that its scheduler plans with.
+      in_loop: Whether it is the body of a loop or branch.
     """
-    program = postpone_gradients(program) if gpu else program
-    bodies = {t: footprint(op.inner, gpu=gpu) for t, op in enumerate(program.operations) if op.inner is not None}
+    program = postpone_gradients(program) if gpu or in_loop else program
+    inner = {t: op.inner for t, op in enumerate(program.operations) if op.inner is not None}
+    bodies = {t: footprint(body, gpu=gpu, in_loop=True) for t, body in inner.items()}
     last = _last_uses(program, gpu=gpu)
     residuals = _find_residuals(program, last)
     kinds: list[BufferKind] = ["activations" if i in residuals else x.kind for i, x in enumerate(program.buffers)]
@@ -112,13 +115,25 @@ def _last_uses(program: TracedProgram, *, gpu: bool) -> dict[int, int]:
     last = {i: t for t, op in enumerate(operations) for i in op.reads}
     last.update(dict.fromkeys(program.outputs, len(operations)))
     if not gpu:
-        return last
+        end = max((t for t, op in enumerate(operations) if op.backward), default=0)
+        last.update({i: max(last[i], end) for op in _run_last(operations) for i in op.reads})
     # Gradients completed before a backward loop live until after it.
     loop = max((t for t, _ in _reducing_loops(program)), default=0)
     for op in operations[:loop]:
         if op.is_transfer and op.backward and not op.gathers:
             last.update({i: max(last[i], loop) for i in op.reads})
     return last
+
+
+def _run_last(operations: Sequence[BufferOperation]) -> Iterator[BufferOperation]:
+    """Yields the loops of the forward pass that no operation of the backward pass needs."""
+    start = next((t for t, op in enumerate(operations) if op.backward), 0)
+    needed: set[int] = set()
+    for t, op in reversed([*enumerate(operations)]):
+        if op.backward or not needed.isdisjoint(op.writes):
+            needed |= op.reads
+        elif t < start and op.inner is not None:
+            yield op
 
 
 def _find_reused(op: BufferOperation, live: set[int], sizes: list[int], last: Mapping[int, int], t: int) -> set[int]:
