@@ -58,6 +58,8 @@ def test_no_program_departs_from_the_plan(tmp_path, monkeypatch, name, stage, pr
     assert report.memory.host == report.plan.host_bytes_per_device.total
     assert report.estimated.disk == report.plan.disk_bytes_per_device
     assert any(f"The step is {len(found)} programs" in note for note in report.notes)
+    taken = [x for x in found[-1].traced.jaxpr.in_avals if x.size > 1]
+    assert offload is LATE or len(taken) == 2 * 2, "old and new parameters; gradients went into records"
     if offload == {"compute": "host"}:
         assert (found[0].name, found[-1].name) == (FIRST, REST)
         assert {x.name for x in found[1:-1]} == {NUMBERS}, "records take nothing of a device"

@@ -286,7 +286,7 @@ def inputs_of(plan: ZeroPlan, stored: Before[L], load: Callable[[StateLeaf, L], 
 
 def natural_shape_of(leaf: StateLeaf, x: Like) -> jax.ShapeDtypeStruct:
     """Returns the natural shape of a stored array."""
-    return jax.ShapeDtypeStruct(leaf.shape, x.dtype if leaf.as_numbers is leaf else leaf.as_numbers.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.as_numbers.dtype)
 
 
 def program_of(update: WholeUpdate, inputs: Before[Input], jaxpr: Traced | None = None) -> UpdateProgram:
