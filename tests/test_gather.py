@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jzero
+from jzero.core.arrays.collectives import gather_leaf
+from jzero.core.jaxpr.equations import equations_of
 
 SHAPES = {"embed": (61, 36), "layers": {"q": (3, 36, 40), "norm": (3, 36)}, "head": (36, 61), "ids": (5,)}
 """Odd sizes: `embed` and `head` are padded or flattened on 8 devices, `q` is cut where it divides."""
@@ -143,3 +145,25 @@ def test_what_does_not_fit_is_told_before_anything_is_gathered():
     tree = jax.tree.map(lambda _: PartitionSpec(), make_params())
     with pytest.raises(ValueError, match=r"head.*not a `PartitionSpec`.*: a str"):
         jzero.gather_params(state, shardings=tree | {"head": "data"})
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "sent"),
+    [
+        ((16, 24), 0, (2, 24)),
+        ((16, 24), 1, (1, 16, 3)),
+        ((3, 16, 24), 1, (2, 24)),
+        ((3, 16, 24), 2, (1, 16, 3)),
+        ((5, 7), 1, (1, 5, 1)),
+    ],
+)
+def test_onto_an_array_shards_arrive_one_behind_the_other(shape, dim, sent):
+    """Those of a stack row by row; whatever is padded, or cut, the values are the same."""
+    x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    config = jzero.ZeroConfig(stage=2, persistence_threshold=0, rules={"w": jzero.LeafRule(dim=dim)})
+    plan = jzero.plan_train_state(jzero.TrainState.create(params={"w": x}, tx=optax.sgd(0.1)), config=config)
+    fn = jax.jit(lambda x, old: gather_leaf(x, plan.leaves[0].grad, plan, onto=old))
+    gathers = [eqn for eqn in equations_of(jax.make_jaxpr(fn)(x, x)) if eqn.primitive.name == "all_gather"]
+    assert {(eqn.params["all_gather_dimension"], eqn.invars[0].aval.shape) for eqn in gathers} == {(0, sent)}
+    assert len(gathers) == (shape[0] if len(shape) == 3 else 1)
+    np.testing.assert_array_equal(fn(x, 0 * x), x)
