@@ -16,6 +16,7 @@ from tests.mutants.equivalent import EQUIVALENT, key
 
 FIRST = 1 / 25  # of the suite's time, for the tests that each fault meets alone: they kill nine of ten
 SECONDS = 300  # for what one fault meets first
+SUITE = ("--maxfail=0", "--ignore=tests/test_mutants.py")  # which sees that texts of other faults are gone
 UNDECIDED = "undecided"  # the nearest tests let it live, or there are none
 
 
@@ -112,7 +113,7 @@ def _failed_of_all(faults: list[Fault], copy: Path, jobs: int) -> list[tuple[Fau
         for fault in sorted(faults, key=lambda x: -x.begin):  # what is before it in its file stays in its place
             file = copy / fault.file
             stack.enter_context(runs.changed(file, fault.applied(file.read_text())))
-        _verdict(copy, ["tests"], "--maxfail=0", "-n", str(jobs), f"--junitxml={report}")
+        _verdict(copy, ["tests"], *SUITE, "-n", str(jobs), f"--junitxml={report}")
     failed = judges.failed(report)
     executing = {fault: judges.of_lines(fault.file, fault.line, fault.last) for fault in faults}
     # Signatures, tables and texts are read by tests that execute none of their lines; others are newer than the map.
