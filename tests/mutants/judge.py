@@ -35,8 +35,7 @@ def verdicts(faults: list[Fault], jobs: int) -> Iterator[tuple[str, Fault]]:
         for index in range(jobs):
             (folder := Path(directory) / str(index)).mkdir()
             copies.put(runs.copied(folder))
-        if (clean := _verdict(folder, list(judges.seconds()), "--collect-only")) != "SURVIVED":
-            raise RuntimeError(f"Tests of the map are not there any more, {clean}: make it anew.")
+        there = runs.collected(folder)
 
         def judge(fault: Fault, tests: list[str]) -> str:
             copy = copies.get()
@@ -52,7 +51,7 @@ def verdicts(faults: list[Fault], jobs: int) -> Iterator[tuple[str, Fault]]:
             if key(fault) in EQUIVALENT:
                 yield "equivalent", fault
             else:
-                tests = _nearest(fault)
+                tests = [test for test in _nearest(fault) if test in there]
                 tried.append((fault, pool.submit(judge, fault, tests) if tests else None))
         left = []
         for fault, alone in tried:

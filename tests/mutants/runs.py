@@ -51,6 +51,14 @@ def outcome(mutant: Mutant, root: Path) -> str:
         return verdict_of(root, ["-p", "no:cacheprovider", f"tests/{mutant.test}", *cases])
 
 
+def collected(root: Path) -> set[str]:
+    """Returns the tests of the default suite of a copy."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    found = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
+    return {line for line in found.splitlines() if "::" in line}
+
+
 def verdict_of(root: Path, arguments: list[str], seconds: int = TIMEOUT) -> str:
     """Returns what tests say of a copy, as pytest's arguments choose them."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *arguments]
