@@ -167,6 +167,17 @@ def test_rules_decide_single_leaves():
     assert "data" in params_specs["cut"]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("threshold", [0, 10**6])
+def test_stage_3_is_suggested_where_it_takes_less(stage, threshold):
+    """Adam's moments are cut, and so are parameters then, unless all of them stay."""
+    text = str(plan_for({"w": (512, 256), "b": (8, 128)}, stage=stage, persistence_threshold=threshold))
+    size = 4 * (512 * 256 + 8 * 128)
+    here, then = (format_bytes(params + 2 * size // 8 + 4) for params in (size, size // 8))
+    hint = f"params and opt_state take {then} then, not {here}"
+    assert (hint in text) == ("reshard_after_forward=False" in text) == (stage in (1, 2) and not threshold)
+
+
 def test_rules_for_a_dimension_and_a_scanned_one_are_obeyed():
     shapes = {"w": (37, 64), "s": ()}
     plan = plan_for(shapes, stage=3, persistence_threshold=0, rules={"w": jzero.LeafRule(dim=0)})

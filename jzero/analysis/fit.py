@@ -273,10 +273,6 @@ def _offloads(search: Search, *, from_start: bool) -> tuple[list[Offload], tuple
     if base.optimizer != "none":
         return offloads, (), notes
     host = dataclasses.replace(base, optimizer="host")
-    try:
-        dataclasses.replace(search.base, stage=search.stages[-1], offload=host)
-    except ValueError as error:
-        return offloads, (), [*notes, f"Optimizer state in host memory was not tried: {error}"]
     return ([*offloads, host], (), notes) if from_start else (offloads, (host,), notes)
 
 
