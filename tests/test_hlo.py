@@ -228,6 +228,20 @@ def test_of_branches_the_longest_counts():
     assert (timeline.compute, timeline.exposed) == (0, pytest.approx(reduced))
 
 
+def test_the_shortest_branches_tell_the_least_time():
+    """Of a step that may do nothing, of one with a product in either branch, and of one without branches."""
+    h200 = machine("h200:8")
+    product = max(2 * 512**3 / h200.flops["bf16"], 2 * 3 * 512 * 512 / h200.hbm_bytes_per_s)
+    timeline, (note,) = simulate(parse_hlo(CHOICE.replace("%BRANCH", "%both")), h200)
+    assert (timeline.least, timeline.seconds) == (0, pytest.approx(2 * product))
+    assert note.startswith("A step that takes the shortest branch of each conditional takes 0 ms")
+    timeline, _ = simulate(parse_hlo(CHOICE.replace("{%small, %BRANCH, %idle}", "{%both, %both}")), h200)
+    assert (timeline.least, timeline.seconds) == pytest.approx((product, 2 * product))
+    without = CHOICE.replace("conditional(%k, %x, %x, %x), branch_computations={%small, %BRANCH, %idle}", "copy(%x)")
+    timeline, notes = simulate(parse_hlo(without), h200)
+    assert (timeline.least, notes) == (timeline.seconds, [])
+
+
 def test_of_branches_those_collectives_count_that_send_most():
     text = CHOICE.replace("%BRANCH", "%sends")
     assert [c.name for c in find_collectives(text)] == ["ar"]

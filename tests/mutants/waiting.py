@@ -56,9 +56,16 @@ MUTANTS = [
     Mutant(
         "all_branches_take_time",
         "analysis/schedule.py",
-        "key=self.seconds_alone)[-1:]",
-        "key=self.seconds_alone)",
+        "for branch in branches[:1]:",
+        "for branch in branches:",
         "test_hlo.py::test_of_branches_the_longest_counts",
+    ),
+    Mutant(
+        "the_least_time_is_that_of_the_longest",
+        "analysis/schedule.py",
+        "reverse=self.longest)",
+        "reverse=True)",
+        "test_hlo.py::test_the_shortest_branches_tell_the_least_time",
     ),
     Mutant(
         "all_branches_send",
