@@ -1,9 +1,11 @@
 """Parameters as safetensors: exported, read by the safetensors package itself, and loaded into shards."""
 
+import contextlib
 import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -14,6 +16,8 @@ from etils import epath
 from safetensors.numpy import load_file, save_file
 
 import jzero
+from jzero.checkpoint.parts import ArrayPart, read_parts
+from jzero.core.layout.box import Box
 from jzero.weights import safetensors_files
 from jzero.weights.safetensors_files import TensorSpec, write_tensors
 from tests import shared
@@ -183,6 +187,30 @@ def test_leaves_in_parts_are_exported_as_those_in_one(dtype, mapping, tmp_path, 
         found = tmp_path / f"{part}_{limit}.safetensors"
         jzero.export_checkpoint(tmp_path / "c", found, dtype=dtype, mapping=mapping)
         assert found.read_bytes() == expected
+
+
+class Chunks:
+    """An array that notes which rows were asked for, and has them at once."""
+
+    dtype = types.SimpleNamespace(numpy_dtype=np.dtype(np.float32))
+
+    def __init__(self):
+        self.asked = []
+
+    def __getitem__(self, index):
+        return types.SimpleNamespace(read=lambda: self.asked.append(index[0].start) or self.future(index))
+
+    def future(self, index):
+        return types.SimpleNamespace(result=lambda: np.arange(8, dtype=np.float32)[index])
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(1, [1, 2, 3, 4, 5, 5]), (12, [2, 3, 4, 5, 5, 5]), (999, [5] * 6)])
+def test_while_a_part_is_in_use_the_next_is_under_way(limit, asked):
+    """Also of parts larger than the limit, else one thread would read, check and write by turns."""
+    array, contents = Chunks(), types.SimpleNamespace(errors=contextlib.nullcontext)
+    parts = [ArrayPart(array, Box((i,), (1,))) for i in range(6)]
+    values = read_parts(contents, parts, limit)
+    assert [(float(x[0]), array.asked[-1]) for x in values] == [*enumerate(asked)]
 
 
 def test_names_that_are_the_same(tmp_path):

@@ -20,7 +20,7 @@ from jzero.core.layout.box import Box
 PART_BYTES = 1 << 22
 """Least bytes of a part that `boxes_in_parts` reads, if the leaf has as many."""
 LEAVES_BYTES = 3 << 23
-"""Most bytes that `boxes_in_parts` holds, if no part is larger."""
+"""Most bytes that `boxes_in_parts` holds, if no two parts are larger."""
 
 
 class ArrayPart(NamedTuple):
@@ -41,12 +41,12 @@ class ArrayPart(NamedTuple):
 
 
 def read_parts(contents: Contents, parts: Iterable[ArrayPart], limit: int) -> Iterator[np.ndarray]:
-    """Yields parts of arrays in order.
+    """Yields parts of arrays in order; while one is in use, the next is under way.
 
     Args:
       contents: The checkpoint, for errors.
       parts: The parts.
-      limit: Most bytes that are under way or in use, unless a single part has more.
+      limit: Most bytes that are under way or in use, unless two parts have more.
 
     Raises:
       CheckpointError: A part cannot be read.
@@ -61,7 +61,7 @@ def read_parts(contents: Contents, parts: Iterable[ArrayPart], limit: int) -> It
         yield values
 
     for part in itertools.chain(parts, [None]):  # after the last one, whatever is left
-        while under_way and (part is None or held + part.num_bytes > limit):
+        while len(under_way) > (part is not None) and (part is None or held + part.num_bytes > limit):
             yield from first()
             held -= under_way.popleft()[1]
         if part is not None:

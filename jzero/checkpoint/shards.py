@@ -16,7 +16,7 @@ from jzero.core.layout.box import Box, padded
 from jzero.core.layout.placement import copy_array
 
 AHEAD_BYTES = 1 << 28
-"""Most bytes of shards that are in host memory at once, beside those that stay there."""
+"""Most bytes of shards that are in host memory at once, if no two are larger, beside those that stay there."""
 
 
 def read_shards(

@@ -127,9 +127,9 @@ def export_checkpoint(
 ) -> ExportReport:
     """Writes the parameters of a checkpoint as safetensors, without the model, as `jzero export` does.
 
-    Compares each chunk with its checksum while it writes, and reads the next ones meanwhile. Some 24 MiB of numbers are
-    in host memory at a time, and what decoding takes; or a whole leaf, if its chunks do not end with rows. With a
-    `mapping`, it reads layer by layer.
+    Compares each chunk with its checksum, and writes one while it reads the next. Some 24 MiB of numbers are in host
+    memory at a time, or two chunks, and what decoding takes; or two whole leaves, if their chunks do not end with rows.
+    With a `mapping`, it reads layer by layer.
 
     Args:
       checkpoint: As for `restore_checkpoint`.

@@ -319,4 +319,11 @@ MUTANTS = [
         "os.pwritev(self._fd, [buffer.data], offset)\n                done = buffer.size",
         "test_disk_files.py::test_short_reads_and_writes_are_continued",
     ),
+    Mutant(
+        "large_parts_are_read_by_turns",
+        "checkpoint/parts.py",
+        "while len(under_way) > (part is not None) and (",
+        "while under_way and (",
+        "test_export.py::test_while_a_part_is_in_use_the_next_is_under_way",
+    ),
 ]
