@@ -12,6 +12,7 @@ import pytest
 import balance
 import decoder
 import expert_parallel
+import experts
 import jzero
 import jzero.hf
 import pretrain
@@ -38,7 +39,7 @@ def born(params, mesh, config):
     return jzero.init_train_state(make_state, jax.random.key(0), config=config, mesh=mesh)
 
 
-LAYERS = [("blocks", 4, 3.0), ("ragged", 4, 0.0), ("ragged", 2, 3.0)]
+LAYERS = [("blocks", 4, 3.0), ("ragged", 4, 0.0), ("ragged", 2, 3.0), ("blocks", 2, 0.0)]
 
 
 @pytest.mark.parametrize(("product", "size", "preferred"), default_for(LAYERS[:2], LAYERS))
@@ -79,6 +80,18 @@ def test_a_layer_of_experts_equals_products_with_all_of_them(product, size, pref
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
     got = jzero.gather_params(new)
     jax.tree.map(lambda p, a, g: np.testing.assert_allclose(p - a, g, atol=1e-6), params, got, grads)
+
+
+@pytest.mark.parametrize(("more", "blocks"), [(0, [1, 1, 1, 1]), (9, [2, 1, 1, 1]), (25, [3, 1, 1, 1])])
+def test_only_experts_with_more_tokens_have_further_blocks(more, blocks):
+    """Of 40 tokens for 4 experts a block holds 13. What is left has no tokens, and a step leaves its products out."""
+    kind = jzero.hf.Experts(count=4, per_token=1, normalized=True, aux_coef=0.0)
+    logits = jax.nn.one_hot(jnp.arange(40) % 4, 4).at[:more, 0].add(2.0)
+    made = experts.Blocks.of(logits, kind)
+    held = np.bincount(made.places // made.size, minlength=len(made.experts))
+    assert (made.size, held.sum(), list(made.experts[:4])) == (13, 40, [0, 1, 2, 3])
+    assert [(held[made.experts == e] > 0).sum() for e in range(4)] == blocks
+    assert not held[made.experts == 4].any()
 
 
 @pytest.mark.slow

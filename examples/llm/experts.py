@@ -1,9 +1,10 @@
 """Mixtures of experts: which experts a token goes to, and two ways to multiply with their kernels.
 
 Both sort the tokens, once for each of their experts. `Blocks` cuts them into blocks of equal size, each of one expert,
-and multiplies a batch of matrices, as any backend can: at most twice the operations that are needed. `Ragged` gives
-each group its own kernel (`jax.lax.ragged_dot`), with no more operations than needed on TPUs. Elsewhere jax 0.10 to
-0.12 multiply all that is sorted with every expert.
+and multiplies a batch of matrices, as any backend can: one block for each expert, a quarter larger than if all experts
+had as many tokens, and further ones only for those that have more. `Ragged` gives each group its own kernel
+(`jax.lax.ragged_dot`), with no more operations than needed on TPUs. Elsewhere jax 0.10 to 0.12 multiply all that is
+sorted with every expert.
 
 With expert parallelism, E of them are on this device; those elsewhere add zeros to a sum.
 
@@ -11,6 +12,8 @@ Shapes: N tokens, E experts, X experts that a token goes to, I input and O outpu
 K blocks of M rows.
 """
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -76,13 +79,20 @@ class Ragged(NamedTuple):
         return jnp.where(here, indices, indices + len(indices))
 
 
+ROOM = 1.25
+"""The rows of a block, of those that an expert gets if all get as many."""
+
+
 @flax.struct.dataclass
 class Blocks:
-    """Tokens, once for each of their experts, in blocks of one expert each; zeros fill the last block of an expert."""
+    """Tokens, once for each of their experts, in blocks of one expert each; zeros fill the last block of an expert.
+
+    The first E blocks are the first of each expert. The others are there for experts with more tokens.
+    """
 
     shares: jax.Array  # [N, X]
     places: jax.Array  # [N X], of tokens repeated X times, among the rows of all blocks; K M and more: elsewhere
-    experts: jax.Array  # [K], sorted; E for blocks without tokens
+    experts: jax.Array  # [K]; E for blocks without tokens
     size: int = flax.struct.field(pytree_node=False)  # M
     count: int = flax.struct.field(pytree_node=False)  # E
 
@@ -92,18 +102,19 @@ class Blocks:
         count = config.count if count is None else count
         chosen, shares = route(logits, config)
         flat = _numbers(chosen, first, count)
-        size = -(-len(flat) // config.count)
-        num_blocks = min(len(flat), len(flat) // size + count)  # enough, however tokens are distributed
-        num_blocks += -num_blocks % count if num_blocks > 2 * count else 0
+        size = math.ceil(ROOM * len(flat) / config.count)
+        num_more = (len(flat) - 1) // size  # enough, however tokens are distributed
         order = jnp.argsort(flat)
         own = flat[order]  # the expert of each row
         sizes = jnp.bincount(own, length=count)
-        blocks = -(-sizes // size)  # [E]
-        ends, starts = jnp.cumsum(blocks), jnp.cumsum(blocks) - blocks
+        more = jnp.maximum(sizes - 1, 0) // size  # [E]
+        ends = jnp.cumsum(more)
         rank = jnp.arange(len(flat)) - (jnp.cumsum(sizes) - sizes)[own]  # among the rows of its expert
-        here = jnp.where(own < count, starts[own] * size + rank, num_blocks * size + jnp.arange(len(flat)))
+        block = jnp.where(rank < size, own, count + (ends - more)[own] + rank // size - 1)
+        outside = (count + num_more) * size + jnp.arange(len(flat))
+        here = jnp.where(own < count, block * size + rank % size, outside)
         places = jnp.zeros_like(flat).at[order].set(here)
-        experts = (jnp.arange(num_blocks)[:, None] >= ends[None]).sum(-1)
+        experts = jnp.append(jnp.arange(count), (jnp.arange(num_more)[:, None] >= ends[None]).sum(-1))
         return cls(shares, places, experts, size, count)
 
     def spread(self, x: jax.Array) -> jax.Array:
@@ -113,21 +124,21 @@ class Blocks:
         return rows.reshape(len(self.experts), self.size, -1)
 
     def multiply(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """[K, M, I], [E, I, O] -> [K, M, O]; of many more blocks than experts, parts without tokens are left out."""
+        """[K, M, I], [E, I, O] -> [K, M, O]; a step in which each expert has one block leaves the others out."""
 
-        def of_some(x: jax.Array, experts: jax.Array) -> jax.Array:
-            return x @ kernel.at[experts].get(mode="clip")
+        def zeros(x: jax.Array) -> jax.Array:
+            return jnp.zeros((*x.shape[:-1], kernel.shape[-1]), x.dtype)
 
-        if len(x) <= 2 * self.count:
-            return of_some(x, self.experts)
+        def of_block(x: jax.Array, expert: jax.Array) -> jax.Array:
+            return jax.lax.cond(expert < self.count, lambda: x @ kernel.at[expert].get(mode="clip"), lambda: zeros(x))
 
-        @jax.checkpoint  # kernels are taken from the stack again
-        def of_part(x: jax.Array, experts: jax.Array) -> jax.Array:
-            empty = jnp.zeros((*x.shape[:-1], kernel.shape[-1]), x.dtype)
-            return jax.lax.cond(experts[0] < self.count, of_some, lambda *_: empty, x, experts)
+        def of_more(x: jax.Array, experts: jax.Array) -> jax.Array:
+            each = functools.partial(jax.lax.map, lambda block: jax.checkpoint(of_block)(*block))
+            return jax.lax.cond(experts[0] < self.count, lambda: each((x, experts)), lambda: zeros(x))
 
-        parts = jax.tree.map(lambda x: x.reshape(-1, self.count, *x.shape[1:]), (x, self.experts))
-        return jax.lax.map(lambda part: of_part(*part), parts).reshape(*x.shape[:-1], -1)
+        y = x[: self.count] @ kernel
+        more = x[self.count :], self.experts[self.count :]
+        return jnp.concatenate([y, of_more(*more)]) if len(more[1]) else y
 
     def rows(self, bias: jax.Array) -> jax.Array:
         """[E, O] -> [K, 1, O]."""

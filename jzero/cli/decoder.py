@@ -11,6 +11,7 @@ size, V vocabulary; of mixtures of experts N tokens, E experts of this device.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,8 @@ ALPHA_OVER_RANK = 2.0
 CONTEXT, EXPERTS = "context", "experts"
 """The mesh axes along which devices have parts of rows, and different experts."""
 OF_EXPERTS = ("gate", "up", "gate_up", "down")
+ROOM = 1.25
+"""The rows of an expert's block, of those that it gets if all get as many."""
 MOST_SCORES = 2**28
 """Scores of attention that exist at a time: 1 GiB in fp32."""
 
@@ -180,23 +183,27 @@ def _experts(config: ModelConfig, flat: jax.Array, best: jax.Array, kernels: PyT
     """Experts' products in blocks of rows; which rows makes no difference here. [N, D], [N, X] -> [N, D]."""
     assert config.experts is not None
     count = len(kernels["down"]["kernel"])
-    size = -(-best.size // config.experts.count)
-    num_blocks = min(best.size, best.size // size + count)
-    num_blocks += -num_blocks % count if num_blocks > 2 * count else 0
+    size = math.ceil(ROOM * best.size / config.experts.count)
+    num_blocks = count + (best.size - 1) // size
     rows = jnp.repeat(flat, best.shape[1], axis=0)
     rows = jnp.pad(rows, ((0, num_blocks * size - best.size), (0, 0))).reshape(num_blocks, size, -1)
-    experts = jnp.arange(num_blocks) % count
+    experts = jnp.append(jnp.arange(count), best.reshape(-1)[: num_blocks - count].astype(int) % count)
 
     def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """Each block with the kernel of its expert; of many more blocks than experts, some at a time."""
+        """The first block of each expert, and those for experts with more tokens, if there are such."""
 
-        def of_some(x: jax.Array, experts: jax.Array) -> jax.Array:
-            return x @ kernel[experts]
+        def zeros(x: jax.Array) -> jax.Array:
+            return jnp.zeros((*x.shape[:-1], kernel.shape[-1]), x.dtype)
 
-        if num_blocks <= 2 * count:
-            return of_some(x, experts)
-        parts = x.reshape(-1, count, *x.shape[1:]), experts.reshape(-1, count)
-        return lax.map(lambda part: jax.checkpoint(of_some)(*part), parts).reshape(*x.shape[:-1], -1)
+        def of_block(x: jax.Array, expert: jax.Array) -> jax.Array:
+            return lax.cond(expert < count, lambda: x @ kernel[expert], lambda: zeros(x))
+
+        def of_more(x: jax.Array, experts: jax.Array) -> jax.Array:
+            each = functools.partial(lax.map, lambda block: jax.checkpoint(of_block)(*block))
+            return lax.cond(experts[0] < count, lambda: each((x, experts)), lambda: zeros(x))
+
+        y = x[:count] @ kernel
+        return jnp.concatenate([y, of_more(x[count:], experts[count:])]) if num_blocks > count else y
 
     biases = {"bias": lambda x: x[experts]}
     kernels = {name: {k: biases.get(k, lambda x: x)(x) for k, x in w.items()} for name, w in kernels.items()}
