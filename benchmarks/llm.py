@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -100,14 +101,19 @@ def batch_of(rows: int, seq: int, mesh: Any) -> dict[str, Any]:
     return {name: jax.ShapeDtypeStruct(*x, sharding=split) for name, x in shapes.items()}
 
 
-def experts(topology: str, among: str, sizes: dict[str, Any], seq: int = 4096) -> dict[str, Any]:
-    """Returns what mixtures of experts take whose experts are on each device, or divided among some.
+def experts(topology: str, name: str, sizes: dict[str, Any], seq: int = 4096) -> dict[str, Any]:
+    """Returns what mixtures of experts take whose experts are on each device, or divided among some."""
+    from benchmarks import experts_by_hand
 
-    It counts all parts of the products of experts, also those that a step leaves out since they have no tokens.
-    """
+    *kind, among = name.split()
     model, args = decoder_of(sizes, f"--experts={among}")
     apart = {} if among == "1" else {expert_parallel.EXPERTS: int(among)}
     mesh = jzero.make_mesh(devices=topology_devices(topology), **apart, data=-1)
+
+    if kind == ["hand"]:
+        with experts_by_hand.exchanged(experts_by_hand.BOTH):
+            step, args = experts_by_hand.step_by_hand(mesh, sizes, seq)
+            return compiled_figures(step, args, topology, mesh=mesh)
 
     def cut(path: Any, x: Any) -> jax.ShapeDtypeStruct:
         spec = P(None, *apart) if expert_parallel.of_experts(path) else P()
@@ -116,7 +122,8 @@ def experts(topology: str, among: str, sizes: dict[str, Any], seq: int = 4096) -
     params = jax.tree_util.tree_map_with_path(cut, shapes_of(model))
     state = abstract_state(params, training.zero_config(args), mesh)
     step = balance.make_step(training.of_parts(model, args).clone(mesh=mesh if apart else None), args)
-    return figures(step, state, batch_of(mesh.size, seq, mesh), topology)
+    with experts_by_hand.exchanged() if kind else contextlib.nullcontext():
+        return figures(step, state, batch_of(mesh.size, seq, mesh), topology)
 
 
 def contexts(topology: str, name: str, sizes: dict[str, Any], seq: int | None = None) -> dict[str, Any]:
@@ -164,23 +171,30 @@ def figures(step: Any, state: Any, batch: Any, topology: str, *, compiles: bool 
     started = time.perf_counter()
     memory = jzero.estimate_step_memory(step, state, batch, topology=topology)
     found: dict[str, Any] = {"states": memory.arguments, "estimated": memory.peak, "jax": jax.__version__}
-    if compiles:
-        try:
-            report = jzero.analyze(step, state, batch, topology=topology)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return found | {"note": "refused: too large"}
-        sent = collections.Counter[str]()
-        for row in report.collectives:
-            sent[row.axis] += round(row.sent_bytes)
-        found |= {
-            "peak": report.memory.peak,
-            "seconds": None if report.timeline is None else report.timeline.seconds,
-            "exposed": report.exposed_communication,
-            "sent_bytes": sum(sent.values()),
-            "sent": dict(sent),
-            "nic_bytes": report.nic_bytes,
-            "violations": list(report.violations),
-        }
+    found = (compiled_figures(step, (state, batch), topology) if compiles else {}) | found
     return found | {"took_seconds": round(time.perf_counter() - started, 1)}
+
+
+def compiled_figures(step: Any, args: tuple[Any, ...], topology: str, **where: Any) -> dict[str, Any]:
+    """Returns the figures of a compiled step; `least` is its time if tokens are even, by the shortest branches."""
+    try:
+        report = jzero.analyze(step, *args, topology=topology, **where)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"note": "refused: too large"}
+    sent = collections.Counter[str]()
+    for row in report.collectives:
+        sent[row.axis] += round(row.sent_bytes)
+    return {
+        "jax": jax.__version__,
+        "states": report.memory.arguments,
+        "peak": report.memory.peak,
+        "seconds": None if report.timeline is None else report.timeline.seconds,
+        "least": None if report.timeline is None else report.timeline.least,
+        "exposed": report.exposed_communication,
+        "sent_bytes": sum(sent.values()),
+        "sent": dict(sent),
+        "nic_bytes": report.nic_bytes,
+        "violations": list(report.violations),
+    }

@@ -124,7 +124,7 @@ def links(kind: str, topology: str, steps: int, size: dict[str, int]) -> dict[st
 def names_of(case: str, topology: str) -> list[str]:
     """Returns the lines of a case."""
     if case == "experts":
-        return ["1", "2", "4", "8"]
+        return ["1", "2", "4", "8", *[f"{kind} {among}" for kind in ("exchanged", "hand") for among in (2, 4, 8)]]
     if case == "contexts":
         from benchmarks.llm import CONTEXTS
 
@@ -171,6 +171,7 @@ def columns(lines: list[dict[str, Any]]) -> list[Column]:
         *[(f"over {name}, GB", of("sent", name, 1e9)) for name in axes],
         ("through a port, GB", number("nic_bytes", 1e9)),
         ("step, ms", number("seconds", 1e-3)),
+        ("by the shortest branches, ms", number("least", 1e-3)),
         ("exposed", fixed("exposed", 3)),
         ("gathered, GiB", number("gathered", GIB)),
         ("of a ring, MiB", number("part", MIB)),
