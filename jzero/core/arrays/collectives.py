@@ -6,6 +6,7 @@ the ZeRO axis, `...` all other dimensions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -16,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.leaves import StateLeaf
-from jzero.core.layout.mesh import batch_axes
+from jzero.core.layout.mesh import AnyMesh, batch_axes
 from jzero.core.layout.route import Route, Sums, sum_along
 from jzero.core.plan.plan import ZeroPlan
 
@@ -43,9 +44,22 @@ def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan, *, onto: jax.Arra
       plan: The plan.
       onto: The array whose place the result takes, see `PlatformFacts.transposes_gathers`.
     """
-    x, cut, route = leaf.store(x), leaf.cut_for_collectives, plan.route
+    x, cut = leaf.store(x), leaf.cut_for_collectives
     if cut is None:
         return x
+    return _gather_kind(x, onto, cut, plan.route, leaf.manual_spec, plan.mesh, frozenset(batch_axes(plan.config)))
+
+
+@functools.partial(jax.jit, static_argnums=range(2, 7))  # traced and lowered once for all leaves of a kind
+def _gather_kind(  # noqa: PLR0913  # the kind of a leaf
+    x: jax.Array,
+    onto: jax.Array | None,
+    cut: Cut,
+    route: Route,
+    spec: PartitionSpec,
+    mesh: AnyMesh,
+    axes: frozenset[str],
+) -> jax.Array:
     is_stack = cut.num_stacked == 1 and len(cut.shape) > 2 and not any(cut.other_axes[:1])
 
     def gather(shard: jax.Array, old: jax.Array | None) -> jax.Array:
@@ -60,10 +74,10 @@ def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan, *, onto: jax.Arra
 
     gathered: jax.Array = jax.shard_map(
         gather,
-        mesh=plan.mesh,
-        in_specs=(leaf.manual_spec, PartitionSpec()),
+        mesh=mesh,
+        in_specs=(spec, PartitionSpec()),
         out_specs=PartitionSpec(),
-        axis_names=set(batch_axes(plan.config)),
+        axis_names=set(axes),
         check_vma=False,
     )(x, onto)
     return gathered

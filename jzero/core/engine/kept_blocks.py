@@ -44,6 +44,7 @@ from jzero.core.jaxpr.repeats import (
     aval_bytes,
     dims_are_adjacent,
     is_batched_product,
+    is_free,
     keeps_products,
     split_into_parts,
 )
@@ -61,7 +62,7 @@ def num_blocks(jaxpr: AnyJaxpr, *, fuses_products: bool) -> int:
 def blocks_of(jaxpr: AnyJaxpr, *, fuses_products: bool) -> Iterator[EquationRun | JaxprEqn]:
     """Yields the blocks in their order: repeated ones, and loops that count as one."""
     for part in split_into_parts(compat.open_jaxpr(jaxpr)[0]):
-        if part.is_block and is_free(part.eqns):
+        if part.is_free:
             yield part
             continue
         for eqn in part.eqns:
@@ -115,13 +116,6 @@ def kept_bytes(jaxpr: AnyJaxpr) -> int:
         elif eqn.primitive.name in CALLS:
             total += kept_bytes(called_jaxpr(eqn))
     return total
-
-
-def is_free(eqns: Sequence[JaxprEqn]) -> bool:
-    """Whether equations may be recomputed, and have no checkpoints of their own."""
-    if any(recomputes(eqn) or compat.has_side_effects(eqn) for eqn in eqns):
-        return False
-    return all(compat.can_be_recomputed(x) for eqn in eqns for x in equations_in(eqn))
 
 
 def recomputes(eqn: JaxprEqn) -> bool:

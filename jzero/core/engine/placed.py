@@ -175,7 +175,7 @@ def _primitive(
     primitive.def_impl(rule)
     primitive.def_abstract_eval(abstract)
     # Names are many: jax neither traces each nor makes a function of it, as it does of what it lowers once.
-    lowered = (lambda ctx, x, **_: [x]) if rule is _same else mlir.lower_fun(rule, multiple_results=several)
+    lowered = (lambda ctx, x, **_: [x]) if rule is _same else mlir.lower_fun(_by_kind(rule), multiple_results=several)
     mlir.register_lowering(primitive, lowered, cacheable=rule is not _same)
     ad.primitive_jvps[primitive] = functools.partial(_differentiate, rule)
     return primitive
@@ -185,6 +185,12 @@ def _gathered(
     shard: object, *ids: object, cut: Cut, dtype: DType, lookup: Lookup | None = None, **_: object
 ) -> jax.core.ShapedArray:
     return compat.array_type(cut.shape if lookup is None else (*lookup.shape, *cut.shape[1:]), dtype)
+
+
+def _by_kind(rule: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns a rule that is traced and lowered once for all parameters of a kind, whatever they are called."""
+    once = jax.jit(lambda params, *xs: rule(*xs, **dict(params)), static_argnums=0)
+    return lambda *xs, path="", **params: once(tuple(sorted(params.items())), *xs)
 
 
 gather_p = _primitive("zero_gather", _gather, _gathered)

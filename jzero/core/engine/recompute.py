@@ -40,7 +40,6 @@ from jzero.core.config.keep import Keep
 from jzero.core.engine.kept_blocks import (
     KEPT_BLOCK,
     Apply,
-    is_free,
     is_loop_of_blocks,
     keeping,
     naming_operands,
@@ -51,7 +50,7 @@ from jzero.core.engine.kept_blocks import (
 from jzero.core.jaxpr.identity import IdDict
 from jzero.core.jaxpr.interpret import Piece, evaluate, propagate
 from jzero.core.jaxpr.primitives import CALLS, REMAT, called_jaxpr
-from jzero.core.jaxpr.repeats import EquationRun, keeps_heavy, split_into_parts
+from jzero.core.jaxpr.repeats import EquationRun, is_free, keeps_heavy, split_into_parts
 from jzero.core.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
 from jzero.core.layout.mesh import HOST_MEMORY
 
@@ -142,7 +141,7 @@ def has_parts_to_recompute(jaxpr: AnyJaxpr) -> bool:
     """Whether `remat="cheap"` changes anything: whether some scan or repeated block has no checkpoint of its own."""
     opened, _ = compat.open_jaxpr(jaxpr)
     parts = split_into_parts(opened)
-    if any(part.is_block and is_free(part.eqns) for part in parts):
+    if any(part.is_free for part in parts):
         return True
     return any(
         is_free([eqn]) if eqn.primitive.name == "scan" else any(map(has_parts_to_recompute, _rewritten_jaxprs(eqn)))
@@ -185,7 +184,7 @@ class _Rewrite:
         jaxpr, consts = compat.open_jaxpr(jaxpr)
         parts, is_cheap = split_into_parts(jaxpr), self.remat == "cheap"
         wrap = functools.partial(jax.checkpoint, policy=keeps_heavy) if is_cheap else lambda layer: layer
-        layers = IdDict((x, CanonicalJaxpr.of(x)) for x in parts if x.is_block and is_free(x.eqns))
+        layers = IdDict((x, CanonicalJaxpr.of(x)) for x in parts if x.is_free)
         shared = [] if self.in_loop else [x for x in layers if is_cheap or is_worth_a_call(layers[x])]
         numbers = IdDict((x, self.structures(layers[x])) for x in shared)
         times = collections.Counter(numbers.values())

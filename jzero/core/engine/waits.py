@@ -33,6 +33,7 @@ from jzero.core.jaxpr.interpret import propagate
 from jzero.core.jaxpr.primitives import CALLS, RUNS, called_jaxpr
 
 Cache: TypeAlias = IdDict[AnyJaxpr, AnyJaxpr]
+Known: TypeAlias = IdDict[Jaxpr, dict[tuple[bool | None, ...], list[bool | None]]]
 
 
 def wait_for_gradients(jaxpr: J, cache: Cache | None = None) -> J:
@@ -45,7 +46,7 @@ def wait_for_gradients(jaxpr: J, cache: Cache | None = None) -> J:
     opened, _ = compat.open_jaxpr(jaxpr)
     pass_ = _Waits(IdDict() if cache is None else cache)
     awaited: dict[Var, bool] = {}
-    _find_awaited(opened, [None] * len(opened.invars), awaited)
+    _find_awaited(opened, [None] * len(opened.invars), awaited, IdDict())
     for eqn in opened.eqns:
         pass_.visit(eqn, awaited)
     return compat.with_equations(jaxpr, opened.invars, [pass_.read(v) for v in opened.outvars], pass_.eqns)
@@ -113,10 +114,13 @@ def _carried(eqn: JaxprEqn) -> list[Var]:
     return [v for v, before, after in starts if before is not after and _is_activation(v)]
 
 
-def _find_awaited(jaxpr: Jaxpr, inputs: Sequence[bool | None], awaited: dict[Var, bool]) -> list[bool | None]:
+def _find_awaited(
+    jaxpr: Jaxpr, inputs: Sequence[bool | None], awaited: dict[Var, bool], known: Known
+) -> list[bool | None]:
     """Returns for each output of a program, if it is a gradient, whether it is awaited outside blocks; else `None`.
 
-    `inputs` says the same of its inputs; `awaited` gets it for all gradients that the program makes.
+    `inputs` says the same of its inputs; `awaited` gets it for all gradients that the program makes. `known` are the
+    outputs of functions that layers share.
     """
 
     def apply(eqn: JaxprEqn, into: list[bool | None]) -> list[bool | None]:
@@ -125,7 +129,10 @@ def _find_awaited(jaxpr: Jaxpr, inputs: Sequence[bool | None], awaited: dict[Var
             outs = [eqn.params["is_awaited"]]
         elif eqn.primitive.name == "scan" or eqn.primitive.name in RUNS:
             inner, _ = compat.open_jaxpr(called_jaxpr(eqn))
-            outs = _find_awaited(inner, into, {})
+            of_inner = known.setdefault(inner, {})
+            if tuple(into) not in of_inner:
+                of_inner[tuple(into)] = _find_awaited(inner, into, {}, known)
+            outs = of_inner[tuple(into)]
         else:
             is_gradient = any(x is not None for x in into)
             outs = [any(into) if is_gradient else None] * len(eqn.outvars)

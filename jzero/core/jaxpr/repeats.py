@@ -31,7 +31,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 
 from jzero.core.base import compat
 from jzero.core.base.types import Params
-from jzero.core.jaxpr.primitives import LIGHT
+from jzero.core.jaxpr.equations import equations_in
+from jzero.core.jaxpr.primitives import LIGHT, REMAT
 from jzero.core.jaxpr.sizes import array_bytes
 
 OPERAND = "operand_of_product"
@@ -49,12 +50,14 @@ class EquationRun(NamedTuple):
       invars: Earlier variables that it reads.
       outvars: Its results that later equations, or the jaxpr's outputs, read.
       is_block: Whether it is one of the repeated blocks.
+      is_free: Whether it is a block that may be recomputed, and has no checkpoints of its own.
     """
 
     invars: list[Var]
     outvars: list[Var]
     eqns: Sequence[JaxprEqn]
     is_block: bool
+    is_free: bool
 
     @property
     def constvars(self) -> tuple[()]:
@@ -132,6 +135,14 @@ def _is_thin(a: jax.core.ShapedArray, b: jax.core.ShapedArray, *, params: Params
 def aval_bytes(aval: jax.core.ShapedArray) -> int:
     """Returns the bytes of a value of a type."""
     return array_bytes(math.prod(aval.shape), aval.dtype)
+
+
+def is_free(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether equations may be recomputed, and have no checkpoints of their own."""
+    if any(map(compat.has_side_effects, eqns)):
+        return False
+    inner = (x for eqn in eqns for x in equations_in(eqn))
+    return all(x.primitive.name not in REMAT and compat.can_be_recomputed(x) for x in inner)
 
 
 _PARTS: weakref.WeakKeyDictionary[Jaxpr, list[EquationRun]] = weakref.WeakKeyDictionary()
@@ -238,4 +249,4 @@ def _part(jaxpr: Jaxpr, begin: int, end: int, last_read: Mapping[Var, int], *, i
     results = {v for eqn in eqns for v in eqn.outvars}
     reads = dict.fromkeys(v for eqn in eqns for v in _read(eqn) if v not in results)
     outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) >= end]
-    return EquationRun(list(reads), outvars, eqns, is_block)
+    return EquationRun(list(reads), outvars, eqns, is_block, is_block and is_free(eqns))

@@ -15,13 +15,12 @@ from jax import lax
 from jzero.core.base.types import DType
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to(x: jax.Array, dtype: DType) -> jax.Array:
     """Casts `x`, so that the compiler neither skips the rounding nor moves the cast past the next operation.
 
     Compilers may keep more precision than asked, and may swap a cast and a gather (jax issue 23543).
     """
-    return round_without_derivative(x, dtype)
+    return x if x.dtype == dtype else _rounded_jit(x, dtype)
 
 
 def round_without_derivative(x: jax.Array, dtype: DType) -> jax.Array:
@@ -36,10 +35,14 @@ def round_without_derivative(x: jax.Array, dtype: DType) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype))
 
 
-@round_to.defjvp
-def _round_to_jvp(dtype: DType, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+_rounded = jax.custom_jvp(round_without_derivative, nondiff_argnums=(1,))
+_rounded_jit = jax.jit(_rounded, static_argnums=1)  # traced once per shape: jax traces a derivative rule at each use
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype: DType, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     # The bits of fp16 have no derivative; the cast does.
-    return round_to(*primals, dtype), tangents[0].astype(dtype)
+    return _rounded(*primals, dtype), tangents[0].astype(dtype)
 
 
 def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
