@@ -103,17 +103,18 @@ class JittedStep:
         plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
         leaves: list[object] = []
         structure = None
-        if expected.state() is not state or (compat.CRASHES_ON_DELETED and plan.mesh.size > 1):
+        if expected.state() is not state:
             leaves, structure = jax.tree.flatten(state)  # a fifth of the time of a dispatch to one device
             expected = _Expected()
+        elif compat.CRASHES_ON_DELETED and plan.mesh.size > 1:
+            leaves = jax.tree.leaves(state)
+            self._check_arrays(state, leaves, batch, rng)
         jitted, kinds = expected.jitted, expected.inputs
         if jitted is None or not are_like(inputs, kinds):
             if has_tracers([*leaves, *inputs]):
                 batch, rng = from_program((batch, rng))
                 return self._chosen(state, batch, rng, runs=True)._compute(state, batch, rng=rng)
-            check_alive(leaves)
-            if self.donated:
-                check_donated(state, leaves, batch, rng)
+            self._check_arrays(state, leaves, batch, rng)
             shapes = list(map(np.shape, inputs))
             if jitted is None or shapes != expected.shapes:
                 jitted = self._chosen(state, batch, rng, runs=True)._jit(plan, state, structure)
@@ -137,6 +138,14 @@ class JittedStep:
         reference = weakref.ref(following) if type(following).__weakrefoffset__ else _Expected().state
         self._expected = _Expected(reference, jitted, expected.shapes, kinds)
         return jax.block_until_ready(results) if compat.starves_steps(plan.mesh) else results
+
+    def _check_arrays(
+        self, state: TrainStateLike, leaves: Sequence[object], batch: PyTree, rng: jax.Array | None
+    ) -> None:
+        """Raises for arrays with which XLA may crash."""
+        check_alive(leaves)
+        if self.donated:
+            check_donated(state, leaves, batch, rng)
 
     def _chosen(self, *arguments: Any, runs: bool = False) -> Self:
         """Returns the step that runs for these arguments, those of `Choices.of`: another one if this one chose it."""
