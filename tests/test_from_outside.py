@@ -1,6 +1,7 @@
 """Files from outside: what cannot be right is refused with the file and the field, before anything is made of it."""
 
 import argparse
+import contextlib
 import json
 import re
 import types
@@ -15,6 +16,7 @@ import adapters
 import generate
 import jzero
 import jzero.hf
+from jzero.core.config.documents import check_size
 from jzero.core.config.settings import ANY
 from jzero.deepspeed.schema import SCHEMA
 from jzero.deepspeed.source import ACCELERATE_KEYS, FILE, OF_ACCELERATE, with_value
@@ -321,3 +323,10 @@ def test_any_value_in_an_index(tmp_path, path, value):
     index = with_value({"weight_map": {"w": "model.safetensors"}}, path, value)
     write(tmp_path, "model.safetensors.index.json", index)
     refuses(lambda: find_tensors(tmp_path), "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(("numbers", "most", "fails"), [(4, 5, False), (5, 5, True), (0, 1, False)])
+def test_a_document_may_hold_as_many_values_as_said(numbers, most, fails):
+    """The block around counts, too."""
+    with pytest.raises(ValueError, match=f"x holds more than {most} values") if fails else contextlib.nullcontext():
+        check_size([1] * numbers, "x", most=most)

@@ -303,3 +303,16 @@ def test_a_padded_leaf_is_not_assigned_to_in_place():
         model.kernel[...] = jnp.clip(model.kernel[...], -0.1, 0.1)
     model.kernel.set_value(model.kernel.at[...].set(jnp.clip(model.kernel[...], -0.1, 0.1)))
     np.testing.assert_allclose(jnp.abs(model.kernel[...]).max(), 0.1)
+
+
+def test_parameters_of_a_state_begin_another_one_whole():
+    plain, state = sharded(names=("embed", "kernel"))
+    again = jzero.TrainState.create(params=state.params, tx=SGD)
+    for name, x in again.params.items():
+        assert type(x) is type(jnp.ones(3))
+        assert x.sharding.is_fully_replicated
+        assert x.sharding.device_set == set(jax.devices())
+        np.testing.assert_array_equal(x, plain.params[name])
+    jax.tree.map(lambda x: x.delete(), jax.tree.leaves(state.params))
+    with pytest.raises(RuntimeError, match="was consumed"):
+        jzero.TrainState.create(params=state.params, tx=SGD)

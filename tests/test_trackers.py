@@ -6,6 +6,7 @@ The files and databases are read without the sinks' own packages, where that is 
 import contextlib
 import importlib
 import json
+import os
 import sqlite3
 import struct
 import sys
@@ -217,7 +218,10 @@ def test_a_loop_that_fails_leaves_a_failed_run(losses, code, status, monkeypatch
     packages["mlflow"].MlflowException = RuntimeError
     for name, package in packages.items():
         monkeypatch.setitem(sys.modules, name, package)
-    for sink in (jzero.WandB("project"), jzero.MLflow("experiment")):
+    monkeypatch.delenv("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", raising=False)
+    sinks = (jzero.WandB("project"), jzero.MLflow("experiment"))
+    assert os.environ.pop("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS") == "10", "else a request per step"
+    for sink in sinks:
         with pytest.raises(TypeError) if "fail" in losses else contextlib.nullcontext():
             run(sink, losses)
     packages["wandb"].init.return_value.finish.assert_called_once_with(exit_code=code)

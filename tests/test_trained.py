@@ -269,3 +269,13 @@ def test_optimizer_state_keeps_its_dtype_outside_of_a_step():
     grads = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), params)
     state = jax.jit(lambda state: state.apply_gradients(grads=grads))(state)
     assert [x.dtype for x in jax.tree.leaves(state.opt_state)] == [x.dtype for x in jax.tree.leaves(plain.opt_state)]
+
+
+@pytest.mark.parametrize("where", ["lora", "kernel"])
+def test_an_overflow_of_trained_parameters_alone_skips_an_update(where):
+    state = make_state("trainable", 3, "fp16")
+    big = lambda path, x: jnp.full(x.shape, jnp.inf if where in str(path[-1]) else 1.0, x.dtype)
+    new = state.apply_gradients(grads=jax.tree_util.tree_map_with_path(big, state.params))
+    names = [(f"layer_{i}", f"lora_{x}") for i in range(LAYERS) for x in "ab"]
+    moved = [(np.asarray(new.params[i][x]) != np.asarray(state.params[i][x])).all() for i, x in names]
+    assert moved == [where == "kernel"] * len(names)

@@ -32,7 +32,6 @@ from jzero.core.base.compat import AnyJaxpr, Atom
 from jzero.core.base.guard import warn
 from jzero.core.jaxpr.identity import IdDict
 from jzero.core.jaxpr.interpret import evaluate
-from jzero.core.jaxpr.primitives import RUNS, called_jaxpr
 from jzero.core.jaxpr.sizes import mixes
 from jzero.core.layout.casts import can_represent, positions_of, round_to
 from jzero.core.layout.leaves import StateLeaf
@@ -281,8 +280,6 @@ class Everywhere:
         """Returns the results of an equation."""
         if not mixes(eqn):
             return compat.bind(eqn, inputs)
-        if eqn.primitive.name in RUNS:
-            return evaluate(called_jaxpr(eqn), inputs, self)
         if eqn.primitive.name == "cond":
             return list(lax.switch(inputs[0], [self._function(x) for x in eqn.params["branches"]], *inputs[1:]))
         fn = jax.shard_map(
