@@ -44,6 +44,8 @@ DIFFERING = {
     "another axis": (lambda p, x, t, n, key: lax.pmean(x, "replica"), True),
     "later added": (lambda p, x, t, n, key: lax.pmean(x.sum(), "data") + x.sum(), True),
     "a loop's passes": (lambda p, x, t, n, key: lax.while_loop(lambda c: c < x.sum(), lambda c: c + 1, 0.0), True),
+    "where to cut": (lambda p, x, t, n, key: lax.dynamic_slice(p["w"], (x[0, 0].astype(int), 0), (1, 3)), True),
+    "what to pad with": (lambda p, x, t, n, key: lax.pad(p["w"], x[0, 0], [(0, 1, 0), (0, 0, 0)]), True),
     "a branch": (lambda p, x, t, n, key: lax.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0), True),
     "a carried value": (lambda p, x, t, n, key: lax.scan(lambda c, x: (c + x.sum(), None), 0.0, x)[0], True),
     "remat": (lambda p, x, t, n, key: jax.checkpoint(lambda x: lax.pmean(x.mean(), "data"))(x), False),
