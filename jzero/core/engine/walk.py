@@ -223,7 +223,7 @@ class Walk:
     axes: frozenset[str]
     order: Order
     held: HeldParameters
-    pipelines_reductions: bool = False
+    pipelines_reductions: bool
     depth: int = 0
     gathered_rows: list[tuple[RowOf, DType]] = dataclasses.field(default_factory=list)
     meshes: MeshFacts = dataclasses.field(default_factory=MeshFacts)
