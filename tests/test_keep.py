@@ -168,6 +168,23 @@ def test_rows_of_stacks_that_stay_are_gathered_once():
         assert gathers(traced(scan_loss, keep, state))["blocks/up"] == times
 
 
+def test_rows_that_stay_are_stacked_once_whatever_is_made_of_them():
+    """Here they are cast, and not recomputed: the backward pass reads the whole rows, and casts them again."""
+
+    def cast_loss(params, batch):
+        def turn(x, w):
+            up, down = (w[name].astype(jnp.bfloat16) for name in ("up", "down"))
+            return x + jnp.tanh(x @ up) @ down, None
+
+        x = jax.lax.scan(turn, jnp.sin(batch @ params["embed"]).astype(jnp.bfloat16), params["blocks"])[0]
+        return jnp.square(x.astype(jnp.float32) @ params["embed"].T).mean()
+
+    jaxpr = traced(cast_loss, jzero.Keep(params="all", remat=False), make_state(stacked_params()))
+    loops = [eqn for eqn in equations_of(jaxpr) if eqn.primitive.name == "scan"]
+    stacks = collections.Counter(v.aval.shape for eqn in loops for v in eqn.outvars)
+    assert stacks[LAYERS, WIDTH, 51] == stacks[LAYERS, 51, WIDTH] == 1
+
+
 @pytest.mark.parametrize(("loss", "layers"), [(loss_fn, 1), (nested_loss, 2)])
 def test_no_product_of_the_last_blocks_is_recomputed(loss, layers):
     """Those of `nested_loss`, of two layers, count in the order in which they run, whatever calls them."""
