@@ -77,15 +77,14 @@ DAMAGE = {"truncated": truncate, "flipped": flip_bits, "gone": pathlib.Path.unli
 
 
 @pytest.mark.slow  # by default, `tests/test_multiprocess.py` kills a process while it saves
-def test_kills_at_random_moments_lose_nothing(tmp_path):
-    """The short form of `python -m tests.fault_run --kills 50`, with state on disk."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    rows = fault_run.run(str(tmp_path / "run"), 4, 7, "--scratch", str(scratch))
-    assert len(rows) == 5
-    assert all(row["went_on_from"] >= row["was_complete"] for row in rows)
-    assert rows[-1]["went_on_from"] > 0
-    assert not list(scratch.iterdir()), "nothing is left on the disk"
+@pytest.mark.parametrize("options", [{"disk": True}, {"programs": 2}, {"workers": 1}], ids=str)
+def test_kills_at_random_moments_lose_nothing(options, tmp_path):
+    """The short form of `python -m tests.fault_run --kills 500`."""
+    for name in ("run", "compiled", "scratch"):
+        (tmp_path / name).mkdir()
+    scratch = str(tmp_path / "scratch") if options.pop("disk", False) else None
+    fault_run.run(fault_run.Options(str(tmp_path / "run"), str(tmp_path / "compiled"), scratch, **options), 4, 7)
+    assert not list((tmp_path / "scratch").iterdir()), "nothing is left on the disk"
 
 
 @pytest.mark.parametrize("damage", default_for(["flipped"], DAMAGE))

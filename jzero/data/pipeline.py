@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import multiprocessing
+import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -139,13 +142,25 @@ class BatchPipeline:
         one_by_one = loaded.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         ahead = max(1, -(-self.prefetch // self.num_workers))
         options = grain.MultiprocessingOptions(num_workers=self.num_workers, per_worker_buffer_size=ahead)
-        return one_by_one.mp_prefetch(options)
+        return one_by_one.mp_prefetch(options, worker_init_fn=_end_with_the_parent)
 
     def _place(self, loaded: tuple[list[np.ndarray], Position]) -> tuple[PyTree, Position]:
         """Puts the rows of a batch on the devices."""
         local, position = loaded
         *leaves, weights = map(self.rows.global_array, local)
         return {**jax.tree.unflatten(self.examples.spec.treedef, leaves), WEIGHTS: weights}, position
+
+
+def _end_with_the_parent(worker: int, count: int) -> None:
+    """Has a worker end with a program that was killed, which cannot end it: it would wait to hand over its batches."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 @dataclasses.dataclass(frozen=True)
