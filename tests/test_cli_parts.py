@@ -23,6 +23,7 @@ from jzero.cli.sizes import model_sizes
 from jzero.cli.source import load_source
 from jzero.core.state.init import state_shapes
 from tests import shared
+from tests.cli_runs import fit_tries_little  # noqa: F401  # a fixture
 from tests.tiers import default_for, slow
 
 SIZES = {"vocab_size": 61, "d_model": 36, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "d_hidden": 56}
@@ -111,6 +112,7 @@ def test_a_step_is_reckoned_to_take_what_the_examples_step_takes(asked, tmp_path
     assert ours.sent_by_axes.keys() >= {name for name in ("context", "experts") if options[name] > 1}
 
 
+@pytest.mark.usefixtures("fit_tries_little")
 def test_all_four_take_them():
     asked = f"{TINY} --seq 24 --batch 4 --context 2 --loss-chunks 3 --stage 3 --persistence-threshold 0 --json"
     lines = (f"estimate {asked} --devices 8", f"plan {asked}", f"fit {asked} --topology h100:8 --no-confirm")
@@ -160,6 +162,7 @@ def test_a_users_model_says_its_parts_itself(tmp_path, monkeypatch):
     assert "does not take `--context`, `--loss-chunks`" in said
 
 
+@pytest.mark.usefixtures("fit_tries_little")
 def test_fit_names_the_parts_with_which_a_long_context_fits():
     text = call("fit --params 1B --topology h100:8 --seq 262144 --stage 3 --precision bf16 --no-confirm", status=3)
     assert text.count("does not fit: the step takes") == 1

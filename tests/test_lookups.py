@@ -17,6 +17,7 @@ from jzero.estimate.traced_collectives import traced_collectives
 from jzero.machines.topologies import topology_devices
 from tests import shared
 from tests.shared import whole
+from tests.tiers import default_for, slow
 
 V, D = 960, 16
 RATE = 1e6  # of gradient descent: what a step changes is the gradient
@@ -162,10 +163,10 @@ def assert_equal(state, loss, rows, *, tolerance=1e-6, **options):
 
 
 SETTINGS = [
-    (3, 8, 1, {}),  # by columns
+    slow(3, 8, 1, {}),  # by columns
     (3, 3, 0, {}),  # by rows
     (2, 5, 1, {"accumulate_steps": 2}),  # padded columns, of gradients
-    (3, 7, 0, {"accumulate_steps": 2, "reduce": "last"}),  # padded rows; gradients are summed whole
+    slow(3, 7, 0, {"accumulate_steps": 2, "reduce": "last"}),  # padded rows; gradients are summed whole
 ]
 
 
@@ -181,30 +182,32 @@ def test_lookups_equal_plain_jax(stage, devices, dim, options):
     assert "reduce" in options or travel_whole & names == part
 
 
-@pytest.mark.parametrize("loss", LOOPS)
-@pytest.mark.parametrize(("stage", "devices", "dim"), [(3, 8, 1), (2, 3, 0)])
+LOOP_CASES = [(loss, *case) for loss in LOOPS for case in ((3, 8, 1), (2, 3, 0))]
+
+
+@pytest.mark.parametrize(("loss", "stage", "devices", "dim"), default_for(LOOP_CASES[::3], LOOP_CASES))
 def test_lookups_in_loops_equal_plain_jax(loss, stage, devices, dim):
     _, travel_whole = assert_equal(sharded(stage, devices, dim), together(loss), 4 * devices)
     assert travel_whole == {"w"}
 
 
-@pytest.mark.parametrize(
-    ("axes", "options", "tolerance", "looked_up"),
-    [
-        ({}, {"reshard_after_forward": False}, 1e-6, True),
-        ({"data": 4, "model": 2}, {"reduce_scatter": False}, 1e-6, True),
-        ({"replica": 2, "data": 4}, {"replica_axis": "replica"}, 1e-6, True),  # gradients are reduced whole
-        ({"node": 2, "data": 4}, {"node_axis": "node"}, 1e-6, False),
-        ({"node": 2, "data": 4}, {"node_axis": "node", "secondary_params": True}, 1e-6, False),
-        ({"data": 4, "seq": 2}, {"context_axis": "seq"}, 1e-6, True),
-        ({}, {"precision": "bf16"}, 3e-2, True),
-        ({}, {"quantization": jzero.Quantization(gather="int8")}, 3e-2, None),  # rows are too short for blocks
-        ({}, {"quantization": jzero.Quantization(reduce="int8")}, 3e-2, True),  # gradients are reduced whole
-        ({}, {"offload": jzero.Offload(params="host", optimizer="host")}, 1e-6, True),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dim", [0, 1])
+OPTIONS = [
+    # Where the table is cut by default, axes, options, tolerance, whether it is looked up.
+    (0, {"data": 4, "model": 2}, {"reduce_scatter": False}, 1e-6, True),
+    (1, {"replica": 2, "data": 4}, {"replica_axis": "replica"}, 1e-6, True),  # gradients are reduced whole
+    (0, {"node": 2, "data": 4}, {"node_axis": "node", "secondary_params": True}, 1e-6, False),
+    (1, {"data": 4, "seq": 2}, {"context_axis": "seq"}, 1e-6, True),
+    (1, {}, {"precision": "bf16"}, 3e-2, True),
+    (0, {}, {"quantization": jzero.Quantization(gather="int8")}, 3e-2, None),  # rows are too short for blocks
+    (1, {}, {"offload": jzero.Offload(params="host", optimizer="host")}, 1e-6, True),
+    (None, {}, {"reshard_after_forward": False}, 1e-6, True),
+    (None, {"node": 2, "data": 4}, {"node_axis": "node"}, 1e-6, False),
+    (None, {}, {"quantization": jzero.Quantization(reduce="int8")}, 3e-2, True),  # gradients are reduced whole
+]
+OPTIONS = [(dim, *case) if dim == default else slow(dim, *case) for default, *case in OPTIONS for dim in (0, 1)]
+
+
+@pytest.mark.parametrize(("dim", "axes", "options", "tolerance", "looked_up"), OPTIONS, ids=str)
 def test_lookups_equal_plain_jax_under_each_option(dim, axes, options, tolerance, looked_up):
     loss = together(whole_rows, clipped, looked_up_twice, tied)
     plan, _ = assert_equal(sharded(3, 8, dim, axes=axes, **options), loss, 16, tolerance=tolerance)

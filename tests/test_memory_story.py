@@ -274,6 +274,7 @@ def test_the_version(ask):
     assert ask("--version", text=True) == f"jzero {jzero.__version__}\n"
 
 
+@pytest.mark.usefixtures("fit_tries_little")
 def test_the_verdict_is_one_for_all_and_an_exit_status():
     """Whole gradients of stage 1 would not fit beside the states, and need not exist at once."""
     asked = "--params 15B --topology h100:8 --precision bf16 --stage 1"

@@ -119,12 +119,12 @@ def test_a_state_that_is_sharded_once_more_has_records_of_its_own(tmp_path):
     """Both train on, as optax does on one device."""
     state, _ = train(born(tmp_path))
     kept = jzero.shard_train_state(state)
+    params, moments = make_params(), ADAMW.init(make_params())
+    for i in range(4):
+        grads = jax.grad(loss_fn)(params, models.mlp_batch(48, seed=i))
+        updates, moments = ADAMW.update(grads, moments, params)
+        params = optax.apply_updates(params, updates)
     for one in (state, kept):
-        params, moments = make_params(), ADAMW.init(make_params())
-        for i in range(4):
-            grads = jax.grad(loss_fn)(params, models.mlp_batch(48, seed=i))
-            updates, moments = ADAMW.update(grads, moments, params)
-            params = optax.apply_updates(params, updates)
         one, _ = train(one, seed=2)  # noqa: PLW2901
         mu = jzero.get_full_opt_state(one, KERNEL, name="mu")
         np.testing.assert_allclose(mu, moments[0].mu["layer_1"]["kernel"], rtol=1e-5, atol=1e-7)

@@ -152,7 +152,7 @@ MUTANTS = [
         "(is_constant(x) or is_looked_up(x))",
         "is_constant(x)",
         "test_lookups.py::test_lookups_in_loops_equal_plain_jax",
-        "3-8-1-in_a_loop",
+        "in_a_loop-3-8-1",
     ),
     Mutant(
         "lookups_of_a_loop_counted_once",
