@@ -317,49 +317,6 @@ dim_labels=b01f_o01i->b01f, batch_group_count={groups}, custom_call_target="__cu
     assert found == 2 * (2 * 3 * 4) * meetings**2 / groups
 
 
-NESTED = """HloModule m, is_scheduled=true
-
-%slice (s.0: f32[64,32,32], i.0: s32[]) -> f32[32,32] {
-  %s.0 = f32[64,32,32]{2,1,0} parameter(0)
-  %i.0 = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  %row = f32[1,32,32]{2,1,0} dynamic-slice(%s.0, %i.0, %zero, %zero), dynamic_slice_sizes={1,32,32}
-  ROOT %flat = f32[32,32]{1,0} bitcast(%row)
-}
-
-%update (s.1: f32[64,32,32], u.1: f32[32,32], i.1: s32[]) -> f32[64,32,32] {
-  %s.1 = f32[64,32,32]{2,1,0} parameter(0)
-  %u.1 = f32[32,32]{1,0} parameter(1)
-  %i.1 = s32[] parameter(2)
-  %zero.1 = s32[] constant(0)
-  %one = f32[1,32,32]{2,1,0} bitcast(%u.1)
-  ROOT %new = f32[64,32,32]{2,1,0} dynamic-update-slice(%s.1, %one, %i.1, %zero.1, %zero.1)
-}
-
-%outer (s.2: f32[64,32,32], i.2: s32[]) -> f32[64,32,32] {
-  %s.2 = f32[64,32,32]{2,1,0} parameter(0)
-  %i.2 = s32[] parameter(1)
-  %part = f32[32,32]{1,0} fusion(%s.2, %i.2), kind=kLoop, calls=%slice
-  %twice = f32[32,32]{1,0} add(%part, %part)
-  ROOT %written = f32[64,32,32]{2,1,0} fusion(%s.2, %twice, %i.2), kind=kLoop, calls=%update
-}
-
-ENTRY %main (s: f32[64,32,32], i: s32[]) -> f32[64,32,32] {
-  %s = f32[64,32,32]{2,1,0} parameter(0)
-  %i = s32[] parameter(1)
-  ROOT %done = f32[64,32,32]{2,1,0} fusion(%s, %i), kind=kLoop, calls=%outer
-}
-"""
-
-
-def test_of_a_stack_a_fusion_in_a_fusion_moves_a_slice():
-    """TPU compilers slice the stack of activations inside of the fusion that multiplies them."""
-    device = machine("v5p:2x2x2")
-    timeline, _ = simulate(parse_hlo(NESTED), device)
-    # One slice is read, one written; 4 bytes of the index.
-    assert timeline.seconds == pytest.approx((2 * 32 * 32 * 4 + 4) / device.hbm_bytes_per_s, rel=1e-3)
-
-
 def test_calls_of_the_host_and_what_is_beside_them():
     call = 'async_execution_thread="host", custom_call_target="HostExecute"'
     text = (
