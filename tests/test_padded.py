@@ -305,12 +305,15 @@ def test_a_padded_leaf_is_not_assigned_to_in_place():
     np.testing.assert_allclose(jnp.abs(model.kernel[...]).max(), 0.1)
 
 
-def test_parameters_of_a_state_begin_another_one_whole():
-    plain, state = sharded(names=("embed", "kernel"))
+@pytest.mark.parametrize("where", ["none", "host"])
+def test_parameters_of_a_state_begin_another_one_whole(where):
+    plain, _ = sharded(names=("embed", "kernel"))
+    config = dataclasses.replace(CONFIG, offload=jzero.Offload(params=where))
+    state = jzero.shard_train_state(plain, config=config)
     again = jzero.TrainState.create(params=state.params, tx=SGD)
     for name, x in again.params.items():
         assert type(x) is type(jnp.ones(3))
-        assert x.sharding.is_fully_replicated
+        assert (x.sharding.is_fully_replicated, x.sharding.memory_kind) == (True, "device")
         assert x.sharding.device_set == set(jax.devices())
         np.testing.assert_array_equal(x, plain.params[name])
     jax.tree.map(lambda x: x.delete(), jax.tree.leaves(state.params))
