@@ -172,6 +172,15 @@ def test_bases_of_a_stack_stay_where_its_slices_are_computed(num):
     assert exchanged(program) == 5 * elements / plan.num_shards
 
 
+@pytest.mark.parametrize(("tx", "stays"), [(models.soap, True), (models.muon, False)])
+def test_slices_go_to_devices_that_have_time_unless_their_bases_are_on_another(tx, stays):
+    params = {"stack": jnp.ones((8, 24, 32)), "b0": jnp.ones((48, 40)), "b1": jnp.ones((48, 40))}
+    work = jzero.plan_of(sharded(params, tx())).matrices
+    costs = {kind.num: kind.flops for kind in work.kinds}
+    assert 0.2 < costs[8] / costs[2] < 0.5
+    assert work.busiest == costs[2] + (costs[8] if stays else 0)
+
+
 def test_state_that_several_parameters_move_belongs_to_none():
     """Such as a history of the norms of all gradients."""
 
