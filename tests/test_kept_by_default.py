@@ -16,6 +16,7 @@ from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.primitives import REMAT
 from jzero.core.step import choice
 from jzero.estimate import keeping
+from jzero.estimate.block_costs import BlockCost
 from jzero.estimate.step_memory import memory_of_step
 from jzero.estimate.traced_collectives import traced_collectives
 from jzero.machines import limits
@@ -147,6 +148,15 @@ def test_large_last_blocks_are_not_left_as_written(memory):
     memory.limit, params = 2**30, perceptron_params(1700, 1700, 1700)
     step = jzero.make_train_step(perceptron)
     assert step.recomputation(make_state(params), make_batch()) == jzero.Keep(params="all", blocks=3)
+
+
+def test_blocks_that_save_no_more_than_cheap_does_are_kept(memory, monkeypatch):
+    """Even if plain jax saves less than either, as of products before a `relu`."""
+    bytes_of = {"kept": 5, "cheap": 5, "as_written": 4}
+    monkeypatch.setattr(keeping.BlockCosts, "of", lambda self, how: [BlockCost(bytes_of[how], 1.0)] * LAYERS)
+    memory.limit = 2**30
+    kept = jzero.make_train_step(loss_fn).recomputation(make_state(), make_batch())
+    assert kept == jzero.Keep(params="all", blocks=LAYERS)
 
 
 def test_nothing_is_estimated_where_all_values_of_the_loss_fit(memory, monkeypatch):

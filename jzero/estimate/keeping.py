@@ -162,7 +162,7 @@ def _preferred(
     if sum(x.num_bytes for x in kept) <= left:
         return [(total, "cheap")]
     cheap = costs.of("cheap")
-    left -= sum(x.num_bytes for x in cheap)
+    left = max(0, left - sum(x.num_bytes for x in cheap))
     more = [x.num_bytes - y.num_bytes for x, y in zip(reversed(kept), reversed(cheap), strict=True)]
     return [(sum(x <= left for x in itertools.accumulate(more)), "cheap")]
 
