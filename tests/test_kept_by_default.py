@@ -14,7 +14,7 @@ from jzero.analysis import fit
 from jzero.core.base import compat
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.primitives import REMAT
-from jzero.core.step import choice
+from jzero.core.step import choice, jitted
 from jzero.estimate import keeping
 from jzero.estimate.block_costs import BlockCost
 from jzero.estimate.step_memory import memory_of_step
@@ -188,9 +188,8 @@ def test_an_estimate_that_fails_stops_no_step(memory, checks_may_fail, monkeypat
     assert "A check failed, and the step goes on without it" in caplog.text
 
 
-def test_a_larger_batch_is_decided_anew(memory, monkeypatch):
-    """In place, too, where a call skips all checks, as those of jax 0.12 do."""
-    monkeypatch.setattr(compat, "CRASHES_ON_DELETED", False)
+def test_a_larger_batch_is_decided_anew(memory):
+    """In place, too, where a call skips all checks but whether the arrays of the state are alive."""
     small, large = make_batch(), np.tile(make_batch(), (64, 1))
     low, high = (reckoned(jzero.Keep(params="all", blocks=LAYERS), x) for x in (small, large))
     memory.limit = (low + high) / 2 / keeping.KEPT_SHARE
@@ -282,3 +281,13 @@ def test_the_memory_to_spend_is_that_of_the_device(monkeypatch, taken):
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     usable = int(0.9 * machine("h200:2").hbm_bytes)
     assert limits.memory_to_spend(mesh, None)[0] == (100 * 2**30 if taken == 100 else usable)
+
+
+def test_a_call_with_the_state_of_the_last_one_places_nothing(memory, monkeypatch):
+    placed = []
+    place = jitted.place_inputs
+    monkeypatch.setattr(jitted, "place_inputs", lambda *args: placed.append(1) or place(*args))
+    step, state = jzero.make_train_step(loss_fn), make_state()
+    for _ in range(3):
+        state, _ = step(state, jax.device_put(make_batch(), jzero.plan_of(state).batch_sharding))
+    assert len(placed) == 1

@@ -163,6 +163,13 @@ MUTANTS = [
         "test_precision.py::test_no_gather_of_the_loss_moves_fp32",
     ),
     Mutant(
+        "names_of_parameters_lowered",
+        "core/engine/placed.py",
+        'return lambda *xs, path="", **params: once(tuple(sorted(params.items())), *xs)',
+        "return rule",
+        "test_sharing.py::test_parameters_of_a_kind_are_gathered_and_reduced_by_one_function",
+    ),
+    Mutant(
         "chains_deferred_without_end",
         "core/engine/lazy.py",
         "MAX_DEFERRED = 16\n",

@@ -137,6 +137,13 @@ MUTANTS = [
         "if jitted is None:",
         "test_kept_by_default.py::test_a_larger_batch_is_decided_anew",
     ),
+    Mutant(
+        "arrays_of_the_last_state_are_not_looked_at",
+        "core/step/jitted.py",
+        "elif compat.CRASHES_ON_DELETED and plan.mesh.size > 1:",
+        "elif False:",
+        "test_errors_in_states.py::test_consumed_state_is_refused",
+    ),
     # Rows of tables.
     Mutant(
         "rows_of_others_added",
