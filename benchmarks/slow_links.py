@@ -5,7 +5,8 @@
   device: bytes on one network port as compiled and by the formula, and the modelled step at several rates of the
   slowest link.
 * experts (`h200:16`): Mixtral 8x7B by `examples/llm/`, one row of 4096 tokens for each device, the experts of a layer
-  on all devices, or divided among 2, 4 or 8.
+  on all devices, or divided among 2, 4 or 8; "exchanged" sends tokens by `all_to_all` instead, and drops what has no
+  room; "hand" is that in plain `jax.jit`, see `benchmarks/experts_by_hand.py`.
 * contexts (`h200:64`): Llama 3.1 8B by `examples/llm/` at 131,072 tokens; each line takes one of the ways to need less
   memory away, or adds one. Some are only estimated from the trace.
 * rings (`h200:64`): keys and values gathered, or passed around a ring beside attention, by arithmetic: nothing is

@@ -11,7 +11,6 @@ import pytest
 
 import jzero
 from jzero.analysis import fit
-from jzero.core.base import compat
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.primitives import REMAT
 from jzero.core.step import choice, jitted
