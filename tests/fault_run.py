@@ -227,7 +227,7 @@ def run(options: Options, kills: int, seed: int) -> dict[str, int]:
         ended[-1].kill()
     running = [Program(options) for _ in range(options.programs)]
     for _ in range(kills):
-        for _ in range(moments.randint(1, 10)):
+        for _ in range(moments.randint(1, 10 * options.programs)):
             wait([program.pipe for program in running])
             for program in running:
                 if program.pipe.poll():
