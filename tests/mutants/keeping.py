@@ -190,4 +190,18 @@ MUTANTS = [
         "if",
         "test_kernels.py::test_a_kernel_over_the_whole_batch_is_unknown",
     ),
+    Mutant(
+        "late_pieces_do_not_see_early_ones",
+        "attention/exchange.py",
+        "back + lax.ppermute(ends[0], self.axis, turn)",
+        "back",
+        "test_windows_in_parts.py::test_windows_see_what_one_device_sees",
+    ),
+    Mutant(
+        "whole_pieces_are_exchanged",
+        "attention/exchange.py",
+        "max(0, size - left) :",
+        "0:",
+        "test_windows_in_parts.py::test_windows_alone_are_sent",
+    ),
 ]

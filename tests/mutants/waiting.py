@@ -160,4 +160,18 @@ MUTANTS = [
         "        if walk.depth == 0 and (prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)):\n",
         "test_passes.py::test_what_a_loop_recomputes_stays_behind_its_barriers",
     ),
+    Mutant(
+        "on_tpus_gradients_in_loops_do_not_wait",
+        "estimate/footprint.py",
+        "if gpu or in_loop else",
+        "if gpu else",
+        "test_postponed.py::test_in_a_loop_they_stay_to_the_end_of_an_iteration",
+    ),
+    Mutant(
+        "on_tpus_no_loop_runs_last",
+        "estimate/footprint.py",
+        "elif t < start and op.inner is not None:",
+        "elif t < 0:",
+        "test_postponed.py::test_on_tpus_loops_run_last_whose_results_the_backward_pass_does_not_need",
+    ),
 ]
