@@ -121,6 +121,16 @@ def test_concatenated_features_are_joined_for_each_reader():
     assert not [x.name for x in kept if "concatenate" in x.name]
 
 
+@pytest.mark.parametrize(("on_tpus", "copies"), [(False, 2), (True, 1)])
+def test_what_is_joined_is_stored_once_on_tpus(on_tpus, copies):
+    def sorts(parts):
+        joined = jnp.concatenate(parts, axis=-1)
+        return jnp.sort(joined, axis=0), jnp.sort(joined, axis=1)
+
+    program = trace_program(jax.jit(sorts).trace([X] * 2).jaxpr, [1, 1], fuses_products=on_tpus)
+    assert sum(x.name.endswith(":concatenate") for x in program.buffers) == copies
+
+
 def test_what_is_normalized_on_gpus_is_not_written_over():
     """A fusion reads each row for its maximum, then again; a product reads the result."""
 

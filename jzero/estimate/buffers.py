@@ -15,7 +15,7 @@ from jzero.core.jaxpr.sizes import array_bytes
 BufferKind = Literal["activations", "gradients", "gathered", "working"]
 
 JOINED = ":concatenate"
-"""The operation that compilers repeat for each reader instead of storing its result beside its operands."""
+"""The operation that compilers but those for TPUs repeat for each reader, and store no result beside its operands."""
 SLICES = ("slice", "dynamic_slice", "gather", "split")
 """Operations that read no more of an array than they return."""
 SLICE_NAMES = tuple(f":{kind}" for kind in SLICES)
@@ -152,7 +152,7 @@ class TracedProgram:
     """The buffers and operations of one body of code, including calls in it.
 
     Attributes:
-      fuses_products: Whether products compute what is elementwise in their operands.
+      fuses_products: Whether products compute what is elementwise in their operands, as on TPUs.
       buffers: Every array that takes memory.
       operations: In the order of the program.
       transfers: The collectives, including those of inner loops.
@@ -275,7 +275,7 @@ class TracedProgram:
             return x
         if x in self._written:
             return self._written[x]
-        stays = keep and not x.name.endswith(JOINED)
+        stays = keep and (self.fuses_products or not x.name.endswith(JOINED))
         reader = self._first_reader.get(x) if waits and stays else None
         num_bytes = self.bytes_to_store([x])
         self.buffers.append(Buffer(x.num_bytes, x.name))

@@ -17,7 +17,7 @@ compilers for GPUs and TPUs share:
   others count until after it: without this rule, the estimate for 1.4B at stage 3 on GPUs is 7 % below the compiler's
   figure, with it 2 %. GPUs reduce the gradients of one of its iterations during the next. On TPUs, a loop of the
   forward pass runs last if the backward pass needs nothing of it, such as one over parts of a loss that are computed
-  again. Without these rules, the estimate for 8B at 131,072 tokens on TPUs is 25 % low, with them 6 %.
+  again. Without these rules, the estimate for 8B at 131,072 tokens on TPUs is 25 % low, with them 10 %.
 * On GPUs, each reader recomputes a
   concatenation, and an elementwise result that a product needs in another layout. A fusion that sums an expensive value
   also writes that value if others read it, already in the forward pass if it sums it there and it is larger than what
