@@ -14,6 +14,7 @@ import pretrain
 import training
 from jzero.attention import KERNELS, attend, choose, kernels, own_part, whole_rows
 from tests import hf_models, shared
+from tests.kernels import calls_of
 from tests.tiers import default_for
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 2, 256, 4, 2, 32
@@ -26,11 +27,6 @@ CASES = {
     "all": ({"window": 40, "segments": True, "sinks": True, "softcap": 5.0}, ("splash",)),
 }
 PAIRS = [(case, kernel) for case, (*_, kernels) in CASES.items() for kernel in kernels]
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernels, "INTERPRET", True)
 
 
 def operands(tokens=TOKENS):
@@ -172,3 +168,17 @@ def test_the_decoder_equals_plain_attention(family, context, tmp_path):
     np.testing.assert_allclose(metrics["loss"], want, rtol=2e-6)
     got = jzero.gather_params(new)
     jax.tree.map(lambda p, a, g: np.testing.assert_allclose(p - a, g, atol=2e-5), params, got, grads)
+
+
+@pytest.mark.parametrize("kernel", ["splash", "pallas"])
+def test_recomputed_layers_do_not_run_their_kernel_twice(kernel, tmp_path):
+    config = hf_models.write_folder(tmp_path, "llama3")
+    model = decoder.Decoder(config, attention=kernel)
+    params = jax.eval_shape(decoder.Decoder(config).init, jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
+    plain = jax.eval_shape(lambda p: jzero.TrainState.create(params=p, tx=shared.sgd(1.0)), params)
+    state = jzero.abstract_train_state(plain, stage=3, mesh=jzero.make_mesh())
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 129), jnp.int32), "weights": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    step = jzero.make_train_step(training.next_token_loss(model), remat="as_written")
+    found = calls_of(step.trace(state, batch).jaxpr)
+    again = kernel == "splash" and jax.__version_info__ < (0, 12)  # which stages what is saved once more
+    assert sorted(found.values()) == [config.num_layers] * 2 + [config.num_layers * (1 + again)]

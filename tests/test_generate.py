@@ -26,6 +26,7 @@ PROMPTS = [[5, 9, 3], [7, 2, 8, 1, 40, 33, 2], [11], [3, 4, 50, 6, 27, 8, 9, 10,
 WANT = json.loads(TOKENS.read_text())
 NUM_TOKENS = 12
 DIVIDE_BY = {"whole": 1, "tensor 2": 2, "tensor 4": 4}
+OF_KERNEL = [("mistral", "splash"), ("gpt_oss", "splash")]  # which read the prompts
 
 
 class Numbers:
@@ -85,7 +86,10 @@ def compiled(model, sampling):
 @pytest.mark.parametrize(
     ("family", "layout"),
     # Each family in one layout. By default one: other tests stop and sample with llama, whole and in an eval step.
-    default_for([("mistral", "tensor 2")], zip(WANT, itertools.cycle(("tensor 2", *DIVIDE_BY, "eval step")))),
+    default_for(
+        [("mistral", "tensor 2"), OF_KERNEL[0]],
+        [*zip(WANT, itertools.cycle(("tensor 2", *DIVIDE_BY, "eval step"))), *OF_KERNEL],
+    ),
 )
 def test_tokens_are_those_of_transformers(family, layout, folders):
     folder = folders(family)
@@ -95,7 +99,8 @@ def test_tokens_are_those_of_transformers(family, layout, folders):
     else:
         hf_models.write_folder(folder, family)
         prompts = [f"--prompt={' '.join(map(str, prompt))}" for prompt in PROMPTS]
-        asked = f"--model={folder} --num-tokens={NUM_TOKENS} --dtype=float32 --divide-by={DIVIDE_BY[layout]}"
+        asked = f"--model={folder} --num-tokens={NUM_TOKENS} --dtype=float32 --divide-by={DIVIDE_BY.get(layout, 1)}"
+        asked += " --attention=splash" * (layout == "splash")
         texts = generate_file.complete(generate_file.parse_args([*asked.split(), *prompts]), Numbers())
         found = [list(map(int, text.split())) for text in texts]
     assert found == WANT[family]

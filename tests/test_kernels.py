@@ -12,10 +12,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.attention import attend
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.row_facts import RowKind
 from jzero.core.jaxpr.rows import row_facts
 from jzero.estimate.traced import trace_alone
+from jzero.machines.topologies import topology_devices
 from tests import kernels, shared
 from tests.kernels import HEADS, SIZE, WIDTH, calls_of
 from tests.tiers import default_for
@@ -158,16 +160,16 @@ def test_a_kernel_over_the_whole_batch_is_unknown():
     assert found.kind is RowKind.UNKNOWN
 
 
-def test_heads_over_another_axis_of_an_explicit_mesh():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_heads_over_another_axis(kind):
     """Each device along `model` has a third of the heads, in the loss's own `shard_map`."""
-    mesh = jax.make_mesh((2, 3), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:6])
+    mesh = jax.make_mesh((2, 3), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:6])
+    to = jax.sharding.reshard if kind == AxisType.Explicit else lambda x, spec: x
 
     def attend(q, k, v):
-        spec = P(None, "model")
-        split = jax.shard_map(
-            kernels.attention, in_specs=(spec,) * 3, out_specs=spec, axis_names={"model"}, check_vma=False
-        )
-        return jax.sharding.reshard(split(*(jax.sharding.reshard(x, spec) for x in (q, k, v))), P())
+        spec, on = P(None, "model"), None if kind == AxisType.Explicit else mesh
+        how = {"mesh": on, "in_specs": (spec,) * 3, "out_specs": spec, "axis_names": {"model"}, "check_vma": False}
+        return to(jax.shard_map(kernels.attention, **how)(*(to(x, spec) for x in (q, k, v))), P())
 
     step = jzero.make_train_step(kernels.loss_of(attend), remat="cheap")
     state = state_of(kernels.params(LAYERS, scan=False), mesh=mesh)
@@ -194,13 +196,41 @@ def test_splash_attention_is_lowered_for_tpus_once_for_all_layers():
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("@tpu_custom_call") == 3
 
 
-def test_attention_of_cudnn_is_a_kernel(monkeypatch):
-    """Traced alone, with a stand-in for the question which cuDNN there is: to lower it takes the library."""
+@pytest.fixture
+def cudnn(monkeypatch):
+    """A stand-in for the questions which cuDNN and which GPU there are."""
     library = "jax._src.cudnn.fused_attention_stablehlo."
     monkeypatch.setattr(f"{library}check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{library}check_compute_capability", lambda capability: True)
     monkeypatch.setattr(f"{library}is_cuda_compute_capability_equal", lambda capability: False)
 
+
+@pytest.mark.compilers
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize(
+    ("topology", "kernel", "call", "count"),
+    [
+        ("v5p:2x2x2", "auto", "@tpu_custom_call", 6),
+        ("h200:8", "cudnn", "__cudnn$fmha", 4),
+        ("h200:8", "auto", "__gpu$xla.gpu.triton", 6),
+    ],
+)
+def test_kernels_are_chosen_for_machines_that_are_not_there(topology, kernel, call, count):
+    """By the device for which a loss is traced; and lowered once for the first layer, and once for the others."""
+    loss, params, batch = attention_layers(
+        lambda *x: attend(*(y.swapaxes(1, 2) for y in x), kernel=kernel).swapaxes(1, 2)
+    )
+    plain = jax.eval_shape(lambda p: jzero.TrainState.create(params=p, tx=TX), params)
+    mesh = jzero.make_mesh(devices=topology_devices(topology))
+    state = jzero.abstract_train_state(plain, config=shared.config(stage=3), mesh=mesh)
+    step = jzero.make_train_step(loss, remat="cheap")
+    text = step.lower(state, jax.ShapeDtypeStruct(batch.shape, batch.dtype)).as_text()
+    assert text.count(call) == count
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_attention_of_cudnn_is_a_kernel():
     def attend(q, k, v):
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").swapaxes(1, 2)
@@ -213,8 +243,8 @@ def test_attention_of_cudnn_is_a_kernel(monkeypatch):
     kernels_found = trace_alone(traced.jaxpr).kernels
     product = 2 * 256 * 257 / 2 * 128  # of one row and head, half of it masked
     assert {name: found[0].flops for (name, _), found in kernels_found.items()} == {
-        "dot_product_attention_fwd_wrapper": 2 * product,
-        "dot_product_attention_bwd_wrapper": 5 * product,
+        "dot_product_attention_fwd": 2 * product,
+        "dot_product_attention_bwd": 5 * product,
     }
     (found,) = facts(lambda x: attend(*[x.astype(jnp.bfloat16)] * 3), (6, HEADS, 256, 64))
     assert (found.kind, found.row_dims) == (RowKind.ROW, {0})

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
-from jzero.attention import kernels, own_part, whole_rows
+from jzero.attention import own_part, whole_rows
 from jzero.attention.causal import attend_in_parts
 from jzero.attention.plain import Places, Scores, attend_plainly
 from tests.tiers import default_for
@@ -28,11 +28,6 @@ CASES = [
     (4, 128, 300, True, "splash"),
     (2, 256, 201, False, "splash"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernels, "INTERPRET", True)
 
 
 def operands(tokens, seed=0):

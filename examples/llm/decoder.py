@@ -1,7 +1,8 @@
 """One decoder for Llama 2 and 3, Mistral, Mixtral, Qwen 2 and 3, OLMoE, gpt-oss, and the text models of Gemma 1 to 3.
 
 `jzero.hf.read_config` reads what differs between them. The layers are one scan, whose body is recomputed in the
-backward pass. Products have the dtype of the embedding; norms, angles, softmax and logits are computed in fp32.
+backward pass, but for kernels of attention. Products have the dtype of the embedding; norms, angles, softmax and logits
+are computed in fp32.
 
 Shapes: B batch, S tokens, T places that are attended to, D width, H heads, K heads of keys and values, C size of a
 head, F hidden width, V vocabulary, L layers; of mixtures of experts also N = B S tokens, E experts.
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 
 from expert_parallel import Apart, own_rows
 from experts import WAYS
-from jzero.attention import whole_rows
+from jzero.attention import save_attention, whole_rows
 from jzero.attention.causal import attend_in_parts
 from jzero.attention.plain import Places, Scores, attend_plainly, cap, divide, join
 from jzero.hf import ModelConfig
@@ -157,10 +158,14 @@ class Layer(nn.Module):
         k, v = (heads(name, config.num_kv_heads) for name in "kv")  # [B, S, K, C]
         angles = places.positions[..., None] * layer.frequencies[None, None]  # [B, S, C/2]
         q, k = rotate(q, angles), rotate(k, angles)
+        own = k, v
         if cache is not None:
             cache, k, v = cache.write(layer.index, k, v)  # [B, T, K, C]
         sinks = self.param("sinks", KERNEL_INIT, (config.num_heads,)) if config.sinks else None
-        if cache is not None or (self.attention == "plain" and self.context is None):
+        if cache is not None and num_tokens > 1 and self.attention != "plain":  # a prompt sees itself alone
+            itself = places._replace(segments=jnp.where(places.positions < 0, -1, 0))
+            y = self._by_window(layer.kind, q, *own, itself, itself, sinks)
+        elif cache is not None or (self.attention == "plain" and self.context is None):
             y = attend_plainly(q, k, v, places, seen, self._scores(layer.window, sinks))
         else:
             y = self._by_window(layer.kind, q, k, v, places, seen, sinks)
@@ -229,7 +234,8 @@ class Decoder(nn.Module):
 
     With a `mesh`, devices along its axis `experts` have different ones (`expert_parallel.py`).
 
-    `attention` is "plain" or a key of `jzero.attention.KERNELS`. With a cache, attention is plain.
+    `attention` is "plain" or a key of `jzero.attention.KERNELS`. With a cache, that is how prompts are read, with which
+    it begins; of one token, attention is plain.
     """
 
     config: ModelConfig
@@ -260,7 +266,7 @@ class Decoder(nn.Module):
         kinds = jnp.array([windows_of(config).index(window) for window in config.windows])
         frequencies = jnp.array(config.inverse_frequencies, jnp.float32)
         layers = PerLayer(jnp.arange(config.num_layers), windows, kinds, frequencies)
-        body = nn.remat(Layer, prevent_cse=False) if cache is None else Layer
+        body = nn.remat(Layer, prevent_cse=False, policy=save_attention) if cache is None else Layer
         axes = {
             "variable_axes": {"params": 0, "router": 0},
             "split_rngs": {"params": True},

@@ -27,10 +27,11 @@ from adapters import read_lora
 from chat_data import load_tokenizer, without_end
 from decoder import Decoder
 from generation import Sampling, generate, left_padded
+from jzero.attention import KERNELS
 from jzero.core.config.documents import parse
 from jzero.core.config.settings import Setting, block, check, integer, list_of, optional
 from layouts import choose_mesh, shardings
-from training import model_folder, start
+from training import attention_of, model_folder, start
 
 ADAPTERS = r"layers/.*/lora_[ab]"
 TOKEN = integer(0, most=2**31 - 1)
@@ -43,6 +44,9 @@ STOPS = block(
     }
 )
 """What is read of `generation_config.json`."""
+WIDTHS = 128
+"""Prompts have a multiple of so many places where a kernel reads them."""
+PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 def main() -> None:
@@ -69,11 +73,21 @@ def complete(args: argparse.Namespace, tokenizer: Any) -> list[str]:
     num_places = max(map(len, prompts)) + args.num_tokens
     mesh = choose_mesh(model, num_rows=len(prompts), num_places=num_places, dtype=args.dtype, divide_by=args.divide_by)
     num_rows = -(-len(prompts) // mesh.shape["data"]) * mesh.shape["data"]
-    batch = left_padded(prompts, jax.random.key(args.seed), num_rows=num_rows)
     params = load(model, args, mesh)
+    if mesh.shape["model"] == 1:
+        width = -(-max(map(len, prompts)) // WIDTHS) * WIDTHS
+        how = argparse.Namespace(attention=args.attention, context=1, seq=width, precision=PRECISIONS[args.dtype])
+        choice = attention_of(model, how, packed=True)  # padding is a segment
+        model = model.clone(attention=choice.kernel)
+        print(f"prompts: {choice}", file=sys.stderr)
+    fused = model.attention != "plain"
+    batch = left_padded(prompts, jax.random.key(args.seed), num_rows=num_rows, multiple_of=WIDTHS if fused else 1)
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     print(f"compiling for {num_places} tokens, and generating", file=sys.stderr)
-    new = np.asarray(jax.jit(functools.partial(generate, model, sampling=sampling))(params, batch))
+    program = functools.partial(generate, model, sampling=sampling)
+    if fused:  # a kernel is for the rows of one device
+        program = jax.shard_map(program, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
+    new = np.asarray(jax.jit(program)(params, batch))
     return [decode(tokenizer, row) for row in new[: len(prompts)]]
 
 
@@ -131,6 +145,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, help="choose among so many")
     parser.add_argument("--top-p", type=float, default=1.0, help="choose among tokens of so much probability")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--attention", choices=["auto", "plain", "fused", *KERNELS], default="auto", help="of prompts; see pretrain.py"
+    )
     parser.add_argument("--divide-by", type=int, help="devices that share the weights; 1: whole on each")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)

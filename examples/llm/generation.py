@@ -105,11 +105,12 @@ def choose_token(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.
 
 
 def left_padded(
-    prompts: Sequence[Sequence[int]], key: jax.Array, *, num_rows: int | None = None
+    prompts: Sequence[Sequence[int]], key: jax.Array, *, num_rows: int | None = None, multiple_of: int = 1
 ) -> dict[str, np.ndarray]:
     """Returns prompts as arrays: tokens [B, S], padded at the left, lengths [B], and a key for each row.
 
-    With `num_rows`, prompts are repeated up to that many rows. A row's key depends on `key` and its number only.
+    S is the least multiple of a number, for which kernels of attention ask. With `num_rows`, prompts are repeated up to
+    that many rows. A row's key depends on `key` and its number only.
 
     Raises:
       ValueError: A prompt has no tokens, so there is nothing to continue.
@@ -117,7 +118,7 @@ def left_padded(
     if empty := [number for number, prompt in enumerate(prompts) if not len(prompt)]:
         raise ValueError(f"Each prompt must have tokens to continue: number {empty[0]}, from 0, has none.")
     rows = [prompts[number % len(prompts)] for number in range(num_rows or len(prompts))]
-    width = max(map(len, rows))
+    width = -(-max(map(len, rows)) // multiple_of) * multiple_of
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(rows)))
     return {
         "tokens": np.array([[0] * (width - len(row)) + list(row) for row in rows], np.int32),

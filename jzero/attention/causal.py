@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.attention.exchange import Exchange
-from jzero.attention.kernels import attend_by, choose
+from jzero.attention.kernels import attend_by, choose, traced_platform
 from jzero.attention.plain import Places, Scores, attend_plainly, own_part, whole_rows
 
 
@@ -62,7 +62,7 @@ def attend(  # noqa: PLR0913  # what attention has
     given = {"windows": window, "segments": segments, "soft cap": softcap, "sinks": sinks, "parts of rows": context}
     needs = [name for name, x in given.items() if x is not None]
     wide = q.dtype == jnp.float32
-    choice = choose(kernel, needs, platform=jax.default_backend(), tokens=tokens, pieces=pieces, wide=wide)
+    choice = choose(kernel, needs, platform=traced_platform(), tokens=tokens, pieces=pieces, wide=wide)
     logging.getLogger("jzero").info("%s", choice)
     own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
     how = Scores(window, softcap, sinks, q.shape[-1] ** -0.5 if scale is None else scale)

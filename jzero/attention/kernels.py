@@ -24,9 +24,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jzero.attention.exchange import NOWHERE
 from jzero.attention.plain import Scores
 
-INTERPRET = False
-"""Whether kernels are interpreted, so that they run without their accelerator. Tests set it."""
 LARGEST_BLOCK = 1024
+SAVED = "attention"
+"""The name of splash attention's result and statistics, one lane of them."""
+OPERATIONS = ("pallas_call", "dot_product_attention_fwd_wrapper")
 
 
 class Kernel(NamedTuple):
@@ -37,18 +38,20 @@ class Kernel(NamedTuple):
       can: Features that it has, beside causal masks and shared keys.
       tokens: The number of tokens, of each piece of a row, must be a multiple.
       wide: Whether it takes fp32.
+      absent: Whether jax traces it for devices that are not here.
     """
 
     platform: str
     can: frozenset[str]
     tokens: int
     wide: bool
+    absent: bool = True
 
 
 FEATURES = frozenset({"windows", "segments", "soft cap", "sinks", "parts of rows"})
 KERNELS = {
     "splash": Kernel("tpu", FEATURES, 128, wide=True),
-    "cudnn": Kernel("gpu", frozenset({"windows"}), 1, wide=False),
+    "cudnn": Kernel("gpu", frozenset({"windows"}), 1, wide=False, absent=False),
     "pallas": Kernel("gpu", frozenset({"segments"}), 128, wide=True),
 }
 
@@ -105,12 +108,23 @@ def choose(  # noqa: C901  # one reason after the other
             reasons.append(f"{name} takes multiples of {pieces * kernel.tokens} tokens, not {tokens}")
         elif wide and not kernel.wide:
             reasons.append(f"{name} takes no fp32")
+        elif not kernel.absent and wanted != name and jax.default_backend() != traced_platform() == platform:
+            reasons.append(f"jax traces {name} where its devices are")
         elif wanted in ("auto", "fused", name):
             return Choice(name, f"the kernel for {platform} that has {', '.join(sorted(needs)) or 'what it takes'}")
     why = "; ".join(reasons) or f"there is no kernel for {platform}"
     if wanted != "auto":
         raise ValueError(f"No kernel of attention is as asked for, {wanted!r}: {why}. Take 'plain', or 'auto'.")
     return Choice("plain", why)
+
+
+def traced_platform() -> str:
+    """Returns the platform for which jax traces, be it that of this machine or of a topology.
+
+    Kernels that are taken for CPUs are interpreted.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def attend_by(  # noqa: PLR0913  # what attention has
@@ -139,7 +153,7 @@ def attend_by(  # noqa: PLR0913  # what attention has
         return jax.nn.dot_product_attention(q, k, v, scale=how.scale, implementation="cudnn", **mask)
     if kernel == "pallas":
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        return _mha()(q, k, v, segments[0], sm_scale=how.scale, causal=True, interpret=INTERPRET)
+        return _mha()(q, k, v, segments[0], sm_scale=how.scale, causal=True, interpret=traced_platform() == "cpu")
     count = 1 if context is None else 2 * lax.axis_size(context)
     index = 0 if context is None else lax.axis_index(context)
     tokens = q.shape[1] if context is None else k.shape[1]
@@ -160,6 +174,37 @@ def attend_by(  # noqa: PLR0913  # what attention has
 
     parts = zip(pieces, jnp.split(q, len(pieces), axis=2), jnp.split(segments[0], len(pieces), axis=1), strict=True)
     return jnp.concatenate([of_piece(*part) for part in parts], axis=2).swapaxes(1, 2)
+
+
+def save_attention(prim: Any, *_: Any, **params: Any) -> bool:
+    """Saves what kernels of attention compute, and nothing else: a policy for `jax.checkpoint`.
+
+    So a layer that is recomputed does not run its kernel twice. It takes the bytes of the kernel's result, and four for
+    each query. Plain attention has nothing to save, since its backward pass reads the scores.
+
+    Args:
+      prim: The operation.
+      **params: Its parameters.
+
+    Returns:
+      Whether to save its results.
+
+    Example:
+      >>> from jzero.attention import attend, save_attention
+      >>> layer = jax.checkpoint(lambda x, w: attend(x @ w, x, x), policy=save_attention)
+      >>> layer(jnp.ones((2, 128, 4, 64)), jnp.eye(64)).shape
+      (2, 128, 4, 64)
+    """
+    if prim.name == "name":
+        return bool(params["name"] == SAVED)
+    if prim.name in OPERATIONS:
+        return "splash" not in str(params.get("name"))  # whose statistics have all lanes there
+    return prim.name == "custom_vjp_call" and _has_kernel(params["call_jaxpr"])  # the forward pass of "pallas"
+
+
+def _has_kernel(jaxpr: Any) -> bool:
+    parts = [x for eqn in jaxpr.eqns for x in eqn.params.values() if hasattr(x, "eqns")]
+    return any(eqn.primitive.name in OPERATIONS for eqn in jaxpr.eqns) or any(map(_has_kernel, parts))
 
 
 def splash_kernel(
@@ -183,7 +228,8 @@ def splash_kernel(
             head_shards=1,
             q_seq_shards=shards,
             attn_logits_soft_cap=softcap,
-            interpret=INTERPRET,
+            residual_checkpoint_name=SAVED,
+            interpret=traced_platform() == "cpu",
         )
 
 
@@ -217,7 +263,7 @@ def _piece(kernel: splash.SplashAttentionKernel, number: Any, count: int) -> spl
 
     def part(x: jax.Array) -> jax.Array:
         size = x.shape[1] // count
-        return x if count == 1 else lax.dynamic_slice_in_dim(x, number * size, size, axis=1)
+        return lax.dynamic_slice_in_dim(x, number * size, size, axis=1)
 
     def cut(info: Any) -> Any:
         size = info.q_sequence.shape[0] // count

@@ -170,6 +170,20 @@ MUTANTS = [
     ),
     # Kernels.
     Mutant(
+        "kernels_of_recomputed_layers_run_twice",
+        "attention/kernels.py",
+        'return bool(params["name"] == SAVED)',
+        "return False",
+        "test_fused_attention.py::test_recomputed_layers_do_not_run_their_kernel_twice",
+    ),
+    Mutant(
+        "literals_of_kernels_name_their_mesh",
+        "core/base/compat.py",
+        "return literal(value_of(atom), _here(atom.aval))",
+        "return literal(atom.val, _here(atom.aval))",
+        "test_kernels.py::test_heads_over_another_axis",
+    ),
+    Mutant(
         "all_lanes_of_statistics_saved",
         "core/jaxpr/repeats.py",
         'is_kept |= primitive.name == "slice" and',

@@ -119,6 +119,17 @@ def explicit_mesh_set(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> It
         yield
 
 
+def device_set(device: jax.sharding.AbstractDevice | None) -> contextlib.AbstractContextManager[None]:
+    """Sets the kind of the devices for which jax traces, but no mesh: kernels ask what to be made for.
+
+    Without it they ask the devices of this machine.
+    """
+    is_here = device is None or device.device_kind == jax.devices()[0].device_kind
+    if is_here or not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return abstract_mesh_set(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
 def concrete_mesh() -> jax.sharding.Mesh:
     """Returns the mesh of devices that is set, also while jax traces; an empty one if there is none."""
     return mesh_lib.get_concrete_mesh()
@@ -323,6 +334,16 @@ def has_mesh(atom: Atom) -> bool:
     return sharding is not None and not sharding.mesh.empty
 
 
+def type_to_compare(kind: Any) -> Any:
+    """Returns a type that names no kind of device, see `device_set`."""
+    sharding = getattr(kind, "sharding", None)
+    if sharding is None or not sharding.mesh.empty or sharding.mesh is NO_MESH:
+        return kind
+    if hasattr(kind, "inner_aval"):
+        return kind.update(inner_aval=type_to_compare(kind.inner_aval))
+    return kind.update(sharding=NamedSharding(NO_MESH, sharding.spec))
+
+
 def bind(eqn: JaxprEqn, inputs: Sequence[ArrayLike], **changed_params: object) -> list[jax.Array]:
     """Applies an equation's primitive to new inputs and returns its outputs as a list.
 
@@ -456,7 +477,7 @@ def _jaxpr_here(jaxpr: Jaxpr) -> Jaxpr:
 
     def change(atom: Atom) -> Atom:
         if is_literal(atom):
-            return literal(atom.val, _here(atom.aval))
+            return literal(value_of(atom), _here(atom.aval))
         return variables.setdefault(atom, variable(_here(atom.aval)))
 
     eqns = [

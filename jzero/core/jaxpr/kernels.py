@@ -71,7 +71,7 @@ def _place(block: Any, d: int) -> int | None:
 
 def kernel_name(eqn: JaxprEqn) -> str:
     """Returns the name of a kernel, which compiled programs have in the names of operations."""
-    return str(eqn.params.get("name") or eqn.primitive.name)
+    return str(eqn.params.get("name") or eqn.primitive.name.removesuffix("_wrapper"))
 
 
 def kernel_flops(eqn: JaxprEqn, known: Sequence[Any] = ()) -> float | None:

@@ -109,10 +109,10 @@ class Structures:
 
         def define(variables: Sequence[Var]) -> Hashable:
             numbers.update({v: len(numbers) + i for i, v in enumerate(variables)})
-            return tuple(v.aval for v in variables)
+            return tuple(compat.type_to_compare(v.aval) for v in variables)
 
         def read(atom: Atom) -> Hashable:
-            return (atom.aval, _bits(atom.val)) if compat.is_literal(atom) else numbers[atom]
+            return (compat.type_to_compare(atom.aval), _bits(atom.val)) if compat.is_literal(atom) else numbers[atom]
 
         inputs = define([*program.constvars, *program.invars])
         eqns = tuple(

@@ -108,7 +108,7 @@ def explicit_axes(mesh: AnyMesh) -> tuple[str, ...]:
 def of_one_device(mesh: AnyMesh, names: Collection[str]) -> AbstractMesh:
     """Returns a mesh with one device along some axes."""
     sizes = tuple(1 if name in names else mesh.shape[name] for name in mesh.axis_names)
-    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
+    return (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).update(axis_sizes=sizes)
 
 
 def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:

@@ -56,8 +56,10 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def set_if_explicit(mesh: AnyMesh) -> contextlib.AbstractContextManager[None]:
-    """Sets the mesh that a model sees, if it has Explicit axes, see [Note: Meshes in types]."""
-    return compat.explicit_mesh_set(mesh) if explicit_axes(mesh) else contextlib.nullcontext()
+    """Sets the mesh that a model sees if it has Explicit axes, see [Note: Meshes in types], else its kind of device."""
+    if explicit_axes(mesh):
+        return compat.explicit_mesh_set(mesh)
+    return compat.device_set((mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).abstract_device)
 
 
 def is_foreign(own: AnyMesh) -> bool:
