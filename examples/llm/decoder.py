@@ -1,8 +1,8 @@
 """One decoder for Llama 2 and 3, Mistral, Mixtral, Qwen 2 and 3, OLMoE, gpt-oss, and the text models of Gemma 1 to 3.
 
 `jzero.hf.read_config` reads what differs between them. The layers are one scan, whose body is recomputed in the
-backward pass, but for kernels of attention. Products have the dtype of the embedding; norms, angles, softmax and logits
-are computed in fp32.
+backward pass; what kernels of attention compute is kept unless devices share rows. Products have the dtype of the
+embedding; norms, angles, softmax and logits are computed in fp32.
 
 Shapes: B batch, S tokens, T places that are attended to, D width, H heads, K heads of keys and values, C size of a
 head, F hidden width, V vocabulary, L layers; of mixtures of experts also N = B S tokens, E experts.
@@ -266,7 +266,8 @@ class Decoder(nn.Module):
         kinds = jnp.array([windows_of(config).index(window) for window in config.windows])
         frequencies = jnp.array(config.inverse_frequencies, jnp.float32)
         layers = PerLayer(jnp.arange(config.num_layers), windows, kinds, frequencies)
-        body = nn.remat(Layer, prevent_cse=False, policy=save_attention) if cache is None else Layer
+        policy = save_attention if self.context is None else None  # devices share rows where memory is short
+        body = nn.remat(Layer, prevent_cse=False, policy=policy) if cache is None else Layer
         axes = {
             "variable_axes": {"params": 0, "router": 0},
             "split_rngs": {"params": True},
