@@ -14,6 +14,7 @@ TIMELINE = Timeline(
     compute=0.005,
     communication=0.002,
     exposed=0.001,
+    least=0.006,
     spans=(
         Span("compute", 0.0, 0.002, "compute"),
         Span("communication", 0.001, 0.003, "all-gather"),

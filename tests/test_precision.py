@@ -26,6 +26,7 @@ from tests.precision_states import (
     mlp_state,
     train,
 )
+from tests.stablehlo import in_line
 
 
 def largest(tree):
@@ -108,7 +109,7 @@ def test_no_gather_of_the_loss_moves_fp32(scan, remat):
     plain = light_decoder.make_state(shared.sgd(0.1), layers=2, width=37, vocab=61, scan=scan)
     state = jzero.abstract_train_state(plain, config=make_config(3))
     step = jzero.make_train_step(light_decoder.loss_with(layer))
-    found = gathers(step.lower(state, models.tokens(8, vocab=61)).as_text())
+    found = gathers(in_line(step.lower(state, models.tokens(8, vocab=61)).as_text()))
     assert len(found) >= len(jax.tree.leaves(plain.params))
     assert all(shape.endswith("xbf16") for shape in found), found
 
