@@ -76,7 +76,8 @@ def complete(args: argparse.Namespace, tokenizer: Any) -> list[str]:
     params = load(model, args, mesh)
     if mesh.shape["model"] == 1:
         width = -(-max(map(len, prompts)) // WIDTHS) * WIDTHS
-        how = argparse.Namespace(attention=args.attention, context=1, seq=width, precision=PRECISIONS[args.dtype])
+        asked = getattr(args, "attention", "auto")  # callers that make `args` themselves may not know it
+        how = argparse.Namespace(attention=asked, context=1, seq=width, precision=PRECISIONS[args.dtype])
         choice = attention_of(model, how, packed=True)  # padding is a segment
         model = model.clone(attention=choice.kernel)
         print(f"prompts: {choice}", file=sys.stderr)
