@@ -73,19 +73,20 @@ def complete(args: argparse.Namespace, tokenizer: Any) -> list[str]:
     num_places = max(map(len, prompts)) + args.num_tokens
     mesh = choose_mesh(model, num_rows=len(prompts), num_places=num_places, dtype=args.dtype, divide_by=args.divide_by)
     num_rows = -(-len(prompts) // mesh.shape["data"]) * mesh.shape["data"]
-    params = load(model, args, mesh)
+    attending = model
     if mesh.shape["model"] == 1:
         width = -(-max(map(len, prompts)) // WIDTHS) * WIDTHS
         asked = getattr(args, "attention", "auto")  # callers that make `args` themselves may not know it
         how = argparse.Namespace(attention=asked, context=1, seq=width, precision=PRECISIONS[args.dtype])
         choice = attention_of(model, how, packed=True)  # padding is a segment
-        model = model.clone(attention=choice.kernel)
+        attending = model.clone(attention=choice.kernel)
         print(f"prompts: {choice}", file=sys.stderr)
-    fused = model.attention != "plain"
+    fused = attending.attention != "plain"
     batch = left_padded(prompts, jax.random.key(args.seed), num_rows=num_rows, multiple_of=WIDTHS if fused else 1)
+    params = load(model, args, mesh)
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     print(f"compiling for {num_places} tokens, and generating", file=sys.stderr)
-    program = functools.partial(generate, model, sampling=sampling)
+    program = functools.partial(generate, attending, sampling=sampling)
     if fused:  # a kernel is for the rows of one device
         program = jax.shard_map(program, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
     new = np.asarray(jax.jit(program)(params, batch))
