@@ -182,3 +182,21 @@ def test_recomputed_layers_do_not_run_their_kernel_twice(kernel, tmp_path):
     found = calls_of(step.trace(state, batch).jaxpr)
     again = kernel == "splash" and jax.__version_info__ < (0, 12)  # which stages what is saved once more
     assert sorted(found.values()) == [config.num_layers] * 2 + [config.num_layers * (1 + again)]
+
+
+def test_plain_products_on_an_accelerator_are_told(monkeypatch, caplog):
+    q, k, v, _ = operands()
+    plain = attend(q, k, v, softcap=5.0, kernel="plain")
+    for platform, levels in (("cpu", []), ("gpu", ["WARNING"])):
+        monkeypatch.setattr("jzero.attention.causal.traced_platform", lambda platform=platform: platform)
+        caplog.clear()
+        np.testing.assert_array_equal(attend(q, k, v, softcap=5.0), plain)
+        assert [x.levelname for x in caplog.records if "no soft cap" in x.message] == levels
+
+
+def test_operands_that_do_not_fit_are_refused():
+    q, k, v, _ = operands()
+    with pytest.raises(ValueError, match=r"heads of `k` must divide those of `q`, 4: got 3"):
+        attend(q, *(jnp.repeat(x[:, :, :1], 3, axis=2) for x in (k, v)))
+    with pytest.raises(ValueError, match=r"`window` must be at least 1.*got 0"):
+        attend(q, k, v, window=0)

@@ -33,7 +33,7 @@ def attend(  # noqa: PLR0913  # what attention has
     """Returns causal attention, `[B, S, H, C]`: the mean of the values that each query sees, weighted by its scores.
 
     By default it is computed by a kernel, if there is one for the devices that has what is asked for, and by plain
-    products otherwise. The logger `jzero` says which, and why.
+    products otherwise. The logger `jzero` says which, and why: as a warning where an accelerator gets plain products.
 
     Args:
       q: Queries, `[B, S, H, C]`.
@@ -48,7 +48,7 @@ def attend(  # noqa: PLR0913  # what attention has
       kernel: `"auto"`, `"plain"`, `"fused"` for a kernel or an error, or a key of `KERNELS`.
 
     Raises:
-      ValueError: No kernel suffices, and `kernel` is neither `"auto"` nor `"plain"`.
+      ValueError: No kernel suffices, and `kernel` is neither `"auto"` nor `"plain"`; or `window` or heads do not fit.
 
     Example:
       >>> from jzero.attention import attend
@@ -56,6 +56,10 @@ def attend(  # noqa: PLR0913  # what attention has
       >>> attend(q, k, k, window=32).shape
       (2, 128, 4, 64)
     """
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"The heads of `k` must divide those of `q`, {q.shape[2]}: got {k.shape[2]}.")
+    if window is not None and window < 1:
+        raise ValueError(f"`window` must be at least 1, since a token sees itself, or None: got {window}.")
     whole = functools.partial(whole_rows, axis=context)
     size, pieces = (1, 1) if context is None else (lax.axis_size(context), 2 * lax.axis_size(context))
     tokens = size * k.shape[1]
@@ -63,7 +67,8 @@ def attend(  # noqa: PLR0913  # what attention has
     needs = [name for name, x in given.items() if x is not None]
     wide = q.dtype == jnp.float32
     choice = choose(kernel, needs, platform=traced_platform(), tokens=tokens, pieces=pieces, wide=wide)
-    logging.getLogger("jzero").info("%s", choice)
+    falls_back = kernel == "auto" and choice.kernel == "plain" and traced_platform() != "cpu"
+    logging.getLogger("jzero").log(logging.WARNING if falls_back else logging.INFO, "%s", choice)
     own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
     how = Scores(window, softcap, sinks, q.shape[-1] ** -0.5 if scale is None else scale)
     row = jnp.broadcast_to(jnp.arange(tokens)[None], (len(q), tokens))
