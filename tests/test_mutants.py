@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.mutants import MUTANTS, drawn, equivalent, rooms, runs
+from tests.mutants import MUTANTS, drawn, equivalent, mutant, rooms, runs
 
 
 @functools.cache
@@ -29,6 +29,11 @@ def test_every_fault_has_a_name_of_its_own_and_a_test_that_is_there():
     assert twice == []
     tests = {x.test: x.test.split("::") for x in MUTANTS}
     assert [test for test, (file, function) in tests.items() if function not in functions_of(file)] == []
+
+
+def test_what_is_no_fault_of_a_table_is_named():
+    with pytest.raises(ValueError, match=r"core/step\.py: .*\nunnamed\n  - old"):
+        mutant.faults("core/step.py\n  named: test.py::test\n  - old\n  + new\n  unnamed\n  - old\n")
 
 
 def test_the_table_of_test_files_has_each():
@@ -61,6 +66,6 @@ def copy(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda x: x.name)
-def test_every_fault_is_killed(mutant, copy):
-    assert runs.outcome(mutant, copy) == "killed"
+@pytest.mark.parametrize("fault", MUTANTS, ids=lambda x: x.name)
+def test_every_fault_is_killed(fault, copy):
+    assert runs.outcome(fault, copy) == "killed"

@@ -1,177 +1,108 @@
 """Faults of the rules by which operations wait for each other."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import faults
 
-MUTANTS = [
-    # Waiting rules.
-    Mutant(
-        "second_gathers_do_not_wait",
-        "core/engine/order.py",
-        "second_gather = platform.second_gather if differentiates and plan.regathers else None",
-        "second_gather = None",
-        "test_waits.py::test_operands_of_barriers",
-    ),
-    Mutant(
-        "large_parameters_wait_for_one_element",
-        "core/engine/order.py",
-        'how == "light" and num_bytes(arrays.values()) <= num_bytes(again.values())',
-        "False",
-        "test_waits.py::test_operands_of_barriers",
-    ),
-    Mutant(
-        "loops_do_not_wait",
-        "core/engine/waits.py",
-        "eqn = self.delay(eqn, _carried(eqn), self.due + self.latest)",
-        "pass",
-        "test_waits.py::test_the_backward_loop_waits_for_the_gradient_of_the_head",
-    ),
-    Mutant(
-        "names_end_at_calls",
-        "estimate/traced_collectives.py",
-        "eqn, first or eqn.params",
-        "eqn, eqn.params",
-        "test_traced_collectives.py::test_each_parameter_travels_as_often_as_counted_by_hand",
-    ),
-    Mutant(
-        "merged_gathers_pass",
-        "analysis/violations.py",
-        "key[0] == kind and lacks[key] > MISSING * self.params",
-        "False",
-        "test_traced_collectives.py::test_what_a_compiler_breaks_is_found",
-    ),
-    Mutant(
-        "merged_uses_are_missing",
-        "analysis/violations.py",
-        "round(amount * min(",
-        "round(amount * max(",
-        "test_traced_collectives.py::test_gathers_of_one_pass_may_be_merged_but_not_those_of_both",
-    ),
-    Mutant(
-        "updates_unseen",
-        "analysis/violations.py",
-        "bool(group_axes & axes)",
-        "bool(group_axes & axes) * (UPDATE not in c.op_name)",
-        "test_traced_collectives.py::test_what_a_compiler_breaks_is_found",
-    ),
-    Mutant(
-        "all_branches_take_time",
-        "analysis/schedule.py",
-        "for branch in branches[:1]:",
-        "for branch in branches:",
-        "test_hlo.py::test_of_branches_the_longest_counts",
-    ),
-    Mutant(
-        "the_least_time_is_that_of_the_longest",
-        "analysis/schedule.py",
-        "reverse=self.longest)",
-        "reverse=True)",
-        "test_hlo.py::test_the_shortest_branches_tell_the_least_time",
-    ),
-    Mutant(
-        "all_branches_send",
-        "analysis/collectives.py",
-        "for c in branch))[-1:]",
-        "for c in branch))",
-        "test_hlo.py::test_of_branches_those_collectives_count_that_send_most",
-    ),
-    Mutant(
-        "hops_in_the_other_order",
-        "core/layout/route.py",
-        "        for hop in reversed(self._cutting):\n            shard",
-        "        for hop in self._cutting:\n            shard",
-        "test_two_hops.py::test_two_hops_train_like_one_device",
-        "loss_fn-3",
-    ),
-    Mutant(
-        "late_hops_divide_again",
-        "core/engine/placed.py",
-        'dataclasses.replace(params["sums"], dtype=None, predivide=1)',
-        'dataclasses.replace(params["sums"], dtype=None)',
-        "test_two_hops.py::test_late_hops_divide_gradients_once",
-    ),
-    Mutant(
-        "late_rows_unshifted",
-        "core/engine/loops.py",
-        "parts = [row[None], stack[:-1]] if step < 0 else [stack[1:], row[None]]",
-        "parts = [stack]",
-        "test_two_hops.py::test_late_hops_change_no_bit",
-    ),
-    Mutant(
-        "nan_lost_in_rounding",
-        "core/layout/blocks.py",
-        "scale = jnp.where(jnp.isfinite(y).all(axis=-1), scale, jnp.nan)",
-        "scale = jnp.where(jnp.isfinite(most), scale, 0)",
-        "test_quantization.py::test_what_is_not_finite_fills_its_block_alone",
-    ),
-    Mutant(
-        "gradients_rounded_within_nodes",
-        "core/layout/route.py",
-        "sums[list(sums)[-1]] = rounds",
-        "sums = dict.fromkeys(sums, rounds)",
-        "test_quantization.py::test_reductions_sum_what_each_device_or_node_rounds",
-    ),
-    Mutant(
-        "new_parameters_in_one_hop",
-        "core/update/transformation.py",
-        "len(plan.route.levels) > 1",
-        "False",
-        "test_two_hops.py::test_only_the_parts_of_devices_cross_nodes",
-    ),
-    Mutant(
-        "replicas_send_nothing",
-        "core/layout/route.py",
-        "        for hop in self._shared:\n            found",
-        "        for hop in self._cutting:\n            found",
-        "test_traced_collectives.py::test_micro_batches_and_replicas_count",
-    ),
-    Mutant(
-        "devices_alone_gather",
-        "core/layout/route.py",
-        "if hop.num_parts > 1]",
-        "if hop.num_parts > 0]",
-        "test_two_hops.py::test_the_plan_tells_bytes_by_level",
-    ),
-    Mutant(
-        "blocks_wait_for_the_next_one",
-        "core/engine/waits.py",
-        "self.delay(eqn, cotangent, self.due)",
-        "self.delay(eqn, cotangent, self.due + self.latest)",
-        "test_waits.py::test_blocks_wait_for_the_gradients_of_the_one_after_the_next",
-    ),
-    Mutant(
-        "twice_the_bound",
-        "core/engine/order.py",
-        "if ahead > self.limit or i == self._turned_at:",
-        "if ahead > 2 * self.limit or i == self._turned_at:",
-        "test_prefetch.py::test_gathers_outside_of_loops_wait_for_earlier_uses",
-        "chain-as_written",
-    ),
-    Mutant(
-        "calls_gather_without_waiting",
-        "core/engine/rules.py",
-        "again = tuple(i for i, x in enumerate(shared.leaves) if walk.order.was_gathered(x))",
-        "again = ()",
-        "test_passes.py::test_what_calls_gather_again_is_not_merged_with_what_was_gathered_before",
-    ),
-    Mutant(
-        "no_barriers_inside_of_loops",
-        "core/engine/rules.py",
-        "        if prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse):\n",
-        "        if walk.depth == 0 and (prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)):\n",
-        "test_passes.py::test_what_a_loop_recomputes_stays_behind_its_barriers",
-    ),
-    Mutant(
-        "on_tpus_gradients_in_loops_do_not_wait",
-        "estimate/footprint.py",
-        "if gpu or in_loop else",
-        "if gpu else",
-        "test_postponed.py::test_in_a_loop_they_stay_to_the_end_of_an_iteration",
-    ),
-    Mutant(
-        "on_tpus_no_loop_runs_last",
-        "estimate/footprint.py",
-        "elif t < start and op.inner is not None:",
-        "elif t < 0:",
-        "test_postponed.py::test_on_tpus_loops_run_last_whose_results_the_backward_pass_does_not_need",
-    ),
-]
+MUTANTS = faults(r"""
+core/engine/order.py
+  second_gathers_do_not_wait: test_waits.py::test_operands_of_barriers
+  - second_gather = platform.second_gather if differentiates and plan.regathers else None
+  + second_gather = None
+  large_parameters_wait_for_one_element: test_waits.py::test_operands_of_barriers
+  - how == "light" and num_bytes(arrays.values()) <= num_bytes(again.values())
+  + False
+  twice_the_bound: test_prefetch.py::test_gathers_outside_of_loops_wait_for_earlier_uses -k chain-as_written
+  - if ahead > self.limit or i == self._turned_at:
+  + if ahead > 2 * self.limit or i == self._turned_at:
+
+core/engine/waits.py
+  loops_do_not_wait: test_waits.py::test_the_backward_loop_waits_for_the_gradient_of_the_head
+  - eqn = self.delay(eqn, _carried(eqn), self.due + self.latest)
+  + pass
+  blocks_wait_for_the_next_one: test_waits.py::test_blocks_wait_for_the_gradients_of_the_one_after_the_next
+  - self.delay(eqn, cotangent, self.due)
+  + self.delay(eqn, cotangent, self.due + self.latest)
+
+estimate/traced_collectives.py
+  names_end_at_calls: test_traced_collectives.py::test_each_parameter_travels_as_often_as_counted_by_hand
+  - eqn, first or eqn.params
+  + eqn, eqn.params
+
+analysis/violations.py
+  merged_gathers_pass: test_traced_collectives.py::test_what_a_compiler_breaks_is_found
+  - key[0] == kind and lacks[key] > MISSING * self.params
+  + False
+  merged_uses_are_missing: test_traced_collectives.py::test_gathers_of_one_pass_may_be_merged_but_not_those_of_both
+  - round(amount * min(
+  + round(amount * max(
+  updates_unseen: test_traced_collectives.py::test_what_a_compiler_breaks_is_found
+  - bool(group_axes & axes)
+  + bool(group_axes & axes) * (UPDATE not in c.op_name)
+
+analysis/schedule.py
+  all_branches_take_time: test_hlo.py::test_of_branches_the_longest_counts
+  - for branch in branches[:1]:
+  + for branch in branches:
+  the_least_time_is_that_of_the_longest: test_hlo.py::test_the_shortest_branches_tell_the_least_time
+  - reverse=self.longest)
+  + reverse=True)
+
+analysis/collectives.py
+  all_branches_send: test_hlo.py::test_of_branches_those_collectives_count_that_send_most
+  - for c in branch))[-1:]
+  + for c in branch))
+
+core/layout/route.py
+  hops_in_the_other_order: test_two_hops.py::test_two_hops_train_like_one_device -k loss_fn-3
+  -         for hop in reversed(self._cutting):
+  -             shard
+  +         for hop in self._cutting:
+  +             shard
+  gradients_rounded_within_nodes: test_quantization.py::test_reductions_sum_what_each_device_or_node_rounds
+  - sums[list(sums)[-1]] = rounds
+  + sums = dict.fromkeys(sums, rounds)
+  replicas_send_nothing: test_traced_collectives.py::test_micro_batches_and_replicas_count
+  -         for hop in self._shared:
+  -             found
+  +         for hop in self._cutting:
+  +             found
+  devices_alone_gather: test_two_hops.py::test_the_plan_tells_bytes_by_level
+  - if hop.num_parts > 1]
+  + if hop.num_parts > 0]
+
+core/engine/placed.py
+  late_hops_divide_again: test_two_hops.py::test_late_hops_divide_gradients_once
+  - dataclasses.replace(params["sums"], dtype=None, predivide=1)
+  + dataclasses.replace(params["sums"], dtype=None)
+
+core/engine/loops.py
+  late_rows_unshifted: test_two_hops.py::test_late_hops_change_no_bit
+  - parts = [row[None], stack[:-1]] if step < 0 else [stack[1:], row[None]]
+  + parts = [stack]
+
+core/layout/blocks.py
+  nan_lost_in_rounding: test_quantization.py::test_what_is_not_finite_fills_its_block_alone
+  - scale = jnp.where(jnp.isfinite(y).all(axis=-1), scale, jnp.nan)
+  + scale = jnp.where(jnp.isfinite(most), scale, 0)
+
+core/update/transformation.py
+  new_parameters_in_one_hop: test_two_hops.py::test_only_the_parts_of_devices_cross_nodes
+  - len(plan.route.levels) > 1
+  + False
+
+core/engine/rules.py
+  calls_gather_without_waiting: test_passes.py::test_what_calls_gather_again_is_not_merged_with_what_was_gathered_before
+  - again = tuple(i for i, x in enumerate(shared.leaves) if walk.order.was_gathered(x))
+  + again = ()
+  no_barriers_inside_of_loops: test_passes.py::test_what_a_loop_recomputes_stays_behind_its_barriers
+  - if prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse):
+  + if walk.depth == 0 and (prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)):
+
+estimate/footprint.py
+  on_tpus_gradients_in_loops_do_not_wait: test_postponed.py::test_in_a_loop_they_stay_to_the_end_of_an_iteration
+  - if gpu or in_loop else
+  + if gpu else
+  on_tpus_no_loop_runs_last:
+    test_postponed.py::test_on_tpus_loops_run_last_whose_results_the_backward_pass_does_not_need
+  - elif t < start and op.inner is not None:
+  + elif t < 0:
+""")
