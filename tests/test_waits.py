@@ -11,6 +11,7 @@ from jax.interpreters import partial_eval as pe
 import jzero
 from jzero.core.base import compat
 from jzero.core.engine.placed import first_elements, operations_of, wait, wait_p
+from jzero.core.jaxpr.equations import equations_of
 from tests import engine_losses, light_decoder, models
 from tests.test_prefetch import on
 
@@ -163,6 +164,36 @@ def test_the_first_block_waits_for_all_that_comes_before(monkeypatch):
     state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
     found = reductions_before_reductions(jzero.value_and_grad(loss), state, batch())
     assert found == [0, 0, 2, 2], "head, norm, w1, w0"
+
+
+@pytest.mark.parametrize(
+    ("platform", "waits"), [("gpu", [("barrier", (8, 24), (8, 40)), ("select", (8, 24), (8, 40))]), ("cpu", [])]
+)
+def test_what_was_joined_waits_for_what_is_added_later(platform, waits, monkeypatch):
+    """The cotangent of `y` waits for that of `x`, whose other part is made last; that of `e` is added at once.
+
+    Behind a barrier, since compilers would make only the element of it that is looked at.
+    """
+    on(platform, monkeypatch)
+    sizes = {"first": (16, 40), "second": (40, 24), "edge": (24, 24), "joined": (64, 24), "last": (40, 24)}
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=size).astype(np.float32) / 6 for name, size in sizes.items()}
+
+    def loss(params, batch):
+        x = jnp.tanh(batch @ params["first"])  # [8, 40]
+        y = jnp.tanh(x @ params["second"])  # [8, 24]
+        y = jnp.tanh(jnp.concatenate([y, x], -1) @ params["joined"])
+        e = y @ params["edge"]
+        return jnp.square(e + jnp.concatenate([e, batch], -1) @ params["last"]).mean()
+
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state, rows = jzero.shard_train_state(state, stage=2), rng.normal(size=(64, 16)).astype(np.float32)
+    fn = jzero.value_and_grad(loss)
+    jaxpr = compat.open_jaxpr(jax.make_jaxpr(fn)(state, rows))[0]
+    found = [eqn for eqn in equations_of(jaxpr) if eqn.primitive is wait_p]
+    assert [(eqn.params["how"], *[v.aval.shape for v in eqn.invars]) for eqn in found] == waits
+    want = jax.grad(loss)(params, rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), fn(state, rows)[1], want)
 
 
 def reductions_before_reductions(fn, *args):

@@ -15,6 +15,9 @@ The cotangent waits, not the shards, so gathers may start early. Nothing waits f
 stage 3, gradients of whole parameters are awaited only if a block makes them: the operands of the gradient of a norm's
 scale are as large as an activation, and would be kept for each block (124M, unrolled and recomputed, on 8 H200:
 1278 MiB, not 1122).
+
+Where a U-Net joins an early value to a late one, the cotangent of the late one waits for that of the early one. That
+would be cut out where it is added to another, far later, and all that the whole is made of would stay until then.
 """
 
 from __future__ import annotations
@@ -47,8 +50,11 @@ def wait_for_gradients(jaxpr: J, cache: Cache | None = None) -> J:
     pass_ = _Waits(IdDict() if cache is None else cache)
     awaited: dict[Var, bool] = {}
     _find_awaited(opened, [None] * len(opened.invars), awaited, IdDict())
+    added_later = _parts_added_later(opened)
     for eqn in opened.eqns:
         pass_.visit(eqn, awaited)
+        for v in filter(added_later.get, eqn.outvars):
+            pass_.hold(v, added_later[v], eqn)
     return compat.with_equations(jaxpr, opened.invars, [pass_.read(v) for v in opened.outvars], pass_.eqns)
 
 
@@ -97,6 +103,14 @@ class _Waits(Editor):
         names = dict(zip(values, delayed, strict=False))
         return eqn.replace(invars=[v if isinstance(v, Literal) else names.get(v, v) for v in eqn.invars])
 
+    def hold(self, v: Var, others: Sequence[Var], scope: JaxprEqn) -> None:
+        """Makes all that reads `v` from now on wait for others, whole: without a barrier, one element would do."""
+        for how in ("barrier", "select"):
+            inputs = [self.read(x) for x in (v, *others)]
+            delayed = [compat.variable(x.aval) for x in inputs]
+            self.bind(wait_p, inputs, delayed, scope, n=1, how=how)
+            self.stands_for.update(zip((v, *others), delayed, strict=True))
+
     def enter(self, eqn: JaxprEqn) -> JaxprEqn:
         """Returns a call whose function waits."""
         jaxpr = called_jaxpr(eqn)
@@ -140,6 +154,28 @@ def _find_awaited(
         return outs
 
     return propagate(jaxpr, [*[None] * len(jaxpr.constvars), *inputs], apply, lambda literal: None)
+
+
+def _parts_added_later(jaxpr: Jaxpr) -> dict[Var, list[Var]]:
+    """Returns the parts of joined cotangents that are only added to later ones, by the part that is read first."""
+    made = {v: t for t, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    readers: dict[Var, list[int]] = {}
+    for t, eqn in enumerate(jaxpr.eqns):
+        for v in filter(_is_activation, eqn.invars):
+            readers.setdefault(v, []).append(t)
+
+    def adds(t: int, after: int) -> bool:
+        eqn = jaxpr.eqns[t]
+        return eqn.primitive.name == "add_any" and max(made[v] for v in eqn.invars if v in made) > after
+
+    found = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "split" and compat.is_transposed(eqn):
+            parts = [v for v in eqn.outvars if v in readers]
+            first = min(parts, key=readers.__getitem__, default=None)
+            if first is not None:
+                found[first] = [v for v in parts if all(adds(t, readers[first][0]) for t in readers[v])]
+    return found
 
 
 def _is_activation(v: Atom) -> TypeGuard[Var]:
