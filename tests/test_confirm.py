@@ -1,16 +1,22 @@
 """What `fit` compiles, and that the compiler's figures decide; the compiler is a table of figures."""
 
 import dataclasses
+import functools
 import types
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jzero
 from jzero.analysis import confirm, fit
 from jzero.analysis.candidates import Candidate, Fit, choose, judge
+from jzero.analysis.compiled_step import compile_step
 from jzero.estimate.step_memory import StepMemory
 from jzero.estimate.step_time import StepTime
+from jzero.machines.machine import machine
 
 LIMIT = 1000
 OF = {"params": 0, "grads": 0, "opt_state": 0, "other": 0, "activations": (), "at_peak": {}}
@@ -74,6 +80,38 @@ def test_the_compiled_schedules_of_three_decide(monkeypatch):
     ]
 
 
+def test_a_usual_step_decides_and_the_longest_is_told(monkeypatch):
+    """The other has shorter rare branches."""
+    fast = {"compiled_peak": 500, "compiled_seconds": 1.3, "most_seconds": 3.1}
+    tried = [candidate(1.0, 500, **fast), candidate(1.1, 501, **{**fast, "compiled_seconds": 1.5, "most_seconds": 1.6})]
+    chosen = choose(tried, LIMIT, confirmed=True)
+    assert chosen is tried[0]
+    found = tuple(judge(tried, chosen, LIMIT))
+    text = str(Fit("h200:8", LIMIT, found, found[0], ()))
+    assert "; a step takes 1300 ms, at most 3100\n" in text
+    assert [line.split()[-1] for line in text.splitlines()[-2:]] == ["3100", "1600"]
+    same = dataclasses.replace(found[0], most_seconds=1.3)
+    assert "at most" not in str(Fit("h200:8", LIMIT, (same,), same, ()))
+
+
+def test_branches_that_a_usual_step_leaves_out():
+    """A chain of products that few numbers need takes the time of a step at most, not that of a usual one."""
+    often = lambda w, x: jnp.tanh(x @ w)
+    chain = jax.checkpoint(lambda w, x: functools.reduce(lambda x, _: often(w, x), range(8), x))
+    rarely = lambda w, x: jax.lax.cond(w[0, 0] > 9, chain, lambda w, x: x, w, x)
+
+    def compiled(fn):
+        loss = lambda params, x: jnp.square(fn(params["w"], often(params["w"], x))).mean()
+        state = jax.eval_shape(lambda: jzero.TrainState.create(params={"w": jnp.zeros((256, 256))}, tx=optax.sgd(0.1)))
+        state = jzero.abstract_train_state(state, config=jzero.ZeroConfig(stage=2), mesh=jzero.make_mesh(data=-1))
+        return compile_step(jzero.make_train_step(loss), (state, jnp.zeros((512, 256)), None), None, machine("h200:8"))
+
+    without, usual, whole = map(compiled, (lambda w, x: x, rarely, chain))
+    assert without.seconds == without.most_seconds
+    assert without.seconds <= usual.seconds < 1.5 * without.seconds  # the kernel is no part of a larger fusion
+    assert usual.most_seconds > 0.8 * whole.seconds > 2 * usual.seconds
+
+
 @pytest.mark.parametrize("misfit", [(1001, 0.5), None])
 def test_what_does_not_fit_is_never_chosen(monkeypatch, misfit):
     """It falls through to the next, and to more micro-batches."""
@@ -124,7 +162,7 @@ def test_figures_are_those_of_one_program(other, is_same):
     found = candidate(1.0, 500, compiled_peak=400, compiled_seconds=1.3)
     x = dataclasses.replace(candidate(1.0, other.get("peak", 500)), config=jzero.ZeroConfig(stage=2))
     x = dataclasses.replace(x, remat=other.get("remat", x.remat))
-    assert confirm._with_figures(x, found).compiled_peak == (400 if is_same else None)
+    assert confirm._if_equal(x, found).compiled_peak == (400 if is_same else None)
 
 
 @pytest.mark.parametrize(("seconds", "is_kept"), [(0.9, True), (1.0, True), (1.1, False)])

@@ -234,12 +234,21 @@ def test_the_shortest_branches_tell_the_least_time():
     product = max(2 * 512**3 / h200.flops["bf16"], 2 * 3 * 512 * 512 / h200.hbm_bytes_per_s)
     timeline, (note,) = simulate(parse_hlo(CHOICE.replace("%BRANCH", "%both")), h200)
     assert (timeline.least, timeline.seconds) == (0, pytest.approx(2 * product))
-    assert note.startswith("A step that takes the shortest branch of each conditional takes 0 ms")
+    assert note.startswith("A usual step, whose loss takes the shortest branch of each conditional, takes 0 ms")
     timeline, _ = simulate(parse_hlo(CHOICE.replace("{%small, %BRANCH, %idle}", "{%both, %both}")), h200)
     assert (timeline.least, timeline.seconds) == pytest.approx((product, 2 * product))
     without = CHOICE.replace("conditional(%k, %x, %x, %x), branch_computations={%small, %BRANCH, %idle}", "copy(%x)")
     timeline, notes = simulate(parse_hlo(without), h200)
     assert (timeline.least, notes) == (timeline.seconds, [])
+
+
+def test_of_an_update_the_longest_branch_is_usual():
+    """Of three branches: with owned matrices, each device runs its own, and all wait for the longest."""
+    h200 = machine("h200:8")
+    name = ', metadata={op_name="jit(step)/zero_update/cond"}\n}\n'
+    timeline, notes = simulate(parse_hlo(CHOICE.replace("%BRANCH", "%small").removesuffix("\n}\n") + name), h200)
+    assert timeline.least == timeline.seconds > 0
+    assert not notes
 
 
 def test_of_branches_those_collectives_count_that_send_most():

@@ -93,6 +93,22 @@ def test_what_a_softmax_reduces_is_read_once():
     assert kept - recomputed == pytest.approx((2 + 2) * once, rel=0.01)
 
 
+def test_of_a_conditional_a_usual_step_counts():
+    """The branch with one product in the loss, that with three in the update."""
+    rows, weights = jnp.zeros((ROWS, WIDTH), jnp.bfloat16), jnp.zeros((WIDTH, WIDTH), jnp.bfloat16)
+
+    def seconds(scope):
+        def fn(x, w):
+            with jax.named_scope(scope):
+                return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w @ w, lambda: x @ w)
+
+        return step_time(trace_program(jax.jit(fn).trace(rows, weights).jaxpr, [1, 1]), [], H200, 1).compute
+
+    product = 2 * ROWS * WIDTH**2 / H200.flops["bf16"]
+    assert seconds("loss") == pytest.approx(product, rel=0.01)
+    assert seconds("zero_update") == pytest.approx(3 * product, rel=0.01)
+
+
 def test_figures_are_told():
     state = jax.eval_shape(lambda: jzero.TrainState.create(params={"w": jnp.zeros((WIDTH, HIDDEN))}, tx=SGD))
     step = jzero.make_train_step(linear)

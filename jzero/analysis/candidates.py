@@ -68,8 +68,9 @@ class Candidate:
       remat: For `make_train_step`.
       memory: Its estimated memory.
       compiled_peak: Its peak according to the compiler; `None` if it was not compiled, or was refused.
-      compiled_seconds: The time of a step by the compiled schedule, without waits for a disk or the host; `None` if it
-        was not compiled, or no rates are known.
+      compiled_seconds: The time of a usual step by the compiled schedule ([Note: A usual step]), without waits for a
+        disk or the host; `None` if it was not compiled, or no rates are known.
+      most_seconds: The same if each conditional runs its longest branch.
       refused: Whether the compiler rejected it as out of memory, as the TPU compiler does.
       lacks: The shortage of host memory or disk space, in words; empty if there is none, or if it is unknown.
       disk_seconds: How long a step waits for a disk.
@@ -84,6 +85,7 @@ class Candidate:
     memory: StepMemory
     compiled_peak: int | None = None
     compiled_seconds: float | None = None
+    most_seconds: float | None = None
     refused: bool = False
     lacks: str = ""
     disk_seconds: float = 0.0
@@ -126,8 +128,7 @@ class Candidate:
 
     def best_cost(self) -> float:
         """The compiler's figure if known, else the estimate."""
-        compiled = self.compiled_cost()
-        return self.cost() if compiled is None else compiled
+        return self.cost() if (compiled := self.compiled_cost()) is None else compiled
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -138,13 +139,12 @@ class Candidate:
             "mesh": self.mesh_shape,
             "optimizer_state": config.offload.optimizer,
             "remat": self.remat if isinstance(self.remat, bool | str | None) else str(self.remat),
-            **picked(self, "accumulate_steps", "compiled_peak", "refused", "compiled_seconds"),
+            **picked(self, "accumulate_steps", "compiled_peak", "refused", "compiled_seconds", "most_seconds"),
             "states_bytes": memory.states.total,
             "estimated_peak": memory.peak,
             "estimated_seconds": memory.seconds,
             **picked(memory, "gathered_bytes", "planned_bytes", "sent_bytes", "sent_by_axes", "nic_bytes"),
-            **picked(memory, "communication_seconds"),
-            "flops": memory.flops,
+            **picked(memory, "communication_seconds", "flops"),
             "host_bytes": memory.host,
             "disk_bytes": memory.disk,
             **picked(self, "disk_seconds", "host_seconds", "verdict"),
@@ -220,6 +220,7 @@ class Fit(Report):
             how = "estimated" if x.compiled_peak is None else "compiled"
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
             time = "" if x.memory.seconds is None else f"; a step takes {_milliseconds(x.best_cost())} ms"
+            time += f", at most {_at_most(x)}" * bool(_at_most(x))
             return f"{self.machine}: {describe_candidate(x)} fits: {sizes}{time}"
         least = self.least
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} available"
@@ -266,11 +267,7 @@ class Fit(Report):
             each.
         """
         tried = self._best_first()
-        unit = unit_of(max(x.peak for x in tried))
-
-        def sized(num_bytes: int) -> str:
-            return in_unit(num_bytes, unit)
-
+        sized = functools.partial(in_unit, unit=unit_of(max(x.peak for x in tried)))
         columns = {**OPTIONS} | {
             "verdict": lambda x: x.verdict,
             "states": lambda x: sized(x.memory.states.total),
@@ -280,6 +277,7 @@ class Fit(Report):
             "of it": lambda x: ", ".join(sent_over(_beside_zero(x))),
             "ms": lambda x: "" if x.memory.seconds is None else _milliseconds(x.cost()),
             "compiled ms": lambda x: _or_blank(x.compiled_cost(), _milliseconds),
+            "at most": _at_most,
             "disk": lambda x: f"{format_number(x.disk_seconds, 3)} s" if x.memory.disk else "",
         }
         order = ("stage", "verdict", *OPTIONS, *columns)
@@ -307,7 +305,7 @@ OPTIONS: dict[str, Callable[[Candidate], str]] = {
 }
 """What a candidate is, by the title of its column."""
 
-OPTIONAL = ("secondary", "compiled", "of it", "ms", "compiled ms", "host", "disk", "alike")
+OPTIONAL = ("secondary", "compiled", "of it", "ms", "compiled ms", "at most", "host", "disk", "alike")
 """The columns of the table that may be missing."""
 
 
@@ -317,6 +315,12 @@ def _or_blank(x: T | None, show: Callable[[T], str]) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return format_number(1e3 * seconds, 4)
+
+
+def _at_most(x: Candidate) -> str:
+    """Returns the milliseconds of a step that runs its longest branches, if that is longer than a usual one."""
+    usual, most = x.compiled_seconds or 0.0, x.most_seconds or 0.0
+    return _milliseconds(most + x.waits) if most > CLOSE_TO_BEST * usual else ""
 
 
 def _recomputation(remat: Remat | None) -> Recomputation:
@@ -413,6 +417,4 @@ def describe_candidate(x: Candidate) -> str:
         parts.append(f"optimizer state on {'disk' if x.memory.disk else 'the host'}")
     if x.accumulate_steps > 1:
         parts.append(f"{x.accumulate_steps} micro-batches")
-    if _recomputation(x.remat).phrase:
-        parts.append(_recomputation(x.remat).phrase)
-    return ", ".join(parts)
+    return ", ".join(filter(None, [*parts, _recomputation(x.remat).phrase]))

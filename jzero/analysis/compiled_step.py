@@ -23,11 +23,13 @@ class CompiledStep(NamedTuple):
 
     Attributes:
       peak: The most bytes on one device: in use at a time, or allocated, whichever is more.
-      seconds: The step by the compiled schedule; `None` if no rates are known.
+      seconds: A usual step by the compiled schedule, see [Note: A usual step]; `None` if no rates are known.
+      most_seconds: The step if each conditional runs its longest branch.
     """
 
     peak: int
     seconds: float | None
+    most_seconds: float | None = None
 
 
 def compile_step(
@@ -56,4 +58,4 @@ def compile_step(
     if machine is None:
         return CompiledStep(peak, None)
     timeline, _ = simulate(programs[0].program, machine, trace_alone(programs[0].traced.jaxpr).kernels)
-    return CompiledStep(peak, timeline.seconds)
+    return CompiledStep(peak, timeline.least, timeline.seconds)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from jzero.analysis.candidates import SURE_SHARE, Candidate, describe_candidate
-from jzero.analysis.compiled_step import compile_step
+from jzero.analysis.compiled_step import CompiledStep, compile_step
 from jzero.analysis.search import Search, by_cost
 from jzero.estimate.step_memory import StepMemory
 
@@ -38,7 +38,7 @@ def confirm(search: Search, tried: Sequence[Candidate]) -> list[Candidate]:
             if tried[i].is_compiled or tried[i].peak > BEYOND_DOUBT * search.limit:
                 return tried
         x = compiled(search, tried[i])
-        tried = [_with_figures(y, x) for y in tried]
+        tried = [_if_equal(y, x) for y in tried]
         if not x.lacks and x.memory.peak <= search.limit and not x.fits(search.limit):
             tried = sorted([*tried, *search.next_steps(x)], key=by_cost)
 
@@ -56,7 +56,7 @@ def _next(tried: Sequence[Candidate], limit: int) -> int | None:
     return None
 
 
-def _with_figures(x: Candidate, of: Candidate) -> Candidate:
+def _if_equal(x: Candidate, of: Candidate) -> Candidate:
     """Returns a candidate with the compiler's figures of another, if it is the same program.
 
     With one micro-batch, stages 1 and 2 are the same program.
@@ -64,8 +64,18 @@ def _with_figures(x: Candidate, of: Candidate) -> Candidate:
     if (x.memory, x.remat) != (of.memory, of.remat):
         return x
     return dataclasses.replace(
-        x, compiled_peak=of.compiled_peak, compiled_seconds=of.compiled_seconds, refused=of.refused
+        x,
+        compiled_peak=of.compiled_peak,
+        compiled_seconds=of.compiled_seconds,
+        most_seconds=of.most_seconds,
+        refused=of.refused,
     )
+
+
+def with_figures(x: Candidate, figures: CompiledStep | None) -> Candidate:
+    """Returns a candidate with the compiler's figures of its step; `None`: it was not compiled."""
+    peak, seconds, most = figures or (None, None, None)
+    return dataclasses.replace(x, compiled_peak=peak, compiled_seconds=seconds, most_seconds=most)
 
 
 def compiled(search: Search, x: Candidate) -> Candidate:
@@ -76,4 +86,4 @@ def compiled(search: Search, x: Candidate) -> Candidate:
     figures = compile_step(step, (placed, search.batch, search.rng), search.topology, search.hardware)
     if figures is None:
         return dataclasses.replace(x, refused=True)
-    return dataclasses.replace(x, compiled_peak=figures.peak, compiled_seconds=figures.seconds)
+    return with_figures(x, figures)

@@ -15,9 +15,9 @@ Estimates count collectives that the model names, such as those in its `shard_ma
 sharding constraint are in compiled figures alone.
 
 Then it compiles candidates, the fastest first, until three fit, and those that the estimate may wrongly rule out. It
-chooses the fastest of these by the compiled schedule, and spends the remaining memory as `fill_memory` does: then
-`choice.remat` is a `Keep`. On devices whose rates are not known, the cheapest is the one that sends least, then the one
-that computes least; only the choice, and what fills it, is compiled.
+chooses that of these whose usual step is the fastest by the compiled schedule, see [Note: A usual step], and spends the
+remaining memory as `fill_memory` does: then `choice.remat` is a `Keep`. On devices whose rates are not known, the
+cheapest is the one that sends least, then the one that computes least; only the choice, and what fills it, is compiled.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import numpy as np
 from jzero.analysis.candidates import CHOSEN, RECOMPUTED, SURE_SHARE, Candidate, Fit, choose, judge
 from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.confirm import confirm as confirmed
+from jzero.analysis.confirm import with_figures
 from jzero.analysis.fill import Filling
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.replanning import plan_of_argument
@@ -234,7 +235,7 @@ def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None
     assert plan is not None
     known: dict[int, CompiledStep | None] = {}
     if not keeps and x.compiled_peak is not None:
-        known[0] = CompiledStep(x.compiled_peak, x.compiled_seconds)
+        known[0] = CompiledStep(x.compiled_peak, x.compiled_seconds, x.most_seconds)
     filling = Filling(
         step=step,
         arguments=(placed, search.batch, search.rng),
@@ -246,10 +247,8 @@ def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None
     number = filling.confirmed(search.limit) if compiles else filling.longest(SURE_SHARE * search.limit)
     if not number:
         return None
-    figures = filling.compiled.get(number)
-    peak, seconds = (None, None) if figures is None else figures
     remat, memory = filling.step_keeping(number).remat, filling.estimated(number)
-    filled = dataclasses.replace(x, remat=remat, memory=memory, compiled_peak=peak, compiled_seconds=seconds)
+    filled = with_figures(dataclasses.replace(x, remat=remat, memory=memory), filling.compiled.get(number))
     return filled if filled.best_cost() <= x.best_cost() else None
 
 

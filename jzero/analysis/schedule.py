@@ -6,9 +6,15 @@ the peak rate of its dtype, anything else its bytes divided by the bandwidth of 
 of the two. Collectives run on a second stream, one after another, from their start until something waits for their
 result: rings over all links of a device, (N-1)/N of the whole array each way, twice for an all-reduce; between nodes at
 the joint rate of a node's network ports, if that is lower. Asynchronous copies and fusions run on a third stream. Loops
-repeat their body. A conditional runs its longest branch, each time: only a step's numbers tell which one it takes, and
-`Timeline.least` is the time if it always takes the shortest. All rates are the vendor's peaks, from
-`jzero.machines.machine`, which names their sources.
+repeat their body. A conditional runs its longest branch, each time: only a step's numbers tell which one it takes.
+All rates are the vendor's peaks, from `jzero.machines.machine`, which names their sources.
+
+[Note: A usual step]
+`Timeline.least` is the time if each conditional of the loss runs its shortest branch. `fit` compares layouts by it:
+what a loss may leave out is mostly for rare numbers, such as further blocks of an expert that got far more tokens than
+others. Conditionals of the update run their longest branch there, too: with owned matrices each device has a branch of
+its own, and all wait for the longest; of an update that may be left out, the usual step is the one that is made. Memory
+is always that of all branches.
 
 The model leaves out: latency, of kernels and of each hop of a collective, which dominates for small arrays; the
 distance of real kernels from the peaks; streams that share memory bandwidth or multiprocessors; tiling; the arithmetic
@@ -91,7 +97,7 @@ class Timeline:
       compute: Seconds that the compute stream is busy.
       communication: Seconds that the communication stream is busy.
       exposed: Seconds that the compute stream waits for collectives.
-      least: The whole step if each conditional runs its shortest branch.
+      least: The whole step if each conditional of the loss runs its shortest branch, see [Note: A usual step].
       spans: Busy times of the streams, at most `MAX_SPANS`; neighboring computation of one part of the step is one.
     """
 
@@ -125,8 +131,8 @@ def simulate(program: HloProgram, machine: Machine, kernels: Kernels | None = No
     notes = [f"{name}: counted by its bytes, as its arithmetic is not in the program." for name in sorted(run.unknown)]
     if shortest.end < (1 - SAME) * run.end:
         notes.append(
-            f"A step that takes the shortest branch of each conditional takes {1e3 * shortest.end:.3g} ms. Figures of "
-            f"time and collectives are those of the longest, {1e3 * run.end:.3g} ms."
+            f"A usual step, whose loss takes the shortest branch of each conditional, takes {1e3 * shortest.end:.3g} "
+            f"ms. Figures of time and collectives are those of the longest, {1e3 * run.end:.3g} ms."
         )
     return Timeline(run.end, run.compute, run.communication, run.exposed, shortest.end, tuple(run.spans)), notes
 
@@ -180,7 +186,8 @@ class _Run:
             self.loop(x)
         elif x.opcode == "conditional":
             self.chooses = True
-            branches = sorted(self.program.called_computations(x), key=self.seconds_alone, reverse=self.longest)
+            longest = self.longest or _part(x.op_name) == "update"
+            branches = sorted(self.program.called_computations(x), key=self.seconds_alone, reverse=longest)
             for branch in branches[:1]:
                 self.computation(branch)
         elif x.opcode == "call":

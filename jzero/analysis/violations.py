@@ -28,8 +28,7 @@ from jzero.core.layout.mesh import AnyMesh, batch_axes, shard_axes
 from jzero.core.layout.route import Route
 from jzero.core.plan.plan import ZeroPlan
 from jzero.core.plan.traffic import GatherPlan
-from jzero.estimate.buffers import Transfer
-from jzero.estimate.step_time import UPDATE
+from jzero.estimate.buffers import UPDATE, Transfer
 from jzero.estimate.traced_collectives import Fate, TracedCollective
 
 MATRICES = "zero_matrices"

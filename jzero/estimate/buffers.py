@@ -16,6 +16,8 @@ BufferKind = Literal["activations", "gradients", "gathered", "working"]
 
 JOINED = ":concatenate"
 """The operation that compilers but those for TPUs repeat for each reader, and store no result beside its operands."""
+UPDATE = "zero_update"
+"""The scope of a step's update."""
 SLICES = ("slice", "dynamic_slice", "gather", "split")
 """Operations that read no more of an array than they return."""
 SLICE_NAMES = tuple(f":{kind}" for kind in SLICES)
@@ -99,7 +101,9 @@ class BufferOperation:
       backward: Whether it is part of the backward pass.
       reads: Indices of buffers; `TracedProgram` sets them.
       in_place: Whether its outputs may take over the memory of its inputs.
-      inner: The body of a loop or branch.
+      inner: The body of a loop, or the largest branch of a conditional.
+      branches: All branches of a conditional.
+      updates: Whether it is part of the update.
       is_transfer: Whether it is a collective.
       gathers: Whether it is a collective that gathers whole arrays.
       may_wait: Whether compilers may postpone it: a product, or a reduction, over devices or of a fused value.
@@ -114,6 +118,8 @@ class BufferOperation:
     reads: frozenset[int] = NOTHING
     in_place: bool = False
     inner: TracedProgram | None = None
+    branches: tuple[TracedProgram, ...] = ()
+    updates: bool = False
     is_transfer: bool = False
     gathers: bool = False
     may_wait: bool = False

@@ -57,6 +57,7 @@ from jzero.core.jaxpr.repeats import dims_are_adjacent, takes_one_lane
 from jzero.core.jaxpr.sizes import product_flops
 from jzero.estimate.buffers import (
     SLICES,
+    UPDATE,
     Buffer,
     BufferKind,
     BufferOperation,
@@ -308,6 +309,8 @@ class _Visitor:
         purpose: BufferKind = "gathered" if kind.startswith("all_gather") else "working"
         in_place, moves = kind in primitives_with(Trait.IN_PLACE), kind in TRANSFERS
         written = self._operation(inputs, arrays, in_place=in_place, inner=largest, kind=purpose, moves=moves)
+        operation = self.program.operations[-1]
+        operation.branches, operation.updates = tuple(bodies if kind == "cond" else ()), UPDATE in self.name
         if kind == "dynamic_update_slice" and not self._size_of(inputs[0]):  # into a donated argument
             self.program.buffers[written[0].buffer or 0].num_bytes = 0
         return written

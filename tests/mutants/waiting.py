@@ -49,8 +49,11 @@ analysis/schedule.py
   - for branch in branches[:1]:
   + for branch in branches:
   the_least_time_is_that_of_the_longest: test_hlo.py::test_the_shortest_branches_tell_the_least_time
-  - reverse=self.longest)
+  - reverse=longest)
   + reverse=True)
+  updates_run_their_shortest_branch: test_hlo.py::test_of_an_update_the_longest_branch_is_usual
+  - longest = self.longest or _part(x.op_name) == "update"
+  + longest = self.longest
 
 analysis/collectives.py
   all_branches_send: test_hlo.py::test_of_branches_those_collectives_count_that_send_most
@@ -111,4 +114,14 @@ estimate/footprint.py
     test_postponed.py::test_on_tpus_loops_run_last_whose_results_the_backward_pass_does_not_need
   - elif t < start and op.inner is not None:
   + elif t < 0:
+
+analysis/compiled_step.py
+  fit_judges_by_the_longest_branches: test_confirm.py::test_branches_that_a_usual_step_leaves_out
+  - timeline.least, timeline.seconds
+  + timeline.seconds, timeline.seconds
+
+estimate/step_time.py
+  estimated_times_are_those_of_the_longest_branches: test_step_time.py::test_of_a_conditional_a_usual_step_counts
+  - usual = max if x.updates else min
+  + usual = max
 """)
