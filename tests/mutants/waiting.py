@@ -124,4 +124,12 @@ estimate/step_time.py
   estimated_times_are_those_of_the_longest_branches: test_step_time.py::test_of_a_conditional_a_usual_step_counts
   - usual = max if x.updates else min
   + usual = max
+
+core/engine/first_gathers.py
+  rows_ahead_in_the_dtype_that_is_stored: test_prefetch.py::test_what_a_turn_gathers_is_known_before_its_trace
+  - LazyValue(dict.fromkeys(dtypes, new), first.stored) if is_as_stored
+  + LazyValue(dtypes, first.stored) if is_as_stored
+  no_rows_behind_a_cheap_operation: test_prefetch.py::test_what_a_turn_gathers_is_known_before_its_trace
+  - if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
+  + if not runs_on_shards(eqn) or len(eqn.outvars) != 1:
 """)
