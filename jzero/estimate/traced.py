@@ -383,12 +383,13 @@ def _of_literal(literal: Literal) -> BufferValue:
 
 
 def _constant(eqn: JaxprEqn, inputs: Sequence[BufferValue]) -> Any:
-    """Returns the value of a number, or of a part of a constant, on the first device; `None` if it is unknown."""
+    """Returns the value of a whole number, or of a part of a constant, on the first device; `None` if it is unknown."""
     if eqn.primitive.name == "axis_index":
         return np.zeros((), np.int32)
     (result, *others), known = (compat.type_of(v) for v in eqn.outvars), [x.constant for x in inputs]
-    is_part = eqn.primitive.name == "dynamic_slice" and jnp.issubdtype(result.dtype, jnp.integer)
-    if others or not known or any(x is None for x in known) or not (is_part or result.shape == ()):
+    is_read = result.shape == () or eqn.primitive.name == "dynamic_slice"
+    is_read &= jnp.issubdtype(result.dtype, jnp.integer) or result.dtype == jnp.bool_  # as kernels count blocks
+    if others or not known or any(x is None for x in known) or not is_read:
         return None
     with jax.ensure_compile_time_eval():
         return np.asarray(compat.bind(eqn, known)[0])
