@@ -104,7 +104,7 @@ core/engine/rules.py
   + again = ()
   no_barriers_inside_of_loops: test_passes.py::test_what_a_loop_recomputes_stays_behind_its_barriers
   - if prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse):
-  + if walk.depth == 0 and (prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)):
+  + if not walk.held.keeps and (prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)):
 
 estimate/footprint.py
   on_tpus_gradients_in_loops_do_not_wait: test_postponed.py::test_in_a_loop_they_stay_to_the_end_of_an_iteration
