@@ -45,7 +45,7 @@ def test_text_and_data_tell_the_busiest_device_and_what_is_whole():
     )
     assert work.lines("data", 8) == [
         "matrix work over data (N=8): busiest device 5 of 12.5 MFLOP, 2.50 times less than whole on each",
-        "    5 x (40, 56)  2.5 MFLOP each  a, b, c, ...",
+        "    5 x (40, 56)  2.5 MFLOP each  a, b, c, and 1 more",
         "    1 x (37, 3)  0.5 kFLOP each  out",
         "  whole on every device: q (64, 64): other mesh axes shard it",
     ]

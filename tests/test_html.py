@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.core.base.text import Report, Table, format_number, printed
+from jzero.core.base.text import Report, Table, few, format_number, printed
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,13 @@ from jzero.core.base.text import Report, Table, format_number, printed
 )
 def test_a_number_has_no_exponent(x, text):
     assert format_number(x, 4) == text
+
+
+def test_of_many_the_first_are_named():
+    assert few("abc", 3) == "a, b, c"
+    assert few("abcd", 3) == "a, b, c, and 1 more"
+    assert few(range(12), 2, between="; ") == "0; 1; and 10 more"
+    assert few([], 3) == ""
 
 
 class Tables(html.parser.HTMLParser):

@@ -38,6 +38,7 @@ from jzero.analysis.fill import Filling
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.replanning import plan_of_argument
 from jzero.analysis.search import Search, Stage
+from jzero.core.base.text import few
 from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.config.keep import Keep
 from jzero.core.config.offload import Offload
@@ -278,8 +279,7 @@ def _offloads(search: Search, *, from_start: bool) -> tuple[list[Offload], tuple
 def _workload(state: TrainStateLike, batch: PyTree) -> str:
     size = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(state.params))
     arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(batch)]
-    more = f" and {len(arrays) - 3} more" if len(arrays) > 3 else ""
-    return f"{size:,} parameters; global batch {', '.join(arrays[:3])}{more}"
+    return f"{size:,} parameters; global batch {few(arrays, 3)}"
 
 
 def _allowed(stages: Sequence[Stage], config: ZeroConfig | None) -> tuple[Stage, ...]:

@@ -23,6 +23,7 @@ import numpy as np
 from jzero.analysis.collectives import CompiledCollective
 from jzero.analysis.hlo import HloProgram
 from jzero.analysis.memory import Memory
+from jzero.core.base.text import few
 from jzero.core.base.types import DType
 from jzero.core.layout.mesh import AnyMesh, batch_axes, shard_axes
 from jzero.core.layout.route import Route
@@ -263,7 +264,7 @@ def _on_flattened(plan: ZeroPlan) -> str:
         return ""
     return (
         " The update gathers flattened leaves if the optimizer needs more of them than single elements and their sum: "
-        f"{flat[:3]}{' and more' if len(flat) > 3 else ''}. `LeafRule(dim=...)` pads one dimension instead."
+        f"{few(flat, 3)}. `LeafRule(dim=...)` pads one dimension instead."
     )
 
 
@@ -304,8 +305,8 @@ def _undivided(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
         paths = [path for kind in plan.matrices.kinds for path in kind.paths]
         yield (
             True,
-            f"The plan divides the matrix work of {', '.join(paths[:3])}{' …' * (len(paths) > 3)} among the devices; "
-            "the program has none that is divided.",
+            f"The plan divides the matrix work of {few(paths, 3)} among the devices; the program has none that is "
+            "divided.",
         )
 
 

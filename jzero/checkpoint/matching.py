@@ -13,7 +13,7 @@ from etils import epath
 from jzero.checkpoint.contents import StoredLeaf
 from jzero.checkpoint.leaves import TargetLeaf
 from jzero.checkpoint.orbax_io import dtype_on_disk
-from jzero.core.base.text import Part, Report
+from jzero.core.base.text import Part, Report, few
 from jzero.core.base.types import DType
 from jzero.core.layout.leaves import StateLeaf
 
@@ -60,11 +60,8 @@ class RestoreReport(Report):
         return lines
 
 
-def _format_list(title: str, entries: Sequence[str], max_lines: int = 20) -> list[str]:
-    if not entries:
-        return []
-    more = [f"    ... {len(entries) - max_lines} more"] if len(entries) > max_lines else []
-    return [f"  {title} ({len(entries)}):", *(f"    {entry}" for entry in entries[:max_lines]), *more]
+def _format_list(title: str, entries: Sequence[str]) -> list[str]:
+    return [f"  {title} ({len(entries)}):", "    " + few(entries, 20, between="\n    ")] if entries else []
 
 
 def match_leaves(
@@ -103,10 +100,10 @@ def match_leaves(
     unexpected = tuple(path for path in stored if path not in paths)
     bad = [line for i, leaf in matched.items() if (line := _misfit(target_leaves[i], leaf))]
     if bad:
+        listed = few(bad, 40, between="\n  ")
         raise ValueError(
-            f"The checkpoint at {where} is of another model or optimizer: these leaves do not fit.\n"
-            + "\n".join(bad[:40] + ([f"  ... {len(bad) - 40} more"] if len(bad) > 40 else []))
-            + "\nRestore into a state of the model that wrote it, or leave these out with `paths`."
+            f"The checkpoint at {where} is of another model or optimizer: these leaves do not fit.\n  {listed}\n"
+            "Restore into a state of the model that wrote it, or leave these out with `paths`."
         )
     everything = len(asked) == len(target_leaves)
     if strict and (missing or (unexpected and everything)):
@@ -186,7 +183,7 @@ def _misfit(target_leaf: TargetLeaf, stored: StoredLeaf) -> str:
         return ""
     was = "" if target_leaf.path == stored.path else f" (there {stored.path})"
     there = f"{stored.dtype}{list(stored.shape)}" + (" of PRNG keys" if is_key else "")
-    return f"  {target_leaf.path}{was}: {there} in the checkpoint, {leaf.dtype}{list(shape)} in the state"
+    return f"{target_leaf.path}{was}: {there} in the checkpoint, {leaf.dtype}{list(shape)} in the state"
 
 
 def _is_key(leaf: StateLeaf) -> bool:

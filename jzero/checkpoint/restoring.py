@@ -31,6 +31,7 @@ from jzero.checkpoint.opening import open_tree
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR
 from jzero.checkpoint.shards import read_shards
 from jzero.core.base.guard import warn
+from jzero.core.base.text import few
 from jzero.core.base.types import State, TrainStateLike
 from jzero.core.config.precision import is_key
 from jzero.core.config.settings import check_fields
@@ -232,9 +233,8 @@ class RestoreTarget:
         abstract = list(dict.fromkeys(path for path, x in left if not _has_values(x)))
         if abstract:
             raise ValueError(
-                f"These leaves are not restored, and `like` has shapes but no values for them: {abstract[:10]}"
-                + (f" and {len(abstract) - 10} more" if len(abstract) > 10 else "")
-                + ". Pass a state with values, such as the one to start from, as `like`."
+                f"These leaves are not restored, and `like` has shapes but no values for them: {few(abstract, 10)}. "
+                "Pass a state with values, such as the one to start from, as `like`."
             )
         check_alive([x for _, x in left])
         if any(isinstance(x, InRecords) for _, x in left):

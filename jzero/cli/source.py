@@ -19,6 +19,7 @@ from jzero.cli.request import SIZES, PlanRequest
 from jzero.cli.sizes import model_sizes
 from jzero.cli.user_model import UserModel, load_model
 from jzero.core.base.extras import import_extra
+from jzero.core.base.text import few
 from jzero.core.state.init import state_shapes
 from jzero.weights.config import CONFIG, ModelConfig, read_sizes
 
@@ -84,7 +85,7 @@ def _of_user(request: PlanRequest, name: str) -> ModelSource:
     logging.getLogger("jzero").info("Calling %s.", name)
     model = load_model(name)
     arrays = [f"{x.dtype}[{','.join(map(str, np.shape(x)))}]" for x in jax.tree.leaves(model.batch)]
-    return ModelSource(model, name, f"{', '.join(arrays[:3])}{', ...' * (len(arrays) > 3)}")
+    return ModelSource(model, name, few(arrays, 3))
 
 
 def _refuse(names: Any, why: str, those: str) -> None:

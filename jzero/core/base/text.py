@@ -35,6 +35,12 @@ def path_str(path: tuple[Any, ...]) -> str:
     return "/".join(key_names(path))
 
 
+def few(texts: Sequence[object], most: int, between: str = ", ") -> str:
+    """Returns the first of many texts, and how many more there are."""
+    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return between.join([*map(str, texts[:most]), *more])
+
+
 def format_number(x: float, digits: int) -> str:
     """Returns a number to so many digits; large ones in full rather than with an exponent."""
     text = f"{x:.{digits}g}"

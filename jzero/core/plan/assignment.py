@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jzero.core.base.text import picked
+from jzero.core.base.text import few, picked
 
 WORTH_BATCHES = 0.9
 """Units of equal kind go in rounds, without branches, unless the busiest device then has less than this share."""
@@ -105,7 +105,7 @@ class WholeMatrix(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{_some(self.paths) or 'not of one parameter'} {self.shape}: {self.reason}"
+        return f"{few(self.paths, 3) or 'not of one parameter'} {self.shape}: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ class MatrixWork:
         lines = [head if self.kinds else head + "none is divided"] if self.kinds or self.whole else []
         for kind in self.kinds:
             unit, size = next(((u, s) for u, s in UNITS if kind.flops >= s), UNITS[-1])
-            lines.append(f"{kind.num:5d} x {kind.shape}  {kind.flops / size:.3g} {unit} each  {_some(kind.paths)}")
+            lines.append(f"{kind.num:5d} x {kind.shape}  {kind.flops / size:.3g} {unit} each  {few(kind.paths, 3)}")
         return lines + [f"  whole on every device: {x}" for x in self.whole]
 
     def to_dict(self) -> dict[str, object]:
@@ -152,10 +152,6 @@ class MatrixWork:
             "total_flops": self.total,
             **picked(self, "kinds", "whole"),
         }
-
-
-def _some(paths: Sequence[str]) -> str:
-    return ", ".join([*paths[:3], *(["..."] if len(paths) > 3 else [])])
 
 
 NO_MATRICES = MatrixWork()

@@ -39,6 +39,7 @@ from jax.sharding import Mesh
 from jzero.core.base import compat
 from jzero.core.base.compat import DistributedClient
 from jzero.core.base.guard import attempt
+from jzero.core.base.text import few
 from jzero.core.config.settings import check, number
 from jzero.core.layout.mesh import AnyMesh
 from jzero.core.processes import presence
@@ -307,7 +308,8 @@ class _Comparison:
 
 def others_failed(failures: Sequence[str]) -> str:
     """Returns what a process says that stops since others failed."""
-    return "Other processes failed, so this one stops, too:\n" + "\n".join(x[:MAX_COLUMNS] for x in failures[:3])
+    listed = few([x[:MAX_COLUMNS] for x in failures], 3, between="\n")
+    return f"Other processes failed, so this one stops, too:\n{listed}"
 
 
 def _describe_failed(entries: Mapping[int, _Message]) -> ValueError:
@@ -368,8 +370,7 @@ def _strip_numbers(line: str) -> str:
 
 
 def _names(processes: Sequence[int]) -> str:
-    more = f" and {len(processes) - 8} more" if len(processes) > 8 else ""
-    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes[:8]))}{more}"
+    return f"process{'es' if len(processes) > 1 else ''} {few(processes, 8)}"
 
 
 def _pack(parts: Parts) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import optax
 
-from jzero.core.base.text import path_str
+from jzero.core.base.text import few, path_str
 from jzero.core.base.types import Optimizer, PyTree, TrainStateLike
 from jzero.core.config.precision import is_key
 from jzero.core.layout.leaves import StateLeaf
@@ -126,10 +126,9 @@ def require_planned_memory(state: TrainStateLike, plan: ZeroPlan, *, with_opt_st
             (on_devices if memory == "host" else on_host).append(leaf)
     wrong = [leaf.path for leaf in (*on_host, *on_devices) if with_opt_state or leaf not in plan.opt_leaves]
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         where = "are in host memory" if on_host else "are on the devices, but the plan keeps them in host memory"
         raise RuntimeError(
-            f"Parts of this state {where}: {wrong[:3]}{more}. Bring everything back to its place with "
+            f"Parts of this state {where}: {few(wrong, 3)}. Bring everything back to its place with "
             "`state = jzero.reload_train_state(state)`."
         )
 

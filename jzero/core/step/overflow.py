@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from jzero.core.base.text import few
 from jzero.core.base.types import PyTree, State, TrainStateLike
 from jzero.core.config.precision import DynamicLossScale
 from jzero.core.plan.plan import ZeroPlan
@@ -90,9 +91,7 @@ def loss_scale_error(plan: ZeroPlan, new: TrainStateLike, state: State) -> LossS
     overflowed = np.asarray(new.opt_state.loss_scale.overflowed)
     leaves = [leaf.path for leaf, over in zip(plan.leaves, overflowed, strict=True) if over]
     step = int(new.step)
-    listed = "\n".join(f"  {path}" for path in leaves[:20]) + (
-        f"\n  ... {len(leaves) - 20} more" if leaves[20:] else ""
-    )
+    listed = "  " + few(leaves, 20, between="\n  ")
     return LossScaleError(
         f"Step {step}: gradients are not finite at the minimum loss scale ({rules.minimum}), in {len(leaves)} of "
         f"{len(plan.leaves)} parameters:\n{listed}\nThe step was skipped; `error.state` is the state before it. Lower "
