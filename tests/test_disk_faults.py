@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,6 +162,7 @@ def test_a_write_that_was_lost_is_found(folder, monkeypatch):
 
 def test_too_little_space_is_found_before_anything_is_computed(folder, monkeypatch):
     there = free_bytes(folder)
+    assert there == pytest.approx(shutil.disk_usage(folder).free, rel=0.1)
     size = (there // 2 // PAGE + 1) * PAGE
     with pytest.raises(DiskError, match=rf"take {2 * size:,}, and "):
         DiskStore(folder, [size])

@@ -193,7 +193,7 @@ analysis/alike.py
   + if len(differs) == 1:
 
 core/base/guard.py
-  warnings_name_lines_of_jzero: test_warnings.py::test_a_warning_names_the_users_line
+  warnings_name_lines_of_jzero: test_warnings.py::test_a_warning_names_the_users_line_once
   - partition(".")[0] in ("jax", "jzero")
   + partition(".")[0] == "jzero"
 """)
