@@ -106,6 +106,19 @@ def test_weights_that_are_used_many_times_come_first():
     assert [path for path, _ in order] == ["shared", "last"]  # the first is not needed again
 
 
+def test_gathers_ahead_are_not_uses():
+    """A loop over two rows that gathers ahead makes five gathers of rows where one that does not makes four."""
+    gathers = [("shared", (8,), 3), ("once", (8,), 1), ("stack", (8,), 5)]
+    moved = [
+        types.SimpleNamespace(gathers=True, path=path, cut=types.SimpleNamespace(shape=shape), times=2 * times)
+        for path, shape, times in gathers
+    ]
+    params = [types.SimpleNamespace(path=path, shape=(8,), is_param=True) for path in ("shared", "once")]
+    stack = types.SimpleNamespace(param=types.SimpleNamespace(path="stack", shape=(2, 8)))
+    plan = types.SimpleNamespace(leaves=[stack], other_leaves=params)
+    assert _gathered_again(moved, plan, micro_batches=2) == [("shared", False), ("stack", True)]
+
+
 @pytest.mark.parametrize("error", [1.3, None])
 def test_the_compiler_has_the_last_word(monkeypatch, error):
     """Whatever the compiler says of a program in place of what is reckoned, the choice is the longest that fits.

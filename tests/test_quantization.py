@@ -218,8 +218,9 @@ def test_crossing_nodes_at_each_use_is_a_violation(monkeypatch):
         jzero.analyze(jzero.make_train_step(loss), state, BATCH).verify()
 
 
-def test_the_plan_names_what_stays_exact():
-    config = config_of(gather="int8", reduce="int8", rules={"tied": jzero.LeafRule(quantize=False)})
+@pytest.mark.parametrize("kinds", [{"gather": "int8"}, {"reduce": "int8"}, {"gather": "int8", "reduce": "int8"}])
+def test_the_plan_names_what_stays_exact(kinds):
+    config = config_of(**kinds, rules={"tied": jzero.LeafRule(quantize=False)})
     plan = jzero.plan_of(sharded(config, FLAT))
     assert {x.path: x.reason for x in plan.unquantized} == {
         "flat": "5 elements beside the cut, fewer than 32",
