@@ -1,6 +1,7 @@
 """Optimizer state on disk: the same numbers as in memory, for every optimizer, stage and precision; errors that lose
 nothing."""
 
+import collections
 import contextlib
 import gc
 import itertools
@@ -241,3 +242,33 @@ def test_files_close_with_the_last_state(folder):
     gc.collect()
     assert files() is None, "a cache keeps the files open"
     assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("home", ["none", "host", "disk"])
+def test_a_step_can_forget_its_programs(tmp_path, home):
+    """Then it traces loss and optimizer anew, wherever the optimizer's state is."""
+    traced = collections.Counter()
+
+    def loss_fn(params, batch):
+        traced["loss"] += 1
+        return jnp.square(batch @ params["w"]).mean()
+
+    def update(grads, trace, params=None):
+        traced["update"] += 1
+        trace = jax.tree.map(lambda x, g: 0.9 * x + g, trace, grads)
+        return jax.tree.map(lambda x: -0.1 * x, trace), trace
+
+    tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    state = jzero.TrainState.create(params={"w": np.ones((16, 64), np.float32)}, tx=tx)
+    offload = jzero.Offload(optimizer=home, path=tmp_path if home == "disk" else None)
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=2, offload=offload))
+    step, counts = jzero.make_train_step(loss_fn), []
+    for forgets in (False, False, True):
+        if forgets:
+            step.clear_cache()
+        before = dict(traced)
+        state, _ = step(state, np.ones((8, 16), np.float32))
+        counts.append({name: traced[name] - before.get(name, 0) for name in ("loss", "update")})
+    _, second, after = counts
+    assert not any(second.values())
+    assert all(after.values())
