@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 import jzero
+from tests import shared
 from tests.drawn import to_jax
 from tests.shared import whole
 
@@ -216,11 +217,9 @@ def parameters_handed_on(p, batch):
 
 @functools.cache
 def sharded(stage, num_devices, **options):
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
     sizes = {"replica": 2, "data": -1} if "replica_axis" in options else {}
     mesh = jzero.make_mesh(devices=jax.devices()[:num_devices], **sizes)
-    state = jzero.TrainState.create(params=params(), tx=optax.sgd(1.0))
-    return jzero.shard_train_state(state, config=config, mesh=mesh)
+    return shared.sharded(params(), optax.sgd(1.0), stage, mesh=mesh, **options)
 
 
 COUPLED = (branches, gradient_inside, loop_after_layers_that_count)

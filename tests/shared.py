@@ -32,12 +32,20 @@ def config(stage: Literal[0, 1, 2, 3], **fields: Any) -> jzero.ZeroConfig:
     return jzero.ZeroConfig(stage=stage, **{"persistence_threshold": 0} | fields)
 
 
+def sharded(
+    params: Any, tx: Any, stage: Literal[0, 1, 2, 3] = 3, *, mesh: Any = None, extra: Any = None, **fields: Any
+) -> Any:
+    """Returns a sharded state of these parameters; `fields` are those of `ZeroConfig`."""
+    state = jzero.TrainState.create(params=params, tx=tx, extra=extra)
+    config = jzero.ZeroConfig(stage=stage, **{"persistence_threshold": 0} | fields)
+    return jzero.shard_train_state(state, config=config, mesh=mesh)
+
+
 def mlp_state(
     stage: Literal[0, 1, 2, 3], tx: Any = None, sizes: tuple[int, ...] = models.TWO_LAYERS, **fields: Any
 ) -> Any:
-    """Returns a new sharded state of `models.mlp_loss`; a step may donate it. `fields` are those of `ZeroConfig`."""
-    state = jzero.TrainState.create(params=models.mlp_params(sizes=sizes), tx=tx or adamw(1e-3))
-    return jzero.shard_train_state(state, config=config(stage, **fields))
+    """Returns a new sharded state of `models.mlp_loss`; a step may donate it."""
+    return sharded(models.mlp_params(sizes=sizes), tx or adamw(1e-3), stage, **fields)
 
 
 def whole(tree: Any) -> Any:

@@ -25,8 +25,7 @@ def parts(fn, *args):
 
 
 def sharded(params, stage=3, **fields):
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(1.0))
-    return jzero.shard_train_state(plain, config=shared.config(stage, **fields))
+    return shared.sharded(params, shared.sgd(1.0), stage, **fields)
 
 
 def remats(jaxpr):

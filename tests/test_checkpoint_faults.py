@@ -18,7 +18,7 @@ import tensorstore as ts
 import jzero
 from jzero.checkpoint import format_1, writer
 from jzero.checkpoint.contents import sign
-from tests import fault_run, golden
+from tests import fault_run, golden, shared
 from tests.checkpoint_states import like, numbered, sharded
 from tests.monitor_runs import disk_of
 from tests.tiers import default_for
@@ -27,8 +27,7 @@ from tests.tiers import default_for
 def make_state(size=61):
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in (("odd", (size, 509)), ("even", 64))}
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1, momentum=0.9))
-    return jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=10))
+    return shared.sharded(params, optax.sgd(0.1, momentum=0.9), 3, persistence_threshold=10)
 
 
 def shapes(state):

@@ -71,12 +71,8 @@ def test_a_loss_of_parts_of_rows_equals_one_device(sizes, stage, fields, steps):
     """Weights are zero on the first part of each row, so a mean of the means of parts would be another."""
     params, batch, want, grads = on_one_device()
     axes = {f"{name}_axis": name for name in ("node", "replica") if name in sizes}
-    config = jzero.ZeroConfig(
-        stage=stage, context_axis="context", persistence_threshold=0, padding_threshold=0, **axes, **fields
-    )
     mesh = jzero.make_mesh(devices=jax.devices()[: np.prod([*sizes.values()])], **sizes)
-    state = jzero.TrainState.create(params=params, tx=TX)
-    state = jzero.shard_train_state(state, config=config, mesh=mesh)
+    state = shared.sharded(params, TX, stage, mesh=mesh, context_axis="context", padding_threshold=0, **axes, **fields)
     step = jzero.make_train_step(loss_of_parts, accumulate_steps=steps)
     report = jzero.analyze(step, state, batch)
     report.verify()
@@ -106,9 +102,9 @@ def test_state_is_cut_over_both_axes_and_rows_over_one():
 def test_results_of_each_row_come_once():
     """`PerExample` of each row, made equal along the axis; `Summed` adds the parts."""
     params, batch, *_ = on_one_device()
-    config = jzero.ZeroConfig(context_axis="context", persistence_threshold=0, padding_threshold=0)
-    state = jzero.TrainState.create(params=params, tx=TX)
-    state = jzero.shard_train_state(state, config=config, mesh=jzero.make_mesh(data=2, context=4))
+    state = shared.sharded(
+        params, TX, 3, mesh=jzero.make_mesh(data=2, context=4), context_axis="context", padding_threshold=0
+    )
 
     def metrics(p, batch):
         of_part = attention.own_part(batch["weights"], "context").sum(1)

@@ -135,8 +135,7 @@ def test_stack_cut_along_the_scan_is_warned_about():
 
 def test_two_updates_of_parameters_held_whole_keep_their_layout():
     """Were the sums not laid out that optax makes, the compiler would return parameters cut as their gradients are."""
-    plain = jzero.TrainState.create(params={"w": jnp.ones((D, D))}, tx=optax.adam(1e-2))
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=1, persistence_threshold=0))
+    state = shared.sharded({"w": jnp.ones((D, D))}, optax.adam(1e-2), 1)
     loss = lambda p, x: jnp.square(x @ p["w"]).mean()
 
     @jax.jit
@@ -216,9 +215,8 @@ def test_a_scan_over_each_devices_part_of_a_constant_gathers_nothing():
         part = lax.dynamic_slice_in_dim(jnp.arange(8.0), lax.axis_index("data") * 4, 4)
         return batch.mean() * params["w"].sum() + lax.scan(lambda c, x: (c + x, None), 0.0, part)[0]
 
-    state = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
     mesh = jzero.make_mesh(devices=jax.devices()[:2])
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(persistence_threshold=0), mesh=mesh)
+    state = shared.sharded({"w": jnp.ones((8, 8))}, optax.sgd(0.1), 3, mesh=mesh)
     assert jzero.value_and_grad(loss_fn)(state, jnp.ones((2, 2)))[0] == 64 + sum(range(8)) / 2
 
 
@@ -274,8 +272,7 @@ def loss_of(make, way, factor_of):
 @functools.cache
 def sharded(stage):
     """A state for tracing, which consumes none."""
-    plain = jzero.TrainState.create(params=PARAMS, tx=optax.sgd(0.1))
-    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    return shared.sharded(PARAMS, optax.sgd(0.1), stage)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,7 @@ def test_devices_may_take_different_branches():
 
 
 def test_dropout_key_is_folded_with_the_device():
-    state = jzero.TrainState.create(params={"w": jnp.ones(D)}, tx=optax.sgd(1.0))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=1, persistence_threshold=0))
+    state = shared.sharded({"w": jnp.ones(D)}, optax.sgd(1.0), 1)
 
     def loss_fn(params, batch, rng):
         out = jax.random.normal(rng, batch.shape) * params["w"][None]
@@ -200,8 +199,7 @@ def test_a_reference_of_stopped_parameters_is_gathered_layer_by_layer(stage):
     params = {"stack": draw(size=(3, 27, 27)).astype(np.float32) / 5, "b": draw(size=27).astype(np.float32)}
     batch = draw(size=(16, 27)).astype(np.float32)
     want, grads = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
-    state = jzero.TrainState.create(params=params, tx=shared.sgd(1.0))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    state = shared.sharded(params, shared.sgd(1.0), stage)
     step = jzero.make_train_step(loss_fn)
     if stage == 3:
         gathers = [x for x in jzero.analyze(step, state, batch).collectives if x.kind == "all-gather" and not x.in_loop]

@@ -176,8 +176,7 @@ def test_leaves_in_parts_are_exported_as_those_in_one(dtype, mapping, tmp_path, 
     shapes = {"a": (61, 26), "b": (18,)} | ({} if dtype == "float4_e2m1fn" else {"c": ()})
     rng = np.random.default_rng(0)
     params = {name: rng.choice(np.float32([-6, -3, 0.5, 1.5, 4]), shape) for name, shape in shapes.items()}
-    state = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
-    state = jzero.shard_train_state(state, config=shared.config(3))
+    state = shared.sharded(params, shared.sgd(0.1), 3)
     jzero.save_checkpoint(tmp_path / "c", state)
     jzero.export_params(state, tmp_path / "state.safetensors", dtype=dtype, mapping=mapping)
     expected = (tmp_path / "state.safetensors").read_bytes()

@@ -36,8 +36,7 @@ def square(params, batch):
 
 
 def square_state(extra, stage=3, **fields):
-    state = jzero.TrainState.create(params={"w": jnp.ones((D, V))}, tx=shared.sgd(0.1), extra=extra)
-    return jzero.shard_train_state(state, config=shared.config(stage, **fields))
+    return shared.sharded({"w": jnp.ones((D, V))}, shared.sgd(0.1), stage, extra=extra, **fields)
 
 
 # What the loss writes in place.
@@ -273,8 +272,7 @@ def test_other_words_than_the_mean_for_fields_that_are_cut():
 
     params = params_of(0)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    state = jzero.TrainState.create(params=params, tx=shared.sgd(0.0), extra={"sum": params, "largest": zeros})
-    state = jzero.shard_train_state(state, config=shared.config(3))
+    state = shared.sharded(params, shared.sgd(0.0), 3, extra={"sum": params, "largest": zeros})
     words = {"extra/sum/.*": "summed", "extra/largest/.*": "max"}
     step = jzero.make_train_step(
         loss, has_aux=True, mutable=("extra",), merge=words, accumulate_steps=2, check_rows=False

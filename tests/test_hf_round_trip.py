@@ -21,7 +21,7 @@ import jzero.hf
 import jzero.lora
 from jzero import From
 from jzero.cli import commands
-from tests import hf_models
+from tests import hf_models, shared
 from tests.checkpoint_states import mesh
 from tests.test_hf_parity import SGD, born, decoder, logits, logits_alone
 from tests.test_mapping import full, make_state, numbers
@@ -159,9 +159,7 @@ def undo(tmp_path_factory, case):
     (folder / "config.json").write_text(json.dumps({"model_type": "of nobody"}))
     mapping = jzero.Mapping(sources)
     params = {name: np.full(shape, -1, np.float32) for name, shape in paths.items()}
-    plain = jzero.TrainState.create(params=params, tx=SGD)
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state = jzero.load_params(jzero.shard_train_state(plain, config=config, mesh=mesh(3)), folder, mapping=mapping)
+    state = jzero.load_params(shared.sharded(params, SGD, 3, mesh=mesh(3)), folder, mapping=mapping)
     jzero.export_params(state, folder / "out", mapping=mapping, like=folder)
     ours = load_file(folder / "out/model.safetensors")
     assert {name: x.tolist() for name, x in ours.items()} == {name: x.tolist() for name, x in tensors.items()}

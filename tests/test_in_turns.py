@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jzero
+from tests import shared
 from tests.disk_states import two_devices
 from tests.tiers import slow
 
@@ -71,10 +72,8 @@ def test_each_state_and_step_keeps_its_own(layout, stage, tmp_path):
     steps = {name: jzero.make_train_step(LOSSES[loss], clip_norm=clip) for name, (loss, clip) in STEPS.items()}
     states, expected = {}, {}
     for name, (tx, precision) in STATES.items():
-        plain = jzero.TrainState.create(params=WEIGHTS, tx=tx)
         offload = jzero.Offload(**fields)
-        config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0, offload=offload)
-        states[name] = jzero.shard_train_state(plain, config=config, mesh=two_devices())
+        states[name] = shared.sharded(WEIGHTS, tx, stage, mesh=two_devices(), precision=precision, offload=offload)
         expected[name] = Reference(tx, waits)
     for state, step in TURNS:
         states[state], _ = steps[step](states[state], BATCH)
@@ -93,9 +92,7 @@ def test_a_step_that_overflows_is_skipped_by_an_optimizer_with_norms(layout, tmp
     """LAMB reads records twice; a step that changes nothing reads none, and has none of its sums."""
     fields = LAYOUTS[layout] | ({"path": str(tmp_path)} if layout == "disk" else {})
     tx, huge, precision = optax.lamb(1e-2), np.float32(1e30) * BATCH, jzero.Precision(loss_scale=128.0)
-    config = jzero.ZeroConfig(stage=3, precision=precision, persistence_threshold=0, offload=jzero.Offload(**fields))
-    state = jzero.TrainState.create(params=WEIGHTS, tx=tx)
-    state = jzero.shard_train_state(state, config=config, mesh=two_devices())
+    state = shared.sharded(WEIGHTS, tx, 3, mesh=two_devices(), precision=precision, offload=jzero.Offload(**fields))
     step, expected = jzero.make_train_step(LOSSES["squares"]), Reference(tx, waits=False)
     applied = []
     for batch in (huge, BATCH, huge):

@@ -16,7 +16,7 @@ from jzero.core.jaxpr.equations import equations_of
 from jzero.estimate import step_memory
 from jzero.estimate.traced import trace_program
 from jzero.estimate.traced_collectives import traced_collectives
-from tests import engine_losses
+from tests import engine_losses, shared
 from tests.shared import whole
 
 LAYERS, WIDTH, ROWS = 5, 35, 48  # 8 devices cut no dimension evenly
@@ -71,8 +71,7 @@ def make_batch():
 
 
 def make_state(params=None, **fields):
-    state = jzero.TrainState.create(params=make_params() if params is None else params, tx=optax.sgd(1.0))
-    return jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, **fields))
+    return shared.sharded(make_params() if params is None else params, optax.sgd(1.0), 3, **fields)
 
 
 @functools.cache

@@ -65,8 +65,7 @@ def perceptron_params(*widths):
 
 
 def make_state(params=None, stage=3, **fields):
-    state = jzero.TrainState.create(params=make_params(LAYERS) if params is None else params, tx=shared.sgd(1.0))
-    return jzero.shard_train_state(state, config=shared.config(stage, **fields))
+    return shared.sharded(make_params(LAYERS) if params is None else params, shared.sgd(1.0), stage, **fields)
 
 
 @pytest.fixture

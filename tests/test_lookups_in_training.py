@@ -87,8 +87,7 @@ def test_tables_train_with_their_optimizer_elsewhere(offload, tmp_path):
     states = []
     for options in (how, {}):
         plain = {k: v for k, v in params().items() if k != "codes"}
-        state = jzero.TrainState.create(params=plain, tx=TX)
-        state = jzero.shard_train_state(state, config=shared.config(3, offload=jzero.Offload(**options)))
+        state = shared.sharded(plain, TX, 3, offload=jzero.Offload(**options))
         step = jzero.make_train_step(adapted)
         for seed in range(2 if offload == "disk" else 1):
             state, _ = step(state, batch(seed))

@@ -136,9 +136,7 @@ def test_parameters_that_enter_whole_are_not_kept(scan, check_vma):
             return lax.scan(lambda x, k: (mixed(x, k), None), batch, p["k"])[0].mean()
         return functools.reduce(lambda x, i: mixed(x, p["k"][i]), range(layers), batch).mean()
 
-    state = jzero.TrainState.create(params=params, tx=shared.sgd(1.0))
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state = jzero.shard_train_state(state, config=config, mesh=mesh)
+    state = shared.sharded(params, shared.sgd(1.0), 3, mesh=mesh)
     step = jzero.make_train_step(loss_fn, remat="as_written")
     lowered = step.lower(state, np.ones((16, width), np.float32))
     gathers = len(re.findall(r"stablehlo.all_gather\"", in_line(lowered.as_text())))
@@ -158,9 +156,7 @@ def test_orders_of_axes(order):
     columns = {"axis_names": {"expert"}, "in_specs": P(None, "expert"), "out_specs": P(None, "expert")}
     weighted = jax.shard_map(lambda x: x * (1 + lax.axis_index("expert")), mesh=mesh, check_vma=False, **columns)
     loss_fn = lambda p, x: jnp.square(weighted(x @ p["w"])).mean()
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
-    state = jzero.shard_train_state(plain, config=config, mesh=mesh)
+    state = shared.sharded(params, shared.sgd(0.1), 3, mesh=mesh)
     if order == "expert seq data" and jax.__version_info__ >= (0, 12):
         with pytest.raises(ValueError, match=r"'expert'.*'data'.*'seq'"):
             jzero.value_and_grad(loss_fn)(state, batch)

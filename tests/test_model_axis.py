@@ -79,8 +79,7 @@ def test_layers_train_as_on_one_device(scan, stage, accumulate_steps):
     """The reference has one micro-batch: their means are of as many rows each."""
     mesh, (params, batches) = jzero.make_mesh(data=4, model=2), draw()
     placed = {name: jax.device_put(x, NamedSharding(mesh, SPECS[name])) for name, x in params.items()}
-    state = jzero.TrainState.create(params=placed, tx=shared.sgd(1.0, momentum=0.9))
-    state = jzero.shard_train_state(state, config=shared.config(stage), mesh=mesh)
+    state = shared.sharded(placed, shared.sgd(1.0, momentum=0.9), stage, mesh=mesh)
     step = jzero.make_train_step(loss_of(mesh, scan), remat="as_written", accumulate_steps=accumulate_steps)
     assert_each_part_travels_alone(jzero.analyze(step, state, batches[0]))
     want, losses = trained_on_one_device()
@@ -227,9 +226,7 @@ def test_places_along_an_axis_beside_another(names, stage):
     weights = 1 + np.repeat(np.arange(4), 3)[:, None]
     num, out = len(names.split()), batch @ params["w"] * weights
     want, want_grad = num * np.square(out).mean(), num * batch.T @ (2 * out * weights) / out.size
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
-    state = jzero.shard_train_state(plain, config=config, mesh=mesh)
+    state = shared.sharded(params, shared.sgd(0.1), stage, mesh=mesh)
     loss_fn = lambda p, x: sum(jnp.square(WEIGHTED[name](x, p["w"])).mean() for name in names.split())
     loss, got = jzero.value_and_grad(loss_fn)(state, batch)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
@@ -255,9 +252,7 @@ def test_functions_of_what_is_constrained():
         return lax.map(lambda part: loss_fn(p, part, None), parts).mean()
 
     want, want_grads = jax.jit(jax.value_and_grad(loss_of_parts))(params, batch)
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state = jzero.shard_train_state(plain, config=config, mesh=mesh)
+    state = shared.sharded(params, shared.sgd(0.1), 3, mesh=mesh)
     loss, grads = jzero.value_and_grad(loss_fn, remat=True, check_rows=False)(state, batch)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     grads = jax.tree.map(np.asarray, grads)
@@ -282,9 +277,7 @@ def test_parameters_that_the_loss_constrains():
         return jnp.square(hidden * p["scale"][None]).mean() + constrained(p["flat"], mesh, None).sum()
 
     want, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, None)))(params)
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(1.0))
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state = jzero.shard_train_state(plain, config=config, mesh=mesh)
+    state = shared.sharded(params, shared.sgd(1.0), 3, mesh=mesh)
     step = jzero.make_train_step(loss_fn)
     report = jzero.analyze(step, state, batch)
     new, metrics = step(state, batch)
@@ -314,8 +307,7 @@ def test_shardings_of_calls_are_constraints():
         return jnp.square(first(batch, p["u"]) @ p["w"] + second(batch, p["v"]) @ p["x"]).mean()
 
     want, want_grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, ({}, {}))))(params)
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0), mesh=mesh)
+    state = shared.sharded(params, shared.sgd(0.1), 3, mesh=mesh)
     compiled = jax.jit(jzero.value_and_grad(loss_fn)).lower(state, batch).compile()
     loss, grads = compiled(state, batch)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
@@ -346,10 +338,9 @@ def test_parts_survive_what_is_done_to_shards(use, width, gathered):
     rng = np.random.default_rng(0)
     w = rng.normal(size=(64, 128)).astype(np.float32)
     batch = rng.normal(size=(16, width)).astype(np.float32)
-    plain = jzero.TrainState.create(
-        params={"w": jax.device_put(w, NamedSharding(mesh, P("model", None)))}, tx=shared.sgd(0.1)
+    state = shared.sharded(
+        {"w": jax.device_put(w, NamedSharding(mesh, P("model", None)))}, shared.sgd(0.1), 3, mesh=mesh
     )
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0), mesh=mesh)
     loss_fn = lambda p, batch: jnp.square(use(p["w"], batch)).mean()
     fn = jax.jit(jzero.value_and_grad(loss_fn, remat="as_written"))
     want = jax.jit(jax.grad(loss_fn))({"w": w}, batch)
@@ -368,8 +359,7 @@ def test_constraints_that_cut_nothing_more_leave_a_parameter_as_it_is(names, sta
         "w": jax.device_put(jnp.ones((64, 128)), NamedSharding(mesh, P(None, "model"))),
         "v": jnp.ones((128, 128)),
     }
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=mesh)
+    state = shared.sharded(params, shared.sgd(0.1), stage, mesh=mesh)
 
     def loss_fn(p, batch):
         hidden = constrained(jnp.tanh(batch @ constrained(p["w"], mesh, *names)), mesh, "data", "model")

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.core.jaxpr.equations import equations_of
-from tests import models
+from tests import models, shared
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.drawn import to_jax
 from tests.offload_states import (
@@ -97,8 +97,7 @@ def test_numbers_over_state_on_the_host_equal_one_device(compute):
     params = {name: to_jax(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     tx = numbers_of_state(1e-2)
     offload = jzero.Offload(optimizer="host", params="host", chunk_bytes=1024, compute=compute)
-    state = jzero.TrainState.create(params=params, tx=tx)
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, offload=offload))
+    state = shared.sharded(params, tx, 3, offload=offload)
     loss = lambda params, batch: batch.mean() * sum(jnp.square(x).sum() for x in params.values())
     step = jzero.make_train_step(loss)
     opt_state = tx.init(params)

@@ -22,8 +22,7 @@ BATCH = np.random.default_rng(1).normal(size=(16, WIDTH)).astype(np.float32)
 
 
 def sharded(params, stage=3, tx=None, **options):
-    plain = jzero.TrainState.create(params=params, tx=tx or shared.sgd(1.0))
-    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options))
+    return shared.sharded(params, tx or shared.sgd(1.0), stage, **options)
 
 
 def matrix(*shape, seed=0):

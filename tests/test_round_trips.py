@@ -32,8 +32,7 @@ def trained():
     """Two good steps, an overflow, a good step: every counter has a number of its own."""
     states = {}
     for name, precision in PRECISIONS.items():
-        state = jzero.TrainState.create(params=models.mlp_params(sizes=models.TWO_LAYERS), tx=TX)
-        state = jzero.shard_train_state(state, config=shared.config(3, precision=precision), mesh=MESH[8])
+        state = shared.sharded(models.mlp_params(sizes=models.TWO_LAYERS), TX, 3, mesh=MESH[8], precision=precision)
         for seed in range(4):
             poison = np.full(ROWS, np.inf if name == "fp16" and seed == 2 else 0.0, np.float32)
             state, _ = STEP(state, {**models.mlp_batch(ROWS, seed), "poison": poison})

@@ -13,7 +13,7 @@ import pytest
 import jzero
 from jzero.core.base import compat
 from jzero.core.jaxpr.structure import CanonicalJaxpr, Structures
-from tests import jax_functions
+from tests import jax_functions, shared
 
 LAYERS, WIDTH = 3, 32
 SGD = optax.sgd(1.0)
@@ -261,8 +261,7 @@ def test_calls_of_calls_are_compared_once():
 
 @pytest.mark.parametrize(("stage", "shape"), [(3, (WIDTH, 5)), (3, (3, 5)), (1, (3, 5))])
 def test_parameters_of_a_kind_are_gathered_and_reduced_by_one_function(stage, shape):
-    plain = jzero.TrainState.create(params={name: jnp.ones(shape) for name in "abcd"}, tx=SGD)
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    state = shared.sharded({name: jnp.ones(shape) for name in "abcd"}, SGD, stage)
     loss_fn = lambda params, batch: jnp.square(sum(batch[:, : shape[0]] @ w for w in params.values())).mean()
     text = jzero.make_train_step(loss_fn).lower(state, make_batch()).as_text()
     assert (text.count("stablehlo.all_gather"), text.count("stablehlo.reduce_scatter")) == (1, 1)

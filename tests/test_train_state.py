@@ -176,8 +176,7 @@ def test_born_sharded_equals_sharded_after():
 def test_float64_of_numpy_is_trained_as_jax_would_have_it():
     params = {"w": np.linspace(-1, 1, 64 * 64).reshape(64, 64)}
     assert params["w"].dtype == np.float64
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1, momentum=0.9))
-    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(persistence_threshold=0))
+    state = shared.sharded(params, shared.sgd(0.1, momentum=0.9), 3)
     assert jzero.plan_of(state).leaves[0].param.dtype == state.params["w"].dtype == np.float32
     loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
     batch = np.ones((8, 64), np.float32)

@@ -12,7 +12,7 @@ import jzero
 from jzero.core.base import compat
 from jzero.core.engine.placed import first_elements, operations_of, wait, wait_p
 from jzero.core.jaxpr.equations import equations_of
-from tests import engine_losses, light_decoder, models
+from tests import engine_losses, light_decoder, models, shared
 from tests.test_prefetch import on
 
 ROWS, WIDTH, HIDDEN, VOCAB = 48, 32, 64, 512  # rows per device
@@ -34,8 +34,7 @@ def batch(rows=8 * ROWS):
 
 
 def make_state():
-    state = jzero.TrainState.create(params=make_params(), tx=optax.sgd(0.1))
-    return jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    return shared.sharded(make_params(), optax.sgd(0.1), 3)
 
 
 def barriers(jaxpr):
