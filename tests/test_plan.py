@@ -387,3 +387,14 @@ def test_text_counts_the_rows_that_it_hides():
     assert "... 10 more (plan.table(max_rows=None))" in str(plan)
     assert "w49" in plan.table(max_rows=None)
     assert "more" not in plan.table(max_rows=None)
+
+
+def test_the_text_says_of_each_parameter_what_becomes_of_it():
+    square = jnp.ones((64, 64))
+    params = {"trained": square, "frozen": square, "narrow": square[:, :2], "tiny": square[0, :2]}
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=2, quantization=jzero.Quantization(gather="int8"))
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(1))
+    plan = jzero.plan_train_state(state, config=config, trainable="(?!frozen).*")
+    lines = {line.split()[0]: line for line in reversed(str(plan).splitlines()) if line}
+    assert {name: "not trained" in lines[name] for name in params} == {name: name == "frozen" for name in params}
+    assert all(x.reason in str(plan) for x in (*plan.replicated, *plan.unquantized))
