@@ -373,8 +373,11 @@ def test_the_reference_and_the_plan_know_of_a_teacher():
     report.check(grad_norm=1e-2)
     step = jzero.make_train_step(Pair.loss)
     assert not jzero.analyze(step, shard(), teacher_batch(0)).violations
-    exact = {x.path: x.reason for x in step.plan(shard(), teacher_batch(0)).unquantized}
+    plan = step.plan(shard(), teacher_batch(0))
+    exact = {x.path: x.reason for x in plan.unquantized}
     assert exact["frozen/teacher/kernel"] == "written by the loss"
+    (row,) = (line for line in str(plan).splitlines() if line.startswith("frozen/teacher/kernel") and "none:" in line)
+    assert row.rstrip().endswith("none: not trained")
 
 
 def test_a_teacher_in_a_few_bits_is_refused():
