@@ -194,9 +194,9 @@ class _Visitor:
         pending = list(inputs) if self.backward else []
         while pending:
             x = pending.pop()
-            if x.buffer is None and x.is_shared and x.is_costly:
+            if x.is_shared and x.is_costly:
                 self.program.write(x, backward=True, waits=self.program.is_summed(x))
-            elif x.buffer is None and not self.program.is_written(x):
+            elif not self.program.is_written(x):
                 pending += [y for y in x.sources if y.num_bytes >= x.num_bytes]
 
     def _placed(self, inputs: list[BufferValue]) -> list[BufferValue]:
