@@ -129,6 +129,15 @@ def test_a_tied_gradient_is_summed_first_but_not_across_a_loop_over_layers(loss,
     assert len(marked) == 2 * is_summed, "noted, since passes wait for them"
 
 
+def test_a_gradient_that_was_there_before_the_first_loop_does_not_wait_for_it():
+    layers = lambda w, m: lax.scan(lambda h, _: (m @ h, None), w, None, length=3)[0]
+    both = lambda g, h, m: jax.linear_transpose(lambda w: (w.T, layers(w, m)), h)((g, h))
+    jaxpr = jax.make_jaxpr(both)(jnp.ones((8, 16)), jnp.ones((16, 8)), jnp.ones((16, 16))).jaxpr
+    assert "add_any" in names(jaxpr)
+    new = reduce_early(jaxpr, [how((16, 8), 0)])
+    assert [*names(new)].count("zero_reduce") == 2
+
+
 WHOLE, REDUCED_AT_END, REDUCED_EARLY = Role(False, False, False), Role(False, True, False), Role(False, True, True)
 SHARDED_REDUCED_AT_END, SHARDED = Role(True, True, False), Role(True, True, True)
 
