@@ -93,6 +93,20 @@ def test_what_a_softmax_reduces_is_read_once():
     assert kept - recomputed == pytest.approx((2 + 2) * once, rel=0.01)
 
 
+@pytest.mark.parametrize("row", [1024, 1000, 1178, 768])
+def test_rows_of_a_softmax_that_fill_no_tile_are_read_again(row):
+    """By the kernels for H200: one computes the gradient of scores if rows fill seven eighths of a power of two."""
+    x, keys, values = jnp.zeros((ROWS, 1)), jnp.zeros((1, row)), jnp.zeros((row, 1))
+    attended = jax.checkpoint(lambda scores: (jax.nn.softmax(scores) @ values).sum())
+    program = trace_program(jax.jit(jax.grad(lambda x: attended(x @ keys))).trace(x).jaxpr, [1])
+    once = 4 * ROWS * row / H200.hbm_bytes_per_s
+    products = 3  # write scores and the gradient of shares, and read that of scores
+    last = 3  # reads scores, or exponentials, and the gradient of shares, and writes that of scores
+    # Else exponentials are made of scores and written, read for their sum, and with the gradient for another.
+    apart = 0 if row in (1000, 1024) else 2 + 1 + 2
+    assert step_time(program, [], H200, 1).compute == pytest.approx((products + last + apart) * once, rel=0.02)
+
+
 def test_of_a_conditional_a_usual_step_counts():
     """The branch with one product in the loss, that with three in the update."""
     rows, weights = jnp.zeros((ROWS, WIDTH), jnp.bfloat16), jnp.zeros((WIDTH, WIDTH), jnp.bfloat16)

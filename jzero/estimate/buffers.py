@@ -22,6 +22,8 @@ SLICES = ("slice", "dynamic_slice", "gather", "split")
 """Operations that read no more of an array than they return."""
 SLICE_NAMES = tuple(f":{kind}" for kind in SLICES)
 NOTHING: frozenset[int] = frozenset()
+FILLED = 7 / 8
+"""The part of a tile, a power of two of elements, that rows of a softmax fill if its gradient is one kernel on GPUs."""
 KernelKey: TypeAlias = tuple[str, int]
 """The name of a kernel and the number of elements that it returns, by which compiled programs show the same one."""
 
@@ -102,14 +104,14 @@ class BufferOperation:
       reads: Indices of buffers; `TracedProgram` sets them.
       in_place: Whether its outputs may take over the memory of its inputs.
       inner: The body of a loop, or the largest branch of a conditional.
-      branches: All branches of a conditional.
-      updates: Whether it is part of the update.
+      branches: All branches of a conditional of the loss.
       is_transfer: Whether it is a collective.
       gathers: Whether it is a collective that gathers whole arrays.
       may_wait: Whether compilers may postpone it: a product, or a reduction, over devices or of a fused value.
       num_bytes: What it reads and writes of the device's memory, without `inner`.
       product: Its arithmetic, if it is a product.
       reduces: Whether it computes few elements from many.
+      row: The number of elements that it reduces to one, if it reduces what is costly and read by others, too.
       times: How often `inner` runs.
     """
 
@@ -119,13 +121,13 @@ class BufferOperation:
     in_place: bool = False
     inner: TracedProgram | None = None
     branches: tuple[TracedProgram, ...] = ()
-    updates: bool = False
     is_transfer: bool = False
     gathers: bool = False
     may_wait: bool = False
     num_bytes: int = 0
     product: Product | None = None
     reduces: bool = False
+    row: int = 1
     times: int = 1
 
 
@@ -303,16 +305,21 @@ class TracedProgram:
     def normalizations(self) -> Iterator[tuple[int, Normalization]]:
         """Yields what is read beside a reduction of it in the same pass, as a softmax and its gradient do.
 
-        Compilers fuse the reductions with the operation that reads both, which is the first of each pair.
+        Compilers fuse the reductions with the operation that reads both, which is the first of each pair. On GPUs
+        they do so for the sums of a softmax's gradient only if its rows fill their tiles.
         """
         reduced: dict[tuple[int, bool], Normalization] = {}
+        apart: set[tuple[int, bool]] = set()  # what they do not fuse
         for t, op in enumerate(self.operations):
             before = [x for i in op.reads if (x := reduced.get((i, op.backward)))]
             buffers = NOTHING.union(*(x.buffers for x in before))
             reductions = NOTHING.union(*(x.reductions for x in before))
             if buffers & op.reads:
                 yield t, Normalization(buffers & op.reads, reductions)
-            if op.reduces:
+            fills = self.fuses_products or op.row >= FILLED * 2 ** (op.row - 1).bit_length()
+            if op.reduces and not (fills and apart.isdisjoint((i, op.backward) for i in op.reads)):
+                apart |= {(i, op.backward) for i in op.writes}
+            elif op.reduces:
                 whole = Normalization(buffers | op.reads, reductions | {t})
                 reduced.update({(i, op.backward): whole for i in op.writes})
 

@@ -7,8 +7,9 @@ Rates are those of [Note: The model of the machine], for the operations of the t
 product takes its operations at the peak of its dtype or its bytes at the bandwidth of the device's memory, whichever is
 longer; anything else its bytes. Readers of a fused value read its inputs. A reduction is fused, too, if its readers
 also read its input, as in a softmax of which no parts are saved, and its gradient; what would be written for it alone,
-such as exponentials, is not written then. Results of a loop are copied into their stacks. Of a conditional in the loss
-the shortest branch counts, see [Note: A usual step]; of one in the update the longest.
+such as exponentials, is not written then. On GPUs, those of a softmax's gradient are only if its rows fill the tiles of
+a kernel. Results of a loop are copied into their stacks. Of a conditional in the loss the shortest branch counts, see
+[Note: A usual step]; of one in the update the largest.
 
 The passes hide the shorter of computation and communication behind the longer one, but not all of it: nothing overlaps
 the first gather and the last reduction of a micro-batch, or what is reduced once after several micro-batches; and
@@ -159,8 +160,7 @@ def _find_fused(program: TracedProgram) -> set[int]:
 
 def _operation_seconds(x: BufferOperation, machine: Machine) -> float:
     if x.inner is not None:
-        usual = max if x.updates else min
-        return x.times * usual(compute_seconds(body, machine) for body in x.branches or (x.inner,))
+        return x.times * min(compute_seconds(body, machine) for body in x.branches or (x.inner,))
     moved = x.num_bytes / machine.hbm_bytes_per_s
     if x.product is None:
         return moved

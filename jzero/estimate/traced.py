@@ -17,12 +17,11 @@ compilers for GPUs and TPUs share:
   others count until after it: without this rule, the estimate for 1.4B at stage 3 on GPUs is 7 % below the compiler's
   figure, with it 2 %. GPUs reduce the gradients of one of its iterations during the next. On TPUs, a loop of the
   forward pass runs last if the backward pass needs nothing of it, such as one over parts of a loss that are computed
-  again. Without these rules, the estimate for 8B at 131,072 tokens on TPUs is 25 % low, with them 10 %.
-* On GPUs, each reader recomputes a
-  concatenation, and an elementwise result that a product needs in another layout. A fusion that sums an expensive value
-  also writes that value if others read it, already in the forward pass if it sums it there and it is larger than what
-  it is made of. What the backward pass needs as an array behind a barrier, such as the input of a recomputed block, is
-  written where the forward pass first computes it, so its sources need not stay.
+  again.
+* On GPUs, each reader recomputes a concatenation, and an elementwise result that a product needs in another layout. A
+  fusion that sums an expensive value also writes that value if others read it, already in the forward pass if it sums
+  it there and it is larger than what it is made of. What the backward pass needs as an array behind a barrier, such as
+  the input of a recomputed block, is written where the forward pass first computes it, so its sources need not stay.
 * On GPUs, parameters gathered after the update exist twice until the end, since a collective does not write into a
   donated argument. If that would exceed the scheduler's limit, they are gathered one by one. Rows of stacks exist
   once: each is written into the stack's argument.
@@ -309,8 +308,7 @@ class _Visitor:
         purpose: BufferKind = "gathered" if kind.startswith("all_gather") else "working"
         in_place, moves = kind in primitives_with(Trait.IN_PLACE), kind in TRANSFERS
         written = self._operation(inputs, arrays, in_place=in_place, inner=largest, kind=purpose, moves=moves)
-        operation = self.program.operations[-1]
-        operation.branches, operation.updates = tuple(bodies if kind == "cond" else ()), UPDATE in self.name
+        self.program.operations[-1].branches = tuple(bodies if kind == "cond" and UPDATE not in self.name else ())
         if kind == "dynamic_update_slice" and not self._size_of(inputs[0]):  # into a donated argument
             self.program.buffers[written[0].buffer or 0].num_bytes = 0
         return written
@@ -348,6 +346,8 @@ class _Visitor:
         is_reduction = self.eqn.primitive.name in REDUCTIONS and not self.program.is_written(inputs[0])
         may_wait = product_flops(self.eqn) > 0 or (moves and not gathers) or is_reduction
         may_wait &= "rematted_computation" not in self.name  # what is recomputed stays in its block
+        reduces = self.eqn.primitive.name in primitives_with(Trait.REDUCTION)
+        is_row = reduces and inputs[0].is_costly and self.program.is_written(inputs[0])
         product = _product(self.program, self.eqn, inputs)
         self.program.flops += 0.0 if product is None else product.flops
         operation = BufferOperation(
@@ -360,7 +360,8 @@ class _Visitor:
             may_wait=may_wait,
             num_bytes=0 if inner is not None or moves else self._bytes_moved(inputs, read, values),
             product=product,
-            reduces=self.eqn.primitive.name in primitives_with(Trait.REDUCTION),
+            reduces=reduces,
+            row=size_of(self.eqn.invars[0].aval) // max(1, size_of(self.eqn.outvars[0].aval)) if is_row else 1,
         )
         self.program.add(operation, read)
         return values

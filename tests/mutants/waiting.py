@@ -122,8 +122,8 @@ analysis/compiled_step.py
 
 estimate/step_time.py
   estimated_times_are_those_of_the_longest_branches: test_step_time.py::test_of_a_conditional_a_usual_step_counts
-  - usual = max if x.updates else min
-  + usual = max
+  - x.times * min(compute_seconds
+  + x.times * max(compute_seconds
 
 core/engine/first_gathers.py
   rows_ahead_in_the_dtype_that_is_stored: test_prefetch.py::test_what_a_turn_gathers_is_known_before_its_trace
@@ -132,4 +132,9 @@ core/engine/first_gathers.py
   no_rows_behind_a_cheap_operation: test_prefetch.py::test_what_a_turn_gathers_is_known_before_its_trace
   - if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
   + if not runs_on_shards(eqn) or len(eqn.outvars) != 1:
+
+estimate/buffers.py
+  rows_of_any_length_fill_tiles: test_step_time.py::test_rows_of_a_softmax_that_fill_no_tile_are_read_again
+  - fills = self.fuses_products or op.row >= FILLED * 2 ** (op.row - 1).bit_length()
+  + fills = True
 """)
