@@ -60,10 +60,10 @@ from jzero.estimate.buffers import bytes_of
 from jzero.estimate.step_memory import memory_of_step
 from jzero.machines.machine import Machine
 
-KEPT_SHARE = 0.8
+KEPT_SHARE = 0.85
 """Share of what a step may use up to which values are kept without a compiler. Estimates of dense models have been up
-to 10 % low: such a step takes 0.8 / 0.9 = 89 % of it, and the rest is for fragments. One whose estimate is a fifth low
-is compiled in vain, since the compiler's figure decides."""
+to 10 % low: such a step takes 0.85 / 0.9 = 94 % of it, and the rest is for fragments. One whose estimate is more than
+15 % low is compiled in vain, since the compiler's figure decides."""
 WORTH_MEMORY = 1.01
 """How much longer kept blocks must take than blocks as written, which save more, for the latter to be chosen."""
 POSTPONED = 40
