@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -117,6 +118,14 @@ def checks_do_not_fail() -> Iterator[Callable[[Exception], None]]:
 def checks_may_fail(checks_do_not_fail: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a user's step."""
     monkeypatch.setattr(guard, "note_failure", checks_do_not_fail)
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Python's own handler of SIGINT, which a program that a shell has put in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected

@@ -48,6 +48,15 @@ def mlp_state(
     return sharded(models.mlp_params(sizes=sizes), tx or adamw(1e-3), stage, **fields)
 
 
+def raising(error: BaseException) -> Any:
+    """Returns a function that raises an error, whatever it gets."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
+
+
 def whole(tree: Any) -> Any:
     """Returns what a state holds, as NumPy arrays in natural shape: no program, as `jzero.gather_params` compiles."""
 

@@ -12,6 +12,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jzero
+from jzero.core.jaxpr.equations import equations_of
 from tests import models
 from tests.tiers import slow
 
@@ -91,16 +92,9 @@ def test_dtype_of_the_accumulators(stage, precision):
     """The loop carries sums in the accumulate dtype: whole ones at stage 1, shards at stages 2 and 3."""
     step = jzero.make_train_step(models.mlp_loss, accumulate_steps=K)
     jaxpr = step.trace(make_state(stage, precision), models.mlp_batch(ROWS)).jaxpr
-    carried = [v.aval for eqn in _equations(jaxpr) if eqn.primitive.name == "scan" for v in eqn.outvars]
+    carried = [v.aval for eqn in equations_of(jaxpr) if eqn.primitive.name == "scan" for v in eqn.outvars]
     shape = (127, 11) if stage == 1 else (16, 11)
     assert [x.dtype for x in carried if x.shape == shape] == [jnp.dtype(ACCUMULATORS[precision])]
-
-
-def _equations(jaxpr):
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
 
 
 # Clipping.

@@ -15,6 +15,8 @@ from jax.extend.core import jaxpr_as_fun
 import jzero
 from jzero.core.base import compat
 from jzero.core.engine.recompute import recompute
+from jzero.core.jaxpr.equations import equations_of
+from jzero.core.jaxpr.primitives import REMAT
 from jzero.core.jaxpr.repeats import keeps_heavy, split_into_parts
 from tests import shared
 from tests.block_models import LAYERS, WIDTH, layer, loss_fn, make_batch, make_params, num_activations
@@ -26,15 +28,6 @@ def parts(fn, *args):
 
 def sharded(params, stage=3, **fields):
     return shared.sharded(params, shared.sgd(1.0), stage, **fields)
-
-
-def remats(jaxpr):
-    """Yields the `jax.checkpoint` equations of a program."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
-            yield eqn
-        for inner in compat.contained_jaxprs(eqn):
-            yield from remats(inner)
 
 
 def test_several_kinds_of_layers_are_found():
@@ -147,7 +140,7 @@ def test_each_block_keeps_its_products_alone(wrap):
     jaxpr = jax.make_jaxpr(wrap(loss_fn))(params, batch)
     leaves = jax.tree.leaves((params, batch))
     rewritten = recompute(jaxpr, "cheap", [])
-    assert len(list(remats(compat.open_jaxpr(rewritten)[0]))) == LAYERS
+    assert sum(eqn.primitive.name in REMAT for eqn in equations_of(rewritten)) == LAYERS
     # What the backward pass gets: of each layer its input, its first product, and its weights.
     kept = kept_of(lambda *xs: jaxpr_as_fun(rewritten)(*xs)[0], *leaves)
     kept = [x.shape for x in kept if x.shape == (24, 64)]

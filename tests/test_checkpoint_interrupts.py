@@ -135,14 +135,6 @@ def test_damage_that_is_found_after_an_interrupt_is_damage(run):
             manager.restore(make_state())
 
 
-@pytest.fixture
-def hears_ctrl_c():
-    """Python's own handler of SIGINT, which a program that a shell has put in the background does not have."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def interrupt(monkeypatch, target, name):
     """Sends SIGINT to the main thread in the middle of a method of Orbax's, which then takes a while to end."""
     real = getattr(target, name)

@@ -15,6 +15,7 @@ from etils import epath
 
 import jzero
 from jzero.checkpoint import lock, orbax_io
+from tests import shared
 from tests.checkpoint_states import numbered, sharded
 
 
@@ -118,16 +119,13 @@ def test_looking_at_an_earlier_step_changes_nothing(state, tmp_path):
 
 @pytest.mark.parametrize("where", ["save", "wait_until_finished"])
 def test_after_a_save_that_failed_any_program_may_save(where, state, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise OSError("disk on fire")
-
     def save(step):
         manager.save(numbered(state, step))
         manager.wait()
 
     manager = jzero.CheckpointManager(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr(ocp.CheckpointManager, where, fail)
+        broken.setattr(ocp.CheckpointManager, where, shared.raising(OSError("disk on fire")))
         with pytest.raises(jzero.CheckpointError, match=r"/1 could not be written.*disk on fire"):
             save(1)
     file, holder = lock._lock(tmp_path / lock.LOCK_FILE)  # as another program takes it

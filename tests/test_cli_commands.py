@@ -11,7 +11,7 @@ import jzero
 from jzero.cli import doctor
 from jzero.cli.doctor import examine_disk
 from jzero.machines import topologies
-from tests import pages
+from tests import pages, shared
 from tests.cli_runs import data_of, folder, message_of, run, text_of  # noqa: F401  # fixtures
 
 
@@ -70,10 +70,7 @@ def test_doctor_says_what_is_not_available(monkeypatch):
 
 
 def test_doctor_goes_on_where_there_are_no_devices(run, monkeypatch):
-    def fail():
-        raise RuntimeError("Unable to initialize backend")
-
-    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setattr(jax, "devices", shared.raising(RuntimeError("Unable to initialize backend")))
     result = run("doctor")
     assert result.exit_code == 1
     assert re.search(r"devices +failed +RuntimeError: Unable to initialize", result.stdout)
@@ -115,10 +112,7 @@ def test_doctor_measures_a_disk(run, tmp_path, monkeypatch):
 
 
 def test_doctor_says_what_a_file_system_lacks(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr("fcntl.fcntl", refuse)
+    monkeypatch.setattr("fcntl.fcntl", shared.raising(OSError(22, "Invalid argument")))
     (line,) = (text for name, text in examine_disk(str(tmp_path), 10**6).rows() if name == "file system")
     assert re.match(r"no O_DIRECT \(Invalid argument\): each record", line)
 

@@ -19,6 +19,7 @@ from jzero.core.disk import files
 from jzero.core.disk.files import PAGE, DiskError, UnnamedFile, check_folder, free_bytes, page_aligned
 from jzero.core.disk.pipeline import Pipeline
 from jzero.core.disk.stores import DiskStore, RamStore
+from tests import shared
 from tests.disk_pipelines import (  # noqa: F401  # fixtures
     FEW,
     SIZES,
@@ -166,11 +167,8 @@ def test_too_little_space_is_found_before_anything_is_computed(folder, monkeypat
     size = (there // 2 // PAGE + 1) * PAGE
     with pytest.raises(DiskError, match=rf"take {2 * size:,}, and "):
         DiskStore(folder, [size])
-
-    def fallocate(fd, offset, num_bytes):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(os, "posix_fallocate", fallocate)  # a quota, of which statvfs knows nothing
+    quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))  # of which statvfs knows nothing
+    monkeypatch.setattr(os, "posix_fallocate", shared.raising(quota))
     with pytest.raises(DiskError, match=rf"another {sum(FEW):,} bytes: .*quota") as caught:
         DiskStore(folder, FEW)
     assert not open_files(), "although the error is still there"
@@ -186,23 +184,21 @@ def run_until_interrupted(pipeline, interrupt):
         pipeline.run(later(adam_like(1)))
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_at_any_line(folder):
     """Whatever line of the calling thread it hits, the same pipeline goes on, and nothing is left of that pass."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        pipeline, other = Pipeline(DiskStore(folder, FEW)), Pipeline(RamStore(FEW), threads=1)
-        for step, delay in enumerate(np.random.default_rng(0).uniform(0, 8e-3, size=60)):
-            interrupt = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
-            with pytest.raises(KeyboardInterrupt):
-                run_until_interrupted(pipeline, interrupt)
-            interrupt.join()
-            for each in (pipeline, other):
-                train(each, step)
-            assert contents(pipeline.store) == contents(other.store)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    pipeline, other = Pipeline(DiskStore(folder, FEW)), Pipeline(RamStore(FEW), threads=1)
+    for step, delay in enumerate(np.random.default_rng(0).uniform(0, 8e-3, size=60)):
+        interrupt = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run_until_interrupted(pipeline, interrupt)
+        interrupt.join()
+        for each in (pipeline, other):
+            train(each, step)
+        assert contents(pipeline.store) == contents(other.store)
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.timeout(30)  # a pass that is used again would wait for ever
 @pytest.mark.parametrize("cancels", [True, False])
 def test_ctrl_c_twice_leaves_no_read_under_way(cancels, folder, monkeypatch):
@@ -221,14 +217,10 @@ def test_ctrl_c_twice_leaves_no_read_under_way(cancels, folder, monkeypatch):
         time.sleep(0.1)
         go_on.set()
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(DiskStore, "read", slow)
     thread = threading.Thread(target=interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_until_interrupted(pipeline, thread)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        run_until_interrupted(pipeline, thread)
     if cancels:
         pipeline.cancel()
         assert ended == [0]

@@ -13,6 +13,7 @@ from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.core.disk import files as disk_files
 from jzero.core.disk.files import DiskError
 from jzero.core.state.record_states import records_of
+from tests import shared
 from tests.checkpoint_states import assert_same_bits
 from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
     OTHERS,
@@ -95,12 +96,8 @@ def test_saves_that_fail_leave_training_and_earlier_checkpoints(on_disk, like, t
     manager.wait()
     first, state = whole(state), train(step, state, 1)
     for place, kind, text in FAILURES:
-
-        def fail(*args, kind=kind, text=text):
-            raise kind(text)
-
         with monkeypatch.context() as patch:
-            patch.setattr(place, fail)
+            patch.setattr(place, shared.raising(kind(text)))
             manager.save(state)
             state = train(step, state, 3)  # none of them waits for ever
             with pytest.raises(jzero.CheckpointError, match="could not be written"):

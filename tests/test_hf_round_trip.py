@@ -291,11 +291,7 @@ def test_adapters_are_named_as_peft_does_and_written_whole_or_not_at_all(tmp_pat
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 3.0, "LORA")
     assert config["target_modules"] == [f"{x}_proj" for x in ("down", "gate", "k", "o", "q", "up", "v")]
-
-    def fail(*args, **options):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(type(epath.Path(tmp_path)), "write_text", fail)
+    monkeypatch.setattr(type(epath.Path(tmp_path)), "write_text", shared.raising(OSError("No space left on device")))
     with pytest.raises(jzero.CheckpointError, match=r"adapters .*\(No space"):
         jzero.hf.export_peft(state, tmp_path / "half", **how)
     assert not [*(tmp_path / "half").iterdir()]

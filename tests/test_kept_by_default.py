@@ -173,10 +173,7 @@ def test_nothing_is_estimated_where_all_values_of_the_loss_fit(memory, monkeypat
 
 
 def test_an_estimate_that_fails_stops_no_step(memory, checks_may_fail, monkeypatch, caplog):
-    def fail(*args):
-        raise NotImplementedError("an equation that no estimate knows")
-
-    monkeypatch.setattr(keeping, "memory_of_step", fail)
+    monkeypatch.setattr(keeping, "memory_of_step", shared.raising(NotImplementedError("an unknown equation")))
     memory.limit = 2**30
     assert jzero.make_train_step(loss_fn).plan(make_state(), make_batch()).kept.peak is None
     memory.limit = 200_000

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.core.base import compat
+from jzero.core.jaxpr.equations import equations_of
 from jzero.core.plan import planned_matrices
 from tests import matrix_models as models
 from tests.drawn import to_jax
@@ -117,11 +118,8 @@ def test_one_product_of_several_parameters_runs_on_all_devices():
 
 def exchanged(jaxpr):
     """Returns the elements that a device has in all exchanges of a program."""
-    total = 0
-    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
-        total += sum(math.prod(v.aval.shape) for v in eqn.invars) if eqn.primitive.name == "all_to_all" else 0
-        total += sum(map(exchanged, compat.contained_jaxprs(eqn)))
-    return total
+    found = [eqn for eqn in equations_of(jaxpr) if eqn.primitive.name == "all_to_all"]
+    return sum(math.prod(v.aval.shape) for eqn in found for v in eqn.invars)
 
 
 def sharded(params, tx, **config):

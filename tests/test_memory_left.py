@@ -17,6 +17,7 @@ from jzero.core.step.train_step import TrainStep
 from jzero.estimate import keeping
 from jzero.machines import limits
 from jzero.machines.machine import machine
+from tests import shared
 from tests.shared import whole
 from tests.test_keep import make_batch, make_params
 from tests.test_kept_by_default import LAYERS, loss_fn, make_state, on_one_device
@@ -161,10 +162,7 @@ def test_the_driver_is_asked_for_the_memory_that_nobody_holds(monkeypatch, fails
 
 
 def test_figures_that_cannot_be_read_keep_nothing(devices, checks_may_fail, monkeypatch):
-    def fail(device):
-        raise RuntimeError("UNIMPLEMENTED")
-
-    monkeypatch.setattr(limits, "memory_figures", fail)
+    monkeypatch.setattr(limits, "memory_figures", shared.raising(RuntimeError("UNIMPLEMENTED")))
     step, state, batch = jzero.make_train_step(loss_fn), make_state(), make_batch()
     assert step.plan(state, batch).kept is None
     assert_trained(*step(state, batch))

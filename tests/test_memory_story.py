@@ -25,7 +25,7 @@ from jzero.cli.sizes import NAMED, TOLERANCE, count, model_sizes, parse_count
 from jzero.cli.source import load_source
 from jzero.core.plan.planned_bytes import BytesPerDevice
 from jzero.core.plan.table import format_bytes
-from tests import cli_models
+from tests import cli_models, shared
 from tests.cli_runs import fit_tries_little  # noqa: F401  # a fixture
 from tests.pages import PAGES
 from tests.tiers import default_for
@@ -296,11 +296,7 @@ def test_a_name_of_the_hub_is_asked_for_where_there_is_one(ask, tmp_path, monkey
     hub.hf_hub_download = lambda name, file, **_: {"Qwen/Qwen2-0.5B": f"{tmp_path}/cached/{file}"}[name]
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     assert ask("estimate --model Qwen/Qwen2-0.5B --devices 2")["num_params"] == COUNTS["qwen2"]["parameters"]
-
-    def unreachable(*_, **__):
-        raise OSError("no network")
-
-    hub.hf_hub_download = unreachable
+    hub.hf_hub_download = shared.raising(OSError("no network"))
     assert "no Qwen/Qwen2-0.5B/config.json" in message_of("estimate --model Qwen/Qwen2-0.5B --devices 2")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "no Qwen/Qwen2-0.5B/config.json" in message_of("estimate --model Qwen/Qwen2-0.5B --devices 2")

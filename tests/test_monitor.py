@@ -15,7 +15,7 @@ import jzero
 from jzero.core.step.metrics import STEP_METRICS
 from jzero.monitor import progress as progress_module
 from jzero.monitor import readings as readings_module
-from tests import disk_states, pages
+from tests import disk_states, pages, shared
 from tests.monitor_runs import Clock, Reading, Record, quiet, run
 
 
@@ -119,11 +119,7 @@ def test_what_cannot_be_a_metric_is_named(metrics, error, text):
 
 def test_a_failing_sink_is_named_and_the_others_are_closed():
     good = Record()
-
-    def broken(step, values):
-        raise OSError("disk full")
-
-    monitor = quiet(sinks=[broken, good])
+    monitor = quiet(sinks=[shared.raising(OSError("disk full")), good])
     with pytest.raises(RuntimeError, match="failed at step 1: disk full") as caught:
         run(monitor, steps=9)
     assert monitor.step == 1, "the loop did not go on"

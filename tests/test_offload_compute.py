@@ -11,9 +11,9 @@ from flax import serialization
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.core.base import compat
 from jzero.core.disk.files import DiskError
 from jzero.core.disk.stores import RamStore
+from jzero.core.jaxpr.equations import equations_of
 from jzero.core.state.init import lower_init
 from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits
@@ -34,14 +34,12 @@ LATE_ALL = dataclasses.replace(LATE, params="host")
 
 def moved(jaxpr):
     """Yields (primitive, bytes, memory) of each move and of each call of the host."""
-    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+    for eqn in equations_of(jaxpr):
         if eqn.primitive.name == "compute_on":
             yield eqn.primitive.name, 0, None
         if eqn.primitive.name == "device_put":
             (x,) = eqn.outvars
             yield "device_put", x.aval.size * x.aval.dtype.itemsize, x.aval.memory_space
-        for inner in compat.contained_jaxprs(eqn):
-            yield from moved(inner)
 
 
 def test_nothing_but_gradients_and_parameters_travels():

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.analysis.collectives import find_collectives
-from jzero.core.base import compat
+from jzero.core.jaxpr.equations import equations_of
 from tests.shared import whole
 from tests.tiers import slow
 
@@ -153,19 +153,17 @@ def test_shards_of_uses_are_summed_in_the_accumulate_dtype():
     plain = jzero.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=optax.sgd(1.0))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=2, precision=precision))
     loss_fn = lambda params, batch: LOSSES["constant_of_two_loops"](params["w"]) * batch.mean()
-    jaxpr = compat.open_jaxpr(jax.make_jaxpr(jzero.value_and_grad(loss_fn))(state, jnp.ones(8)))[0]
+    jaxpr = jax.make_jaxpr(jzero.value_and_grad(loss_fn))(state, jnp.ones(8))
     assert [x.dtype for x in reduced(jaxpr)] == [jnp.bfloat16] * 2
     assert sums_of_shards(jaxpr, (2, 16)) == [jnp.float32]
 
 
 def sums_of_shards(jaxpr, shape):
     """The dtypes of sums of this shape."""
-    found = [eqn.outvars[0].aval for eqn in jaxpr.eqns if eqn.primitive.name == "add"]
-    inner = [x for eqn in jaxpr.eqns for held in compat.contained_jaxprs(eqn) for x in sums_of_shards(held, shape)]
-    return [x.dtype for x in found if x.shape == shape] + inner
+    found = [eqn.outvars[0].aval for eqn in equations_of(jaxpr) if eqn.primitive.name == "add"]
+    return [x.dtype for x in found if x.shape == shape]
 
 
 def reduced(jaxpr):
     """What is reduced and scattered."""
-    found = [eqn.invars[0].aval for eqn in jaxpr.eqns if eqn.primitive.name == "zero_reduce"]
-    return found + [x for eqn in jaxpr.eqns for inner in compat.contained_jaxprs(eqn) for x in reduced(inner)]
+    return [eqn.invars[0].aval for eqn in equations_of(jaxpr) if eqn.primitive.name == "zero_reduce"]

@@ -191,10 +191,7 @@ def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
     ],
 )
 def test_a_check_that_fails_stops_no_step(check, monkeypatch, caplog):
-    def fail(*args):
-        raise KeyError("a new thing")
-
-    monkeypatch.setattr(f"jzero.{check}", fail)
+    monkeypatch.setattr(f"jzero.{check}", shared.raising(KeyError("a new thing")))
     step = jzero.value_and_grad(lambda params, x: 2 * each(params, x).mean())
     with caplog.at_level("WARNING", "jzero"):
         loss, grads = step(sharded(stage=3, persistence_threshold=0), BATCH)

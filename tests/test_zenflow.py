@@ -21,7 +21,7 @@ from jzero.core.records import schedules
 from jzero.core.records.run import RecordPass
 from jzero.core.records.schedules import in_thread
 from jzero.core.state.record_states import records_of
-from tests import models
+from tests import models, shared
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.offload_states import ADAMW, ONE_LAYER, step_of, whole
 from tests.tiers import slow
@@ -271,11 +271,7 @@ def test_an_update_that_fails_after_its_step_is_tried_again(tmp_path, monkeypatc
     state, step = sharded(offload, precision="bf16"), step_of()
     state, _ = step(state, models.mlp_batch(48, seed=0))
     before = arrays(jzero.gather_params(state))
-
-    def fail(*args):
-        raise DiskError("Writing failed: EIO.")
-
-    monkeypatch.setattr(UnnamedFile, "write", fail)
+    monkeypatch.setattr(UnnamedFile, "write", shared.raising(DiskError("Writing failed: EIO.")))
     with pytest.warns(UserWarning, match="the next step tries again: .*EIO"):
         state, _ = step(state, models.mlp_batch(48, seed=1))
     monkeypatch.undo()
@@ -298,6 +294,7 @@ def test_whoever_uses_records_waits_for_the_update_beside_steps(use, monkeypatch
     assert ended
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_while_a_step_waits_starts_no_second_update(monkeypatch):
     """The update that the step waits for goes on, and the next step waits for the same one."""
     offload = flow(topk_ratio=0, update_interval=1)
@@ -327,7 +324,6 @@ def test_ctrl_c_while_a_step_waits_starts_no_second_update(monkeypatch):
         step(state, models.mlp_batch(48, seed=1))
 
     thread = threading.Thread(target=interrupt)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(RamStore, "write", slow)
     monkeypatch.setattr(schedules, "in_thread", counted)
     try:
@@ -336,7 +332,6 @@ def test_ctrl_c_while_a_step_waits_starts_no_second_update(monkeypatch):
             interrupted_step()
         assert len(updates) == 1
     finally:
-        signal.signal(signal.SIGINT, handler)
         go_on.set()
     thread.join()
     state, _ = train(state, steps=2, start=1, clip_norm=0.5)
