@@ -37,13 +37,7 @@ SCANS = (
 
 
 class Program(NamedTuple):
-    """A train step.
-
-    Attributes:
-      make: Returns the loss, a plain state and a batch.
-      config: What is partitioned.
-      options: Of `make_train_step`.
-    """
+    """A train step; `make` returns the loss, a plain state and a batch."""
 
     make: Callable[[], tuple[Any, Any, Any]]
     config: jzero.ZeroConfig

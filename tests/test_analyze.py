@@ -119,9 +119,6 @@ def test_plain_jitted_function():
         analyze(lambda x: x, x)
 
 
-# Planted faults.
-
-
 def violations(report):
     with pytest.raises(jzero.PlanViolation) as caught:
         report.verify()
@@ -182,9 +179,6 @@ def test_amounts_are_those_of_the_trace_by_hand(accumulate_steps):
     of_params["reduce-scatter", False] = 4 * size * accumulate_steps
     assert found.placed == found.needed == of_params
     assert {key: found.traced[key] for key in of_params} == of_params
-
-
-# What becomes of a report.
 
 
 def test_figure(tmp_path):

@@ -127,9 +127,6 @@ def test_export(run, checkpoint, tmp_path):
     assert "`--dtype` must be" in message_of(run(f"export {path} {tmp_path / 'y'} --dtype text"))
 
 
-# As users start it.
-
-
 SMALL = """
 import jax.numpy as jnp, optax, jzero
 def model():
@@ -203,9 +200,6 @@ def test_a_terminal_shows_what_takes_long_as_long_as_it_does(monkeypatch, capsys
     assert "<erased>A module prints.\n" in text
     assert text.endswith("<erased>")
     assert "Nobody" not in text
-
-
-# Wrong input is answered with a message.
 
 
 @pytest.mark.parametrize(

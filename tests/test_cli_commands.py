@@ -126,9 +126,6 @@ def test_doctor_does_not_measure_what_is_no_disk(run, tmp_path):
     assert "cannot hold another 512,000,000,000,000 bytes" in full.stderr.replace("\n", " ")
 
 
-# `jzero deepspeed`
-
-
 DS_CONFIG = {"train_batch_size": 32, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
 
 

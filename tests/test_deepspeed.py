@@ -165,9 +165,6 @@ def ids(rows):
     return [f"{row['type']}-{i}" for i, row in enumerate(rows)]
 
 
-# Schedules
-
-
 @pytest.mark.parametrize("row", GOLDEN["schedules"], ids=ids(GOLDEN["schedules"]))
 def test_schedule_is_deepspeeds(row):
     """Among the first 400 steps. A few roundings of 6e-8 each; a schedule off by one step misses by 1e-3 and more."""
@@ -204,9 +201,6 @@ def test_which_rate_counts():
     assert verdict(theirs, "optimizer.params.lr") == "honoured"
     alone = refused(schedule={"type": "WarmupCosineLR", "params": {"total_num_steps": 10}})
     assert (verdict(alone, "scheduler.type"), alone.schedule) == ("refused", None)
-
-
-# Optimizers
 
 
 def weights_after(tx, grads, start):

@@ -61,9 +61,6 @@ def refuse_unnamed(monkeypatch):
     monkeypatch.setattr(os, "open", opened)
 
 
-# The same bytes as in memory.
-
-
 def test_every_way_to_open_files_gives_the_same_bytes(folder, way):
     store = DiskStore(folder, SIZES)
     assert (len(store.fallbacks), store._files[0].is_direct) == {
@@ -84,9 +81,6 @@ def test_short_reads_and_writes_are_continued(folder, monkeypatch):
     store = DiskStore(folder, FEW)
     train(Pipeline(store), 0, 1)
     assert contents(store) == expected(FEW, range(2))
-
-
-# Passes.
 
 
 def test_a_pass_that_reads_nothing(folder):
@@ -148,9 +142,6 @@ def test_a_forgotten_pipeline_gives_threads_and_space_back(folder):
     store = weakref.ref(pipeline.store)
     del pipeline
     wait_until(lambda: gc.collect() is not None and store() is None)
-
-
-# Pins.
 
 
 @pytest.mark.parametrize("make", [DiskStore, lambda _, sizes: RamStore(sizes)], ids=["disk", "ram"])

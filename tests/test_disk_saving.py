@@ -52,9 +52,6 @@ def test_donated_files_are_freed_before_new_ones_are_made(on_disk, expected, tmp
     assert_same_bits(whole(again), expected)
 
 
-# Saving beside training.
-
-
 @pytest.fixture
 def held(monkeypatch):
     """Holds back the reads of saves in the background until it is set."""
@@ -154,9 +151,6 @@ def test_ctrl_c_while_it_saves_holds_no_step_up(call, on_disk, like, tmp_path, m
     assert manager.all_steps() == ([1] if call == "_save" else [])
     if call == "_save":
         assert_same_bits(whole(manager.restore(like())), at_save)
-
-
-# Damage.
 
 
 def flip_a_bit(files, record, byte=100):

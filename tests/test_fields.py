@@ -39,9 +39,6 @@ def square_state(extra, stage=3, **fields):
     return shared.sharded({"w": jnp.ones((D, V))}, shared.sgd(0.1), stage, extra=extra, **fields)
 
 
-# What the loss writes in place.
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Counts:

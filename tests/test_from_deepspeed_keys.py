@@ -259,9 +259,6 @@ def test_num_devices_is_checked(value):
         read({}, num_devices=value)
 
 
-# Files
-
-
 def test_a_key_that_is_there_twice(tmp_path):
     file = tmp_path / "ds_config.json"
     file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1, "stage": 2}}')

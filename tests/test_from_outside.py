@@ -191,9 +191,6 @@ def test_any_value_as_the_end_of_an_answer(tmp_path, name, value):
     assert tokens is None or all(type(x) is int and 0 <= x < 2**31 for x in tokens)
 
 
-# A configuration of DeepSpeed.
-
-
 @pytest.mark.filterwarnings("ignore:jzero does not honour", "ignore:Nothing decides")
 @draws
 @hypothesis.given(

@@ -42,14 +42,7 @@ STEPS, WIDTH = 3, 7
 
 
 class Problem(NamedTuple):
-    """A case for either side.
-
-    Attributes:
-      state: A train state.
-      loss_fn: As jzero takes it.
-      params: The parameters by path, as plain jax takes them.
-      plain_loss: `plain_loss(params, batch)` with those.
-    """
+    """A case for either side: what jzero takes, then parameters by path and their loss, as plain jax takes them."""
 
     state: Any
     loss_fn: Any

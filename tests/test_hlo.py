@@ -148,9 +148,6 @@ def test_groups(groups, first):
     assert found.group == first
 
 
-# The model of a machine.
-
-
 def test_what_no_computation_covers_is_exposed():
     """The gather ends after the product before it is waited for: by hand."""
     h200 = machine("h200:8")

@@ -184,9 +184,6 @@ def test_known_leaves(shape, num_shards, scan_dim, taken_dims, stored_shape):
     assert len(stored_shape) == len(shape), "functions of `x.ndim` see that of the parameter"
 
 
-# Scanned stacks.
-
-
 def scan_dims(params, rules=None):
     """Returns the scanned dimension of each leaf, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(params)

@@ -27,13 +27,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.00
 
 
 class Devices:
-    """Stands in for what the allocators of devices say.
-
-    Attributes:
-      limit: What jax may take of a device.
-      alive: Trees of arrays that are there.
-      beside: Further bytes in use, by the id of a device.
-    """
+    """Stands in for what the allocators of devices say: of arrays that are alive, and of bytes beside, by device."""
 
     def __init__(self):
         self.limit, self.alive, self.beside = 2**30, [], {}

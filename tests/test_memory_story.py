@@ -59,8 +59,6 @@ def test_a_ledgers_verdict(ledger, fits, verdict):
     assert last.endswith(verdict) if verdict else last.endswith("jzero analyze")
 
 
-# The commands.
-
 TINY = "--vocab 61 --d-model 36 --layers 2 --heads 6 --kv-heads 2 --d-hidden 56 --persistence-threshold 0"
 LAYER = 36 * (36 + 2 * 12 + 36) + 3 * 36 * 56 + 2 * 36
 TINY_PARAMS = 2 * 61 * 36 + 2 * LAYER + 36
@@ -190,9 +188,6 @@ def test_other_numbers_come_as_near_as_the_guide_says():
         assert sizes.d_model == sizes.num_heads * 128
 
 
-# Wrong input.
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -219,8 +214,6 @@ def test_other_numbers_come_as_near_as_the_guide_says():
 def test_wrong_input_gets_both_figures_and_what_would_do(line, says):
     assert re.search(says, message_of(f"estimate {line}")), message_of(f"estimate {line}")
 
-
-# Hugging Face folders.
 
 COUNTS = json.loads((pathlib.Path(__file__).parent / "data" / "parameter_counts.json").read_text())
 
@@ -250,9 +243,6 @@ def test_a_folder_says_its_sizes_itself(ask, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(COUNTS["qwen2"]["config"] | other))
     found = ask("plan --model . --devices 3")
     assert (found["num_params"], found["sizes"]["model_type"]) == (COUNTS["qwen2"]["parameters"], "qwen2")
-
-
-# Users' models.
 
 
 @pytest.mark.slow

@@ -47,9 +47,6 @@ def loss_fn(params, batch):
     return jnp.square(jnp.tanh(batch @ params["w"])).mean()
 
 
-# The passes.
-
-
 def test_a_traced_loss_has_whole_parameters_and_the_rows_of_one_device():
     state = sharded({"w": matrix()})
     plan = jzero.plan_of(state)

@@ -14,8 +14,6 @@ from tests import models
 from tests.drawn import to_jax
 from tests.precision_states import BF16, ROWS, assert_same, make_config, mlp_state, step_of
 
-# Bytes.
-
 
 def large_state(layers=4, d=256, vocab=8192):
     """Abstract; sizes as of a decoder, so that biases and norms weigh what they do in one."""
@@ -50,9 +48,6 @@ def test_bytes_of_zeros_table(num_devices):
         for term, bytes_per_param in zip(have, want, strict=True):
             assert term == pytest.approx(bytes_per_param * size, rel=0.02)
         assert have.total == pytest.approx(sum(want) * size, rel=0.02)
-
-
-# Less than fp32 between steps.
 
 
 def test_stochastic_rounding_is_fair_and_exact_where_it_can_be():

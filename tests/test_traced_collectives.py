@@ -126,9 +126,6 @@ def test_the_fate_of_what_a_loop_gathers(loss, options, fate):
     assert set(found) <= {fate, Fate.USED}
 
 
-# Compilers.
-
-
 def analyzed(*args):
     """Returns the report about a compiled step, which keeps the plan, and the facts that it is made from."""
     found = []
@@ -301,9 +298,6 @@ def test_flattened_leaves_on_the_host_and_frozen_ones_are_not_gathered():
     loss = lambda params, x: sum(jnp.square(x @ w).mean() for w in params.values())
     violations = jzero.analyze(jzero.make_train_step(loss), state, np.ones((16, 21), np.float32)).violations
     assert any("flattened leaves" in x and "['near']" in x for x in violations), violations
-
-
-# Matrix work of the update.
 
 
 @functools.cache

@@ -113,13 +113,7 @@ def values():
 
 
 class Program:
-    """A function of fields and other values, traced and split.
-
-    Args:
-      fn: The function.
-      arguments: Its arguments.
-      owners: For each leaf of the arguments, the number of the parameter that it belongs to, or `None`.
-    """
+    """A function, traced and split; `owners` has the number of each argument leaf's parameter, or `None`."""
 
     def __init__(self, fn, arguments, owners):
         flat, _ = compat.open_jaxpr(flattened(jax.make_jaxpr(fn)(*arguments), chooses=True))
