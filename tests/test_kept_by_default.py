@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jzero
 from jzero.analysis import fit
@@ -15,7 +16,7 @@ from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.primitives import REMAT
 from jzero.core.step import choice, jitted
 from jzero.estimate import keeping
-from jzero.estimate.block_costs import BlockCost
+from jzero.estimate.block_costs import BlockCost, BlockCosts
 from jzero.estimate.step_memory import memory_of_step
 from jzero.estimate.traced_collectives import traced_collectives
 from jzero.machines import limits
@@ -155,6 +156,16 @@ def test_blocks_that_save_no_more_than_cheap_does_are_kept(memory, monkeypatch):
     memory.limit = 2**30
     kept = jzero.make_train_step(loss_fn).recomputation(make_state(), make_batch())
     assert kept == jzero.Keep(params="all", blocks=LAYERS)
+
+
+def test_blocks_that_are_loops_count_as_none():
+    def layer(x, w):
+        scores = jax.nn.softmax(jnp.einsum("bqc,bkc->bqk", x @ w, x))
+        return x + jnp.einsum("bqk,bkc->bqc", scores, x), None
+
+    looped = lambda w, x: jnp.square(lax.scan(layer, x, w)[0]).mean()
+    costs = BlockCosts(jax.make_jaxpr(looped)(jnp.ones((LAYERS, 16, 16)), jnp.ones((2, 4, 16))), [], machine("h200:8"))
+    assert [costs.of(how) for how in ("kept", "as_written")] == [[BlockCost(0, 0.0)]] * 2
 
 
 def test_nothing_is_estimated_where_all_values_of_the_loss_fit(memory, monkeypatch):

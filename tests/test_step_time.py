@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.estimate.step_time import step_time
@@ -157,3 +158,15 @@ def test_what_is_reduced_after_all_micro_batches_has_nothing_beside_it():
     assert found.communication > 0
     end = passes + found.communication + max(found.update, found.after_update)
     assert found.seconds == pytest.approx(end, rel=0.001)
+
+
+def test_a_gather_between_the_passes_sends_and_neither_computes_nor_copies():
+    mesh = jzero.make_mesh()
+    whole = NamedSharding(mesh, PartitionSpec())
+    jaxpr = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(2 * x, whole))(jnp.ones((64, 8)))
+    program = trace_program(jaxpr, [mesh.size], fuses_products=False)
+    (sent,), (gather,) = program.transfers, [x for x in program.operations if x.is_transfer]
+    assert (sent.kind, sent.num_bytes, sent.axes) == ("all-gather", 64 * 8 * 4, ("data",))
+    assert gather.gathers
+    assert not gather.may_wait
+    assert gather.num_bytes == 0
