@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import jzero
-from jzero.checkpoint import disk_saving
+from jzero.checkpoint import disk_restoring, disk_saving
 from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.core.disk import files as disk_files
 from jzero.core.disk.files import DiskError
@@ -176,3 +176,17 @@ def test_a_disk_that_is_too_small_for_the_state(on_disk, like, tmp_path, monkeyp
     monkeypatch.setattr("jzero.core.disk.stores.free_bytes", lambda folder: 4096)
     with pytest.raises(DiskError, match="is too small for the optimizer state"):
         jzero.restore_checkpoint(tmp_path / "c", like())
+
+
+def test_a_restore_that_fails_gives_its_space_back(on_disk, like, tmp_path, monkeypatch):
+    jzero.save_checkpoint(tmp_path / "c", on_disk())
+    during, before = [], num_open_files()
+
+    def fail(contents, records, leaves, old):
+        during.append(num_open_files())
+        raise DiskError("the disk fails")
+
+    monkeypatch.setattr(disk_restoring, "_run", fail)
+    with pytest.raises(DiskError, match="the disk fails") as caught:
+        jzero.restore_checkpoint(tmp_path / "c", like())
+    assert during[0] > before == num_open_files(), f"although the error is still there: {caught}"
