@@ -45,6 +45,15 @@ def test_states_are_those_of_the_plan_and_of_the_buffers(stage):
     assert memory.peak == memory.arguments + sum(memory.at_peak.values())
 
 
+def test_what_the_host_holds_is_none_of_the_devices():
+    near, away = (
+        reckoned(stack_loss, stack_state(config_of(2, offload=jzero.Offload(optimizer=home))))
+        for home in ("none", "host")
+    )
+    assert away.host == near.opt_state - away.opt_state > 0
+    assert away.other == near.other
+
+
 def test_what_a_layer_keeps():
     """Of tanh(x·up)·down: the hyperbolic tangents, which both gradients read, and the output, whose square is taken."""
     memory = reckoned(mlp_loss, mlp_state(config_of(0)))
