@@ -33,7 +33,7 @@ ARITHMETIC: dict[type, type] = {
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
-NO_FAULTS = ("cast", "gcd", "getLogger", "isinstance", "max", "min", "one_of", "TypeVar")
+NO_FAULTS = ("cast", "gcd", "getLogger", "isinstance", "max", "min", "one_of", "picked", "TypeVar")
 """Calls whose arguments have an order that nobody sees, or that are never right in another."""
 
 NO_CODE = (ast.Assert, ast.JoinedStr, ast.Raise)
