@@ -12,6 +12,7 @@ from jax import lax
 
 import jzero
 from jzero.analysis import fit
+from jzero.core.engine import recompute
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.primitives import REMAT
 from jzero.core.step import choice, jitted
@@ -140,6 +141,24 @@ def test_blocks_that_are_faster_as_written_stay_so(memory):
     grads = jax.jit(jax.grad(perceptron))(params, batch)
     moved = jax.tree.map(np.subtract, params, whole(new.params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), moved, grads)
+
+
+def test_what_judges_blocks_traces_them_for_the_step(memory, monkeypatch):
+    memory.limit, traced, keeping_of = 2**30, [], recompute.keeping
+
+    def counted(eqns, *, fuses_products):
+        apply, wrap = keeping_of(eqns, fuses_products=fuses_products)
+        return (lambda eqn, xs: (fuses_products or traced.append(eqn.primitive.name), apply(eqn, xs))[1]), wrap
+
+    monkeypatch.setattr(recompute, "keeping", counted)
+    state, batch, counts = make_state(), make_batch(), []
+    for remat in (None, jzero.Keep(params="all", blocks=LAYERS)):
+        traced.clear()
+        step = jzero.make_train_step(loss_fn, remat=remat)
+        step.trace(state, batch)
+        counts.append(traced.count("dot_general"))
+        assert step.recomputation(state, batch) == jzero.Keep(params="all", blocks=LAYERS)
+    assert counts[0] == counts[1] > 0
 
 
 def test_large_last_blocks_are_not_left_as_written(memory):

@@ -47,7 +47,7 @@ from jzero.core.base.compat import AnyJaxpr
 from jzero.core.base.guard import attempt
 from jzero.core.base.types import PyTree, TrainStateLike
 from jzero.core.config.keep import Keep
-from jzero.core.engine.trace import TracedLoss, axis_env, plan_for
+from jzero.core.engine.trace import TracedLoss, plan_for
 from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.platform import platform_facts
@@ -153,7 +153,7 @@ def _preferred(
     total = traced.num_blocks(plan)
     if platform_facts(plan.mesh).fuses_products:  # kept blocks are as written
         return [(total, "cheap")]
-    costs = BlockCosts(traced.jaxpr, axis_env(plan), hardware)
+    costs = BlockCosts(traced.jaxpr, plan, hardware)
     kept, written = costs.of("kept"), costs.of("as_written")
     left = sum(x.num_bytes for x in written)
     is_slower = sum(x.seconds for x in kept) > WORTH_MEMORY * sum(x.seconds for x in written)

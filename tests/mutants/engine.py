@@ -10,11 +10,11 @@ core/engine/trace.py
 
 core/engine/recompute.py
   blocks_keep_nothing: test_blocks.py::test_each_block_keeps_its_products_alone
-  - functools.partial(jax.checkpoint, policy=keeps_heavy) if is_cheap
-  + jax.checkpoint if is_cheap
+  - apply, wrap = compat.bind, functools.partial(jax.checkpoint, policy=keeps_heavy)
+  + apply, wrap = compat.bind, jax.checkpoint
   policies_shared: test_sharing.py::test_what_is_kept_and_what_is_fenced_may_differ
-  - key = self.remat, key, self.structures(common)
-  + key = self.remat, self.structures(common)
+  - (self.remat, prevent_cse, id(policy))
+  + (self.remat,)
 
 core/jaxpr/structure.py
   minus_zero_is_zero: test_sharing.py::test_what_is_the_same

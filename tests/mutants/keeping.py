@@ -124,4 +124,9 @@ attention/exchange.py
   whole_pieces_are_exchanged: test_windows_in_parts.py::test_windows_alone_are_sent
   - max(0, size - left) :
   + 0:
+
+estimate/block_costs.py
+  what_judges_blocks_shares_no_function: test_kept_by_default.py::test_what_judges_blocks_traces_them_for_the_step
+  - functions_of(jaxpr)
+  + type(functions_of(jaxpr))()
 """)

@@ -26,13 +26,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jzero.core.base import compat
 from jzero.core.base.compat import AnyJaxpr
@@ -59,6 +60,8 @@ Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"] | Keep
 AxisEnv: TypeAlias = list[tuple[str, int]]
 """Names and sizes of the mesh axes that the loss may name."""
 BOUNDARY = "jzero_block_boundary"
+Treatment: TypeAlias = Literal["as_written", "cheap", "kept"]
+"""What becomes of a repeated block."""
 
 
 def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str] = ()) -> Callable[..., Any]:
@@ -133,7 +136,7 @@ def recompute(jaxpr: AnyJaxpr, remat: Remat, axis_env: AxisEnv, *, fuses_product
         total = num_blocks(jaxpr, fuses_products=fuses_products)
         before = max(0, total - remat.blocks) if remat.blocks else None
         remat = remat.remat
-    rewrite = _Rewrite(remat, before, fuses_products=fuses_products)
+    rewrite = _Rewrite(remat, functions_of(jaxpr), before, fuses_products=fuses_products)
     return jax.make_jaxpr(lambda *inputs: rewrite(jaxpr, inputs), axis_env=axis_env)(*shapes)
 
 
@@ -156,25 +159,86 @@ def _rewritten_jaxprs(eqn: JaxprEqn) -> Sequence[AnyJaxpr]:
     return eqn.params["branches"] if kind == "cond" else [called_jaxpr(eqn)] if kind in CALLS else []
 
 
+class Functions:
+    """The functions of a loss's layers and calls: `jax.jit` traces each once, and jax differentiates it once.
+
+    Attributes:
+      structures: Gives equal layers the same number.
+      calls: The functions.
+    """
+
+    def __init__(self) -> None:
+        self.structures = Structures()
+        self.calls: dict[Hashable, Callable[..., Sequence[jax.Array]]] = {}
+        self._common: IdDict[EquationRun, CanonicalJaxpr] = IdDict()
+
+    def common(self, block: EquationRun) -> CanonicalJaxpr:
+        """Returns what a block has in common with equal ones."""
+        if block not in self._common:
+            self._common[block] = CanonicalJaxpr.of(block)
+        return self._common[block]
+
+    def number(self, block: EquationRun) -> int:
+        """Returns a number that equal blocks share."""
+        return self.structures(self.common(block))
+
+    def call_block(
+        self, block: EquationRun, inputs: Sequence[jax.Array], how: Treatment, *, fuses_products: bool = False
+    ) -> list[jax.Array]:
+        """Calls the function of a block that is treated in a way; `fuses_products` as in `recompute`."""
+        apply, wrap = keeping(block.eqns, fuses_products=fuses_products or how == "as_written")
+        if how == "cheap":
+            apply, wrap = compat.bind, functools.partial(jax.checkpoint, policy=keeps_heavy)
+        return self.call(self.common(block), inputs, apply, wrap, (how, fuses_products))
+
+    def call(
+        self,
+        common: CanonicalJaxpr,
+        inputs: Sequence[jax.Array],
+        apply: Apply,
+        wrap: Callable[[LayerFunction], LayerFunction],
+        key: tuple[Hashable, ...],
+    ) -> list[jax.Array]:
+        """Calls the function that all equal jaxprs of one key share."""
+        name, key = KEPT_BLOCK if key[0] == "kept" else "layer", (*key, self.structures(common))
+        if key not in self.calls:
+
+            def layer(*inputs: jax.Array) -> list[jax.Array]:
+                return evaluate(common, inputs, apply)
+
+            layer.__name__ = name
+            self.calls[key] = jax.jit(wrap(layer))  # one object, so that jax traces it once
+        with compat.in_names(common.names):
+            return list(self.calls[key](*inputs, *common.numbers))  # numbers: those folded into random keys
+
+
+_FUNCTIONS: weakref.WeakKeyDictionary[Jaxpr, Functions] = weakref.WeakKeyDictionary()
+"""The functions of each loss, while its jaxpr lives: what judges blocks has them traced and differentiated, too. Only
+`functions_of` reads and writes it."""
+
+
+def functions_of(jaxpr: AnyJaxpr) -> Functions:
+    """Returns the functions of a loss."""
+    return _FUNCTIONS.setdefault(compat.open_jaxpr(jaxpr)[0], Functions())
+
+
 @dataclasses.dataclass
 class _Rewrite:
     """Evaluates jaxprs, changed as `recompute` says.
 
     Attributes:
       remat: The option; `None`: loops are as written, nothing else is recomputed.
+      functions: Those of the loss.
       before_kept: How many blocks come before the next kept one; `None`: none is kept.
       fuses_products: Whether the compiler does, see `PlatformFacts`.
       in_loop: Whether this is a loop body, where no layers are shared, since it is traced once.
-      structures: Gives equal layers the same number.
-      calls: The functions of calls, kept so that `jax.jit` traces each once.
     """
 
     remat: Remat | None
+    functions: Functions
     before_kept: int | None = None
     fuses_products: bool = False
     in_loop: bool = False
-    structures: Structures = dataclasses.field(default_factory=Structures)
-    calls: dict[Hashable, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, jaxpr: AnyJaxpr, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         """Evaluates a jaxpr part by part: repeated blocks, and the equations around them."""
@@ -183,20 +247,19 @@ class _Rewrite:
             return evaluate(jaxpr, inputs, self._apply)
         jaxpr, consts = compat.open_jaxpr(jaxpr)
         parts, is_cheap = split_into_parts(jaxpr), self.remat == "cheap"
-        wrap = functools.partial(jax.checkpoint, policy=keeps_heavy) if is_cheap else lambda layer: layer
-        layers = IdDict((x, CanonicalJaxpr.of(x)) for x in parts if x.is_free)
-        shared = [] if self.in_loop else [x for x in layers if is_cheap or is_worth_a_call(layers[x])]
-        numbers = IdDict((x, self.structures(layers[x])) for x in shared)
+        functions, fuses = self.functions, self.fuses_products
+        shared = [] if self.in_loop else [x for x in parts if x.is_free and (is_cheap or is_worth_a_call(x))]
+        numbers = IdDict((x, functions.number(x)) for x in shared)
         times = collections.Counter(numbers.values())
 
         def apply(part: EquationRun, values: list[jax.Array]) -> list[jax.Array]:
-            if is_cheap and part in layers and self._is_kept():
-                apply_kept, keep = keeping(part.eqns, fuses_products=self.fuses_products)
-                return self._call_shared(layers[part], values, apply_kept, keep, KEPT_BLOCK)
+            if is_cheap and part.is_free and self._is_kept():
+                return functions.call_block(part, values, "kept", fuses_products=fuses)
             if part in numbers and times[numbers[part]] > 1:  # a layer that occurs once stays in place
-                return self._call_shared(layers[part], values, compat.bind, wrap)
-            if is_cheap and part in layers:
-                return wrap(functools.partial(evaluate, part, apply=compat.bind))(values)
+                return functions.call_block(part, values, "cheap" if is_cheap else "as_written")
+            if is_cheap and part.is_free:
+                layer = functools.partial(evaluate, part, apply=compat.bind)
+                return jax.checkpoint(layer, policy=keeps_heavy)(values)
             return evaluate(part, values, self._apply)
 
         program = Piece(jaxpr.invars, jaxpr.outvars, parts, jaxpr.constvars)
@@ -208,26 +271,6 @@ class _Rewrite:
             self.before_kept -= 1
             return False
         return self.before_kept == 0
-
-    def _call_shared(
-        self,
-        common: CanonicalJaxpr,
-        inputs: Sequence[jax.Array],
-        apply: Apply,
-        wrap: Callable[[LayerFunction], LayerFunction],
-        key: Hashable = None,
-    ) -> list[jax.Array]:
-        """Calls the function that all equal jaxprs share."""
-        key = self.remat, key, self.structures(common)
-        if key not in self.calls:
-
-            def layer(*inputs: jax.Array) -> list[jax.Array]:
-                return evaluate(common, inputs, apply)
-
-            layer.__name__ = key[1] if key[1] == KEPT_BLOCK else "layer"
-            self.calls[key] = jax.jit(wrap(layer))  # one object, so that jax traces it once
-        with compat.in_names(common.names):
-            return list(self.calls[key](*inputs, *common.numbers))  # numbers: those folded into random keys
 
     def _apply(self, eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
         kind = eqn.primitive.name
@@ -262,15 +305,15 @@ class _Rewrite:
                 self, before_kept=min(self.before_kept, num_blocks(jaxpr, fuses_products=self.fuses_products))
             )
             self.before_kept -= inside.before_kept or 0
-        key = self.remat, inside.before_kept, self.in_loop, id(jaxpr), in_shardings, out_shardings
-        if key not in self.calls:
+        key = self.remat, inside.before_kept, self.fuses_products, self.in_loop, id(jaxpr), in_shardings, out_shardings
+        if key not in self.functions.calls:
 
             def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
                 return tuple(dataclasses.replace(inside)(jaxpr, xs))  # it counts blocks
 
             call.__name__ = eqn.params.get("name", "jit")
-            self.calls[key] = jax.jit(call, in_shardings=in_shardings, out_shardings=out_shardings)
-        return self.calls[key]
+            self.functions.calls[key] = jax.jit(call, in_shardings=in_shardings, out_shardings=out_shardings)
+        return self.functions.calls[key]
 
     def _checkpoint(self, eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
         setting, policy = eqn.params["prevent_cse"], eqn.params["policy"]
@@ -284,7 +327,7 @@ class _Rewrite:
         if self.in_loop:
             return list(wrap(functools.partial(evaluate, eqn.params["jaxpr"], apply=apply))(inputs))
         common = CanonicalJaxpr.of(compat.open_jaxpr(eqn.params["jaxpr"])[0])
-        return self._call_shared(common, inputs, apply, wrap, (prevent_cse, id(policy)))
+        return self.functions.call(common, inputs, apply, wrap, (self.remat, prevent_cse, id(policy)))
 
     def _scan(self, eqn: JaxprEqn, inputs: list[jax.Array], *, keeps: bool) -> list[jax.Array]:
         num_consts, num_carry = compat.scan_groups(eqn)
@@ -296,7 +339,7 @@ class _Rewrite:
 
         inner: Callable[[AnyJaxpr, Sequence[jax.Array]], list[jax.Array]]
         # With "offload" each turn of an outermost loop is recomputed as one piece; the loops in it are as written.
-        inner = _Rewrite(None if self.remat == "offload" else self.remat, in_loop=True, calls=self.calls)
+        inner = _Rewrite(None if self.remat == "offload" else self.remat, self.functions, in_loop=True)
         if self.remat == "cheap":  # one checkpoint is enough: its policy also decides for loops inside
             inner = functools.partial(evaluate, apply=naming_operands(()) if keeps else compat.bind)
 
