@@ -22,12 +22,11 @@ from jzero.cli.request import PlanRequest
 from jzero.cli.sizes import model_sizes
 from jzero.cli.source import load_source
 from jzero.core.state.init import state_shapes
-from tests import shared
+from tests import models, shared
 from tests.cli_runs import fit_tries_little  # noqa: F401  # a fixture
 from tests.tiers import default_for, slow
 
 SIZES = {"vocab_size": 61, "d_model": 36, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "d_hidden": 56}
-TINY = "--params 23.58K --vocab 61 --d-model 36 --layers 2 --heads 6 --kv-heads 2 --d-hidden 56"
 MIXTRAL = {
     "model_type": "mixtral",
     "hidden_size": 4096,
@@ -54,19 +53,17 @@ def call(line, *, status=0):
 @pytest.mark.parametrize("stage", [slow(1), 3])
 def test_the_loss_in_parts_of_rows_is_that_of_whole_rows(stage, monkeypatch):
     sizes = model_sizes("23.58K", SIZES)
-    state = reckoned.make_state(sizes, rank=0, base_dtype=jnp.float32)(jax.random.key(0))
-    params = jax.tree.map(lambda x: jnp.where(x == 1, x, 12 * x), state.params)  # not those of norms
+    shapes = jax.eval_shape(reckoned.make_state(sizes, rank=0, base_dtype=jnp.float32), jax.random.key(0)).params
+    params = models.draw_like(shapes)
     state = jzero.TrainState.create(params=params, tx=shared.sgd(1.0))
-    tokens = jax.random.randint(jax.random.key(1), (4, 31), 0, 61)
-    want, grads = jax.jit(jax.value_and_grad(reckoned.make_loss(sizes)))(state.params, tokens)
+    tokens = np.random.default_rng(1).integers(0, 61, (4, 31)).astype(np.int32)
+    want = jax.jit(reckoned.make_loss(sizes))(params, tokens)
     monkeypatch.setattr(reckoned, "MOST_SCORES", 700)
     config = jzero.ZeroConfig(stage=stage, context_axis="context", persistence_threshold=0)
     mesh = jzero.make_mesh(devices=jax.devices()[:6], data=2, context=3)
-    step = jzero.make_train_step(reckoned.make_loss(sizes, context="context", loss_chunks=5))
-    new, metrics = step(jzero.shard_train_state(state, config=config, mesh=mesh), tokens)
-    np.testing.assert_allclose(metrics["loss"], want, rtol=2e-6)
-    got = jzero.gather_params(new)
-    jax.tree.map(lambda p, a, g: np.testing.assert_allclose(p - a, g, atol=2e-5), state.params, got, grads)
+    evaluate = jzero.make_eval_step(reckoned.make_loss(sizes, context="context", loss_chunks=5))
+    found = evaluate(jzero.shard_train_state(state, config=config, mesh=mesh), tokens)
+    np.testing.assert_allclose(found, want, rtol=2e-6)
 
 
 EXAMPLES = [
@@ -110,16 +107,6 @@ def test_a_step_is_reckoned_to_take_what_the_examples_step_takes(asked, tmp_path
     assert ours.seconds == pytest.approx(theirs.seconds, rel=0.03)
     assert ours.sent_by_axes == pytest.approx(theirs.sent_by_axes, rel=0.01)
     assert ours.sent_by_axes.keys() >= {name for name in ("context", "experts") if options[name] > 1}
-
-
-@pytest.mark.usefixtures("fit_tries_little")
-def test_all_four_take_them():
-    asked = f"{TINY} --seq 24 --batch 4 --context 2 --loss-chunks 3 --stage 3 --persistence-threshold 0 --json"
-    lines = (f"estimate {asked} --devices 8", f"plan {asked}", f"fit {asked} --topology h100:8 --no-confirm")
-    found = [json.loads(call(line)) for line in (*lines, f"analyze {asked} --verify")]
-    assert len({x["states_bytes"] for x in found}) == 1
-    assert found[2]["chosen"]["mesh"] == {"data": 4, "context": 2}
-    assert {row["axis"] for row in found[3]["collectives"]} >= {"context", "data+context"}
 
 
 @pytest.mark.parametrize("command", ["plan", slow("analyze --verify")])

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import generate
 import jzero
+import training
 import vocabulary
 from tests import finetune_run, hf_models
 from tests.byte_tokenizer import NUM_TOKENS, ByteTokenizer, tokenizer_of_transformers
@@ -54,6 +55,8 @@ def test_adapters_on_integers_learn_and_are_merged(tmp_path, capsys):
     output = capsys.readouterr().out
     assert re.search(r"^200 examples .* skipped; \d+ rows of 33 tokens, \d+% full.*; 10 examples held out", output)
     assert re.search(r"^layers/up/kernel .*int8", output, re.MULTILINE)
+    assert "warning: " not in output
+    assert "stores nothing" not in output
     losses, held_out = logged(log)
     assert len(losses) == 10
     assert losses[10] < losses[1] - 1
@@ -173,18 +176,15 @@ def test_bad_options_are_refused_before_anything_is_read(bad, says, tmp_path, ca
     assert says in str(error.value) + capsys.readouterr().err
 
 
-def test_what_an_option_does_not_do_is_said(tmp_path, capsys):
+def test_what_an_option_does_not_do_is_said(tmp_path, capsys, monkeypatch):
     """A line of data fills no step; a model below the threshold has nothing to round; a default is said by `--help`."""
-    given, line = options(tmp_path, "--steps=1", "--eval-every=9", layers=1), tmp_path / "one.jsonl"
+    monkeypatch.setattr(finetune_run.finetune, "train", lambda state, *_, **__: state)  # it is said before
+    given, line = options(tmp_path, layers=1), tmp_path / "one.jsonl"
     line.write_text('{"prompt": "1+1", "completion": "2"}')
     finetune_run.main(*given, f"--data={line}", "--quantize=int8", "--persistence-threshold=100000")
     output = capsys.readouterr().out
     assert "warning: 1 of the 8 rows of a step have data" in output
     assert "--quantize int8 stores nothing as int8: parameters of up to 100000 elements are whole" in output
-    finetune_run.main(*given, "--quantize=int8")
-    output = capsys.readouterr().out
-    assert "warning: " not in output
-    assert "stores nothing" not in output
     with pytest.raises(SystemExit):
         finetune_run.finetune.parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -192,14 +192,21 @@ def test_what_an_option_does_not_do_is_said(tmp_path, capsys):
     assert "(default: None)" not in text
 
 
-def test_a_run_that_resumes_keeps_its_options(tmp_path, capsys):
+def test_a_run_that_resumes_keeps_its_options(tmp_path, capsys, monkeypatch):
     folder, short = tmp_path / "run", ("--steps=1", "--eval-every=9")
-    finetune_run.main(*options(tmp_path, *short, "--lora-rank=3", f"--checkpoints={folder}", layers=1))
+    monkeypatch.setattr(finetune_run.finetune, "make_look", lambda *_: lambda state: {})
+    with monkeypatch.context() as patch:  # what is saved need not be trained
+        patch.setattr(finetune_run.finetune, "make_step", lambda *_: lambda state, batch: (state, {"loss": 0.0}))
+        finetune_run.main(*options(tmp_path, *short, "--lora-rank=3", f"--checkpoints={folder}", layers=1))
+    saved = jzero.CheckpointManager(folder).restore_extra()["kept"]
     for option in ("--lora-rank 4", "--lora-rank 0", "--lora-alpha 3.0", "--lora-modules q|up", "--seq 16", "--seed 7"):
         flag, value = option.split()
         others = () if flag == "--lora-rank" else ("--lora-rank=3",)
+        given = options(tmp_path, *short, *others, f"{flag}={value}", f"--checkpoints={folder}")
         with pytest.raises(SystemExit, match=rf"^{re.escape(option)}: the run in --checkpoints .*/run has {flag} "):
-            finetune_run.main(*options(tmp_path, *short, *others, f"{flag}={value}", f"--checkpoints={folder}"))
+            training.check_kept(saved, finetune_run.finetune.parse_args(given))
+    with pytest.raises(SystemExit, match=r"^--seed 7: "):
+        finetune_run.main(*given)
     more = ("--steps=2", "--lora-rank=3", "--lr=1e-3", "--quantize=int8", f"--checkpoints={folder}")
     finetune_run.main(*options(tmp_path, *short, *more))
     assert "resuming from step 1" in capsys.readouterr().out

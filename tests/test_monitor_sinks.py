@@ -147,29 +147,41 @@ def test_no_sink_changes_what_it_has_not_written(kind, content, tmp_path):
     assert path.read_bytes() == content
 
 
+KINDS = ["Csv", "JsonLines"]
 WRITER = """
 import sys, jzero
-sink, number = getattr(jzero, sys.argv[1])(sys.argv[2]), int(sys.argv[3])
-for i in range(60):
-    sink(1000 * number + i, {"loss": 1.0, f"of_{number}_{i // 10}": 2.0})
+folder, number = sys.argv[1], int(sys.argv[2])
+for kind in sys.argv[3:]:
+    sink = getattr(jzero, kind)(f"{folder}/{kind}")
+    print("writes", flush=True)
+    sys.stdin.readline()
+    for i in range(60):
+        sink(1000 * number + i, {"loss": 1.0, f"of_{number}_{i // 10}": 2.0})
 """
 
 
-@pytest.mark.parametrize("kind", ["Csv", "JsonLines"])
-def test_writers_in_several_processes_lose_nothing(kind, tmp_path):
+def test_writers_in_several_processes_lose_nothing(tmp_path):
     """Each brings new values every ten steps, for which a table is written anew."""
-    path = tmp_path / "log"
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, kind, path, str(n)]) for n in range(3)]
-    assert [writer.wait(120) for writer in writers] == [0, 0, 0]
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file)) if kind == "Csv" else [json.loads(line) for line in file]
-    assert sorted(int(row["step"]) for row in rows) == [1000 * n + i for n in range(3) for i in range(60)]
-    for row in rows:
-        number, i = divmod(int(row["step"]), 1000)
-        assert float(row[f"of_{number}_{i // 10}"]) == 2.0
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, tmp_path, str(n), *KINDS], **pipes) for n in range(2)]
+    for _ in KINDS:
+        assert [writer.stdout.readline() for writer in writers] == ["writes\n"] * 2
+        for writer in writers:
+            writer.stdin.write("\n")
+            writer.stdin.flush()
+    for writer in writers:
+        writer.communicate(timeout=120)
+        assert writer.returncode == 0
+    for kind in KINDS:
+        with (tmp_path / kind).open(newline="") as file:
+            rows = list(csv.DictReader(file)) if kind == "Csv" else [json.loads(line) for line in file]
+        assert sorted(int(row["step"]) for row in rows) == [1000 * n + i for n in range(2) for i in range(60)]
+        for row in rows:
+            number, i = divmod(int(row["step"]), 1000)
+            assert float(row[f"of_{number}_{i // 10}"]) == 2.0
 
 
-@pytest.mark.parametrize("kind", ["Csv", "JsonLines"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_sinks_of_one_file_take_turns(kind, tmp_path):
     path = tmp_path / "log"
     one, other = (getattr(jzero, kind)(path) for _ in range(2))
