@@ -69,9 +69,10 @@ def test_missing_and_unexpected_leaves_are_reported(plain, tmp_path):
     jzero.save_checkpoint(tmp_path / "c", sharded(plain, 3))
     params = {name: x for name, x in plain.params.items() if name != "second"} | {"added": {"bias": jnp.ones(5)}}
     changed = StateWithStats.create(apply_fn=None, params=params, tx=optax.sgd(0.1), batch_stats=plain.batch_stats)
-    with pytest.raises(ValueError, match=r"(?s)missing .*params/added/bias") as error:
+    listed = r"\n  missing in the checkpoint \(1\):\n    params/added/bias\n  only in the checkpoint \(\d+\):\n    "
+    with pytest.raises(ValueError, match=listed) as error:
         jzero.restore_checkpoint(tmp_path / "c", sharded(changed, 3))
-    assert "params/second/kernel" in str(error.value)
+    assert "\n    params/second/kernel\n" in str(error.value)
     assert "`strict=False`" in str(error.value)
     start = sharded(changed, 3)
     with jzero.CheckpointManager(tmp_path / "run") as manager:
@@ -82,7 +83,7 @@ def test_missing_and_unexpected_leaves_are_reported(plain, tmp_path):
     assert "params/second/kernel" in manager.last_restore.unexpected
     np.testing.assert_array_equal(jzero.get_full_param(restored, "added/bias"), np.ones(5))
     np.testing.assert_array_equal(jzero.get_full_param(restored, "third/bias"), plain.params["third"]["bias"])
-    with pytest.raises(ValueError, match=r"`like` .*\['params/added/bias'\]"):
+    with pytest.raises(ValueError, match=r"`like` .*: params/added/bias\. Pass"):
         jzero.restore_checkpoint(tmp_path / "c", like(changed, 3), strict=False)
 
 
