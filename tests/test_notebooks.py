@@ -5,7 +5,6 @@ import json
 import pathlib
 import re
 
-import matplotlib.pyplot as plt
 import pytest
 
 import jzero
@@ -78,6 +77,7 @@ def test_notebook_runs_and_prints_what_is_committed(number, tmp_path, monkeypatc
     """
     (path,) = (path for path in NOTEBOOKS if path.stem.startswith(number))
     monkeypatch.chdir(tmp_path)  # any folder
+    plt = importlib.import_module("matplotlib.pyplot")  # as above: half a second
     plt.switch_backend("agg")
     namespace = {"__name__": "__main__"}
     for index, cell in enumerate(json.loads(path.read_text())["cells"]):
