@@ -9,10 +9,12 @@ import operator
 import re
 import sys
 import types
+from typing import get_args
 
 import pytest
 
 import jzero
+from jzero.deepspeed.key import Verdict
 from jzero.deepspeed.schema import SCHEMA
 from tests.deepspeed_configs import BATCH, DATA, note, read, read_refused, verdicts
 
@@ -161,12 +163,18 @@ def test_the_table_has_deepspeeds_keys_and_defaults():
         if path not in blocks:
             key = SCHEMA.keys[SCHEMA.canonical(path)]
             assert default == key.default or path.endswith("leaf_module") or path in SCHEMA.old_names, path
+    aio = {"block_size": 2**20, "queue_depth": 8, "intra_op_parallelism": 1}  # by its documentation
+    aio |= {"single_submit": False, "overlap_events": True, "use_gds": False}
+    assert {path: x.default for path, x in SCHEMA.keys.items() if path.startswith("aio.")} == {
+        f"aio.{name}": default for name, default in aio.items()
+    }
 
 
 def test_each_key_has_one_row_and_each_argument_exists():
     paths = [path for section in SCHEMA.sections for path, _ in section.keys]
     assert len(set(paths)) == len(paths)
     for key in SCHEMA.keys.values():
+        assert key.verdict in get_args(Verdict), key.note
         owner, _, name = key.target.partition(".")
         assert not owner or name in {field.name for field in dataclasses.fields(getattr(jzero, owner))}, key.target
 
