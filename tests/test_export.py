@@ -284,3 +284,14 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(jzero.CheckpointError, match=r"could not be written to .*no space"):
         jzero.export_params(state, tmp_path / "out", max_file_bytes=1000)
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_four_bits_come_in_pairs_the_first_in_the_lower_half(tmp_path):
+    """In parts of an odd number of elements, too."""
+    codes = np.arange(15, dtype=np.uint8)
+    x, file = codes.view(ml_dtypes.float4_e2m1fn), epath.Path(tmp_path / "x.safetensors")
+    parts = [x[:3], x[3:8], x[8:9], x[9:14]]
+    write_tensors(file, [TensorSpec("x", (2, 7), x.dtype)], [parts], max_bytes=2**20, notes={})
+    assert file.read_bytes()[-7:] == bytes.fromhex("1032547698badc")
+    tensors, _ = safetensors_files.find_tensors(file)
+    np.testing.assert_array_equal(tensors["x"].view(np.s_[:, 1:]).view(np.uint8), codes[:14].reshape(2, 7)[:, 1:])
