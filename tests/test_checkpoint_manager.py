@@ -15,6 +15,7 @@ from etils import epath
 
 import jzero
 from jzero.checkpoint import lock, orbax_io
+from jzero.checkpoint.writer import REMOVED
 from tests import shared
 from tests.checkpoint_states import numbered, sharded
 
@@ -46,6 +47,16 @@ def test_what_is_saved_and_kept(options, kept, state, tmp_path):
             assert reader.best_step() == best(kept, key=losses.get)
         assert int(reader.restore(state).step) == kept[-1]
         assert int(reader.restore(state, step=kept[0]).step) == kept[0]
+
+
+def test_steps_that_are_no_longer_kept_take_no_space_while_the_manager_saves(state, tmp_path):
+    with jzero.CheckpointManager(tmp_path, max_to_keep=1) as manager:
+        for number in range(1, 6):
+            manager.save(numbered(state, number))
+        manager.wait()
+        manager._writer._join_sweeper()
+        assert [x.name for x in (tmp_path / REMOVED).iterdir()] == ["4"]
+    assert sorted(x.name for x in tmp_path.iterdir() if x.name.isdecimal()) == ["5"]
 
 
 def test_saving_again_and_out_of_turn(state, tmp_path):
