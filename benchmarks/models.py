@@ -65,6 +65,7 @@ MORE: dict[str, Callable[[], Family]] = {
     "gpt_1_4b": functools.partial(UNTIED, layers=24, width=2048, scanned=True),
     "gpt_1_4b_unrolled": functools.partial(UNTIED, layers=24, width=2048, scanned=False),
     "gpt_7b": functools.partial(UNTIED, layers=32, width=4096, head=128, scanned=True),
+    "gpt_24_layers": functools.partial(family_models.gpt, layers=24, scanned=False),
     "gpt_48_layers": functools.partial(family_models.gpt, layers=48, scanned=False),
     "gpt_2_layers": functools.partial(family_models.gpt, layers=2, scanned=False),
     "mlp": mlp,
