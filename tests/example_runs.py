@@ -1,4 +1,4 @@
-"""Runs examples: as a user does, in a process of their own, or in this one, which saves the time to start."""
+"""Runs programs: as a user does, in a process of their own, or in this one, which saves the time to start."""
 
 import os
 import pathlib
@@ -16,19 +16,17 @@ def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "COLUMNS": "120", "JAX_PLATFORMS": "cpu"} | variables
 
 
-def run_example(script: str, *args: str, timeout: float = 300) -> str:
-    """Returns what a script prints; its exit status must be 0."""
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", f"examples/{script}", *args],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def run_python(*arguments: str, timeout: float = 300, **variables: str) -> str:
+    """Returns what a program prints, in a process of its own; its exit status must be 0."""
+    how = {"cwd": ROOT, "env": environment(**variables), "capture_output": True, "text": True, "timeout": timeout}
+    finished = subprocess.run([sys.executable, *arguments], check=False, **how)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
+
+
+def run_example(script: str, *args: str, timeout: float = 300) -> str:
+    """Returns what a script prints; its exit status must be 0."""
+    return run_python("-W", "error", f"examples/{script}", *args, timeout=timeout)
 
 
 def run_here(script: str, *args: str, monkeypatch, capsys) -> str:

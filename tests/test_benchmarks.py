@@ -1,14 +1,12 @@
 """Each benchmark tells its options at once, without jax, and (slow) runs at its least size."""
 
-import os
-import pathlib
+import functools
 import shlex
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.example_runs import ROOT, run_python
+
 STORIES = ("families", "gpu", "torch_peers", "overhead", "checkpoints", "offload", "slow_links", "losses")
 GPT = "--vocab 256 --width 64 --layers 2 --seq-len 16 --precision bf16 --only none optimizer"
 TINY = {
@@ -34,12 +32,7 @@ COMPILED = {
 """For accelerators that are not there; what writes a file prints it as a table, too."""
 
 
-def run(*arguments: str) -> str:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, *arguments]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+run = functools.partial(run_python, timeout=600)
 
 
 @pytest.mark.parametrize("story", STORIES)

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +36,8 @@ from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
     values,
     whole,
 )
+from tests.example_runs import run_python
 from tests.tiers import slow
-
-ROOT = pathlib.Path(__file__).parents[1]
-
-
-# Places.
-
 
 SHAPES = [(7,), (9, 7), (3, 5, 4), (2, 3, 2, 5)]
 CUTS = [(shape, dim, flat) for shape in SHAPES for dim in range(len(shape)) for flat in (False, True)]
@@ -86,9 +79,6 @@ def test_chunks_of_several_processes_end_where_parts_end(on_disk, several, monke
         if several == 2:
             cut = [d for d in range(len(part)) if part[d] < leaf.grad.stored_shape[d]]
             assert all(part[d] % chunk[d] == 0 for d in cut)
-
-
-# What is written, and who reads it.
 
 
 STREAMED = ("disk", 3, "bf16", 2)
@@ -153,9 +143,6 @@ def test_an_overwritten_state_is_not_saved(on_disk, tmp_path, step):
         with pytest.raises(RuntimeError, match="later step overwrote"):
             save()
     assert not (tmp_path / "c").exists()
-
-
-# Parts of a state.
 
 
 @pytest.mark.slow
@@ -250,11 +237,8 @@ print(json.dumps(measure(sys.argv[1])))
 
 @pytest.mark.slow
 def test_saving_and_restoring_take_the_memory_of_a_few_records(tmp_path):
-    command = [sys.executable, "-W", "error", "-c", MEASURE, str(tmp_path)]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed goes back to the system at once
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout.splitlines()[-1])
+    freed = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed goes back to the system at once
+    found = json.loads(run_python("-W", "error", "-c", MEASURE, str(tmp_path), **freed).splitlines()[-1])
     assert found["on_disk"] >= 2 * found["allowed"]
     assert found["save"] <= found["allowed"], found
     assert found["restore"] <= found["allowed"], found

@@ -7,8 +7,6 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -32,9 +30,9 @@ from tests.disk_pipelines import (  # noqa: F401  # fixtures
     open_files,
     train,
 )
+from tests.example_runs import run_python
 
 pytestmark = pytest.mark.timeout(300)
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def failing(monkeypatch, call, store, *, slot, after, number=errno.EIO):
@@ -175,9 +173,6 @@ def test_too_little_space_is_found_before_anything_is_computed(folder, monkeypat
     assert folder in str(caught.value)
 
 
-# Ctrl-C.
-
-
 def run_until_interrupted(pipeline, interrupt):
     interrupt.start()
     while True:
@@ -270,12 +265,7 @@ assert contents(pipeline.store) == expected(SIZES, range(2))
 
 
 def test_a_forked_child_cannot_disturb(folder):
-    command = [sys.executable, "-c", FORKED, folder]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT, check=False)
-    assert ran.returncode == 0, ran.stderr
-
-
-# Folders and figures.
+    run_python("-c", FORKED, folder, timeout=WAIT)
 
 
 def test_folders_that_cannot_be_used(tmp_path, monkeypatch):

@@ -1,16 +1,12 @@
 """`python -m benchmarks.gpu` at its least size, on CPU devices (slow), and what it does when parts of it fail."""
 
 import math
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks.gpu.job import figures_of
+from tests.example_runs import run_python
 
-ROOT = pathlib.Path(__file__).parents[1]
 STEPS = "steps/gpt_small/8/3"
 
 
@@ -25,10 +21,7 @@ def numbers_in(x):
 @pytest.mark.slow
 def test_each_part_of_a_small_run_measures_something_and_all_engines_train_alike(tmp_path):
     out = tmp_path / "report.md"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--minutes", "9", "--out", str(out)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    run_python("-m", "benchmarks.gpu", "--small", "--minutes", "9", "--out", str(out), timeout=900)
     found, text = figures_of(out.with_suffix(".jsonl")), out.read_text()
     assert list(found) == ["run", "machine", "rates", STEPS, "offload"]
     assert all(math.isfinite(x) for x in numbers_in(found))
