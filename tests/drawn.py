@@ -17,11 +17,6 @@ def to_jax(x: Any, dtype: Any = None) -> jax.Array:
     return jax.device_put(x if dtype is None else x.astype(jax.dtypes.canonicalize_dtype(dtype)))
 
 
-def zeros_of(make: Any, *args: Any) -> Any:
-    """Returns zeros, as NumPy's arrays, of the shapes that a function returns, such as `optax.adam(1e-3).init`."""
-    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(make, *args))
-
-
 def initializer(seed: int) -> Callable[..., jax.Array]:
     """Returns an initializer of kernels that needs no key: each shape that jax draws compiles a program."""
 

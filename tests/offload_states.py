@@ -38,11 +38,7 @@ def small_state(stage, precision="fp32", offload=HOST, tx=ADAMW, sizes=models.TW
 
 
 def train(state, steps=3, **options):
-    losses = []
-    for i in range(steps):
-        state, metrics = step_of(**options)(state, models.mlp_batch(48, seed=i))
-        losses.append(float(metrics["loss"]))
-    return state, losses
+    return shared.train(step_of(**options), state, [models.mlp_batch(48, seed=i) for i in range(steps)])
 
 
 def whole(state):
@@ -63,9 +59,6 @@ def deviation_from_optax(optimizer, offload, model="two layers"):
     tx = (optimizers.OPTIMIZERS | optimizers.TOGETHER)[optimizer]()
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, offload=offload))
-    step, losses = jzero.make_train_step(loss_fn), []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    state, losses = shared.train(jzero.make_train_step(loss_fn), state, batches)
     run = optimizers.Run(np.array(losses), jax.tree.map(np.asarray, jzero.gather_params(state)))
     return max(optimizers.deviation(run, optimizers.run_plain(model, optimizer, "float64"))), state

@@ -10,7 +10,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import jzero
-from tests import models
+from tests import models, shared
 
 STEPS = 20
 ROWS = 120  # divisible by 1, 2, 3, 5 and 8
@@ -108,13 +108,8 @@ def run_zero(model: str, optimizer: str, dtype: str, stage: int, num_devices: in
     params, loss_fn, batches = problem(model, dtype)
     state = TrainState.create(apply_fn=None, params=params, tx=(OPTIMIZERS | TOGETHER)[optimizer]())
     mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
-    state = jzero.shard_train_state(state, config=config, mesh=mesh)
-    step = jzero.make_train_step(loss_fn)
-    losses = []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    state = jzero.shard_train_state(state, config=shared.config(stage), mesh=mesh)
+    state, losses = shared.train(jzero.make_train_step(loss_fn), state, batches)
     return Run(np.array(losses), _host(jzero.gather_params(state)))
 
 

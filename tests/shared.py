@@ -9,7 +9,8 @@ test looks at what happens while a step is traced, or changes jzero.
 """
 
 import functools
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -33,12 +34,20 @@ def config(stage: Literal[0, 1, 2, 3], **fields: Any) -> jzero.ZeroConfig:
 
 
 def sharded(
-    params: Any, tx: Any, stage: Literal[0, 1, 2, 3] = 3, *, mesh: Any = None, extra: Any = None, **fields: Any
+    params: Any,
+    tx: Any,
+    stage: Literal[0, 1, 2, 3] = 3,
+    *,
+    mesh: Any = None,
+    extra: Any = None,
+    trainable: Any = None,
+    **fields: Any,
 ) -> Any:
-    """Returns a sharded state of these parameters; `fields` are those of `ZeroConfig`."""
+    """Returns a sharded state; `mesh` may be a number of devices, and `fields` are those of `ZeroConfig`."""
+    mesh = jzero.make_mesh(devices=jax.devices()[:mesh]) if isinstance(mesh, int) else mesh
     state = jzero.TrainState.create(params=params, tx=tx, extra=extra)
     config = jzero.ZeroConfig(stage=stage, **{"persistence_threshold": 0} | fields)
-    return jzero.shard_train_state(state, config=config, mesh=mesh)
+    return jzero.shard_train_state(state, config=config, mesh=mesh, trainable=trainable)
 
 
 def mlp_state(
@@ -55,6 +64,39 @@ def raising(error: BaseException) -> Any:
         raise error
 
     return fail
+
+
+def train(step: Any, state: Any, batches: Iterable[Any]) -> tuple[Any, list[float]]:
+    """Returns the state after a step for each batch, and the losses."""
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+class Trained(NamedTuple):
+    params: Any
+    opt_state: Any
+    losses: list[float]
+    norms: list[float]
+
+
+def by_optax(loss_fn: Any, params: Any, tx: Any, batches: Iterable[Any]) -> Trained:
+    """Returns what plain optax makes of parameters on one device, with a step for each batch."""
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
+
+    opt_state, numbers = tx.init(params), []
+    for batch in batches:
+        params, opt_state, *both = step(params, opt_state, batch)
+        numbers.append([float(x) for x in both])
+    losses, norms = zip(*numbers, strict=True)
+    return Trained(*jax.tree.map(np.asarray, (params, opt_state)), [*losses], [*norms])
 
 
 def whole(tree: Any) -> Any:

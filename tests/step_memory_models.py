@@ -6,6 +6,7 @@ import numpy as np
 import optax
 
 import jzero
+from tests import shared
 from tests.drawn import to_jax
 
 WIDTH, HIDDEN, LAYERS, ROWS = 64, 256, 6, 32
@@ -44,8 +45,7 @@ def stack_loss(params, x):
 BATCH = np.random.default_rng(1).normal(size=(ROWS, WIDTH)).astype(np.float32)
 
 
-def config_of(stage, **options):
-    return jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
+config_of = shared.config
 
 
 def reckoned(loss, state, **options):

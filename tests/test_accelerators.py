@@ -21,7 +21,7 @@ from jzero.cli import sizes as cli_sizes
 from jzero.core.state.init import lower_init
 from jzero.core.state.shard import abstract_train_state
 from jzero.machines.topologies import topology_devices
-from tests import models
+from tests import models, shared
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,8 +30,7 @@ def compiled_text(topology, stage, precision, *, scan, cast=False):
     mesh = jzero.make_mesh(devices=topology_devices(topology))
     model = models.GPT(vocab=1024, d_model=256, heads=4, layers=4, scan=scan)
     plain = jax.eval_shape(lambda: models.gpt_state(model, optax.adamw(1e-3)))
-    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0)
-    state = abstract_train_state(plain, config=config, mesh=mesh)
+    state = abstract_train_state(plain, config=shared.config(stage, precision=precision), mesh=mesh)
     loss_fn = models.gpt_loss(model)
     if cast:
         whole = loss_fn
@@ -113,9 +112,8 @@ def test_tiles_are_noted():
     make_state, _, _ = decoder_models.gpt_124m()
     plain = jax.eval_shape(make_state, jax.random.key(0))
     loss_fn = lambda params, batch: batch.mean() * sum(x.sum() for x in jax.tree.leaves(params))
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
     batch = jax.ShapeDtypeStruct((64, 8), jnp.float32)
-    report = jzero.analyze(jzero.make_train_step(loss_fn), plain, batch, topology="v5p:4x4x4", config=config)
+    report = jzero.analyze(jzero.make_train_step(loss_fn), plain, batch, topology="v5p:4x4x4", config=shared.config(3))
     (note,) = (note for note in report.notes if "more than their elements" in note)
     assert 15 <= int(note.split("take ")[1].split(" %")[0]) <= 33, note
 

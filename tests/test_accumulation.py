@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.core.jaxpr.equations import equations_of
-from tests import models
+from tests import models, shared
 from tests.tiers import slow
 
 ROWS, K, STEPS = 48, 3, 2
@@ -25,8 +25,7 @@ def make_params():
 
 def make_state(stage, precision="fp32", tx=None):
     plain = TrainState.create(apply_fn=None, params=make_params(), tx=tx or optax.adam(1e-3, eps=1e-6))
-    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0)
-    return jzero.shard_train_state(plain, config=config)
+    return jzero.shard_train_state(plain, config=shared.config(stage, precision=precision))
 
 
 def weighted_loss(params, batch):
@@ -46,23 +45,11 @@ def batch(seed=0):
 
 @functools.cache
 def plain_run():
-    @jax.value_and_grad
     def mean(params, batch):
         whole = weighted_loss(params, batch)
         return whole.sum / whole.weight
 
-    @jax.jit
-    def step(state, batch):
-        loss, grads = mean(state.params, batch)
-        return state.apply_gradients(grads=grads), loss, optax.tree.norm(grads)
-
-    state = TrainState.create(apply_fn=None, params=make_params(), tx=optax.adam(1e-3, eps=1e-6))
-    losses, norms = [], []
-    for i in range(STEPS):
-        state, loss, norm = step(state, batch(i))
-        losses.append(float(loss))
-        norms.append(float(norm))
-    return losses, norms, state.params
+    return shared.by_optax(mean, make_params(), optax.adam(1e-3, eps=1e-6), map(batch, range(STEPS)))
 
 
 @pytest.mark.parametrize(("stage", "reduce"), [(1, "each"), (2, "last"), slow(3, "each"), slow(3, "last")])
@@ -74,10 +61,10 @@ def test_equals_one_large_weighted_batch(stage, reduce):
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     want = plain_run()
-    np.testing.assert_allclose(losses, want[0], rtol=1e-6)
-    np.testing.assert_allclose(norms, want[1], rtol=1e-6)
+    np.testing.assert_allclose(losses, want.losses, rtol=1e-6)
+    np.testing.assert_allclose(norms, want.norms, rtol=1e-6)
     # Adam divides by the root of the gradient's square, which amplifies the order of summation where both are small.
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), jzero.gather_params(state), want[2])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), jzero.gather_params(state), want.params)
 
 
 ACCUMULATORS = {
@@ -95,9 +82,6 @@ def test_dtype_of_the_accumulators(stage, precision):
     carried = [v.aval for eqn in equations_of(jaxpr) if eqn.primitive.name == "scan" for v in eqn.outvars]
     shape = (127, 11) if stage == 1 else (16, 11)
     assert [x.dtype for x in carried if x.shape == shape] == [jnp.dtype(ACCUMULATORS[precision])]
-
-
-# Clipping.
 
 
 @pytest.mark.parametrize("stage", [0, 3])

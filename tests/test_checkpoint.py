@@ -15,7 +15,7 @@ from flax import nnx
 
 import jzero
 from jzero.checkpoint.saving import checkpoint_items
-from tests import disk_states, models
+from tests import disk_states, models, shared
 from tests.checkpoint_states import (
     ONE_DEVICE,
     Numbers,
@@ -125,20 +125,13 @@ def test_going_on_equals_never_having_stopped(tmp_path):
     step = disk_states.step_of()
     batches = [models.mlp_batch(24, seed=i) for i in range(8)]
     state = mixed_state(1, precision)
-    for batch in batches[:3]:
-        state, _ = step(state, batch)
+    state, _ = shared.train(step, state, batches[:3])
     with jzero.CheckpointManager(tmp_path) as manager:
         manager.save(state)
-        losses = []
-        for batch in batches[3:]:
-            state, metrics = step(state, batch)
-            losses.append(float(metrics["loss"]))
+        state, losses = shared.train(step, state, batches[3:])
         start = jzero.abstract_train_state(mixed_state(1, precision), config=jzero.plan_of(state).config)
         restored = manager.restore(start)
-    again = []
-    for batch in batches[3:]:
-        restored, metrics = step(restored, batch)
-        again.append(float(metrics["loss"]))
+    restored, again = shared.train(step, restored, batches[3:])
     assert len({*losses}) == 5
     assert again == losses
     assert_same_bits(arrays(restored), arrays(state))

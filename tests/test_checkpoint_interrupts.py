@@ -21,13 +21,12 @@ import pytest
 
 import jzero
 from jzero.checkpoint import contents
+from tests import shared
 
 
 def make_state(seed=0):
     params = {"odd": jax.numpy.arange(23.0 * 5).reshape(23, 5) + seed, "even": jax.numpy.full((64,), 1.0 + seed)}
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=10)
-    return jzero.shard_train_state(state, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:2]))
+    return shared.sharded(params, optax.sgd(0.1), mesh=2, persistence_threshold=10)
 
 
 def names_in(folder):

@@ -14,7 +14,7 @@ import pytest
 
 import jzero
 from jzero.core.base import compat
-from tests import light_decoder, models
+from tests import light_decoder, models, shared
 from tests.stablehlo import in_line
 
 N = 8
@@ -23,9 +23,8 @@ N = 8
 @functools.cache
 def _lowered(stage, *, scan=True, recompute=None, **options):
     sizes = {"layers": 2, "width": 128, "vocab": 512, "scan": scan}
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
     plain = jax.eval_shape(lambda: light_decoder.make_state(optax.adam(1e-3), **sizes))
-    state = jzero.abstract_train_state(plain, config=config)
+    state = jzero.abstract_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options))
     step = jzero.make_train_step(light_decoder.loss_fn, remat=recompute)
     return state, step.lower(state, models.tokens(16, vocab=512))
 
@@ -76,9 +75,8 @@ def test_muon_multiplies_whole_matrices():
 
 
 def mlp_state(stage, tx, threshold=0, devices=N, **options):
-    plain = jzero.TrainState.create(params=models.mlp_params(sizes=models.TWO_LAYERS), tx=tx)
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=threshold, **options)
-    return jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:devices]))
+    params, options = models.mlp_params(sizes=models.TWO_LAYERS), {"persistence_threshold": threshold, **options}
+    return shared.sharded(params, tx, stage, mesh=devices, **options)
 
 
 @contextlib.contextmanager

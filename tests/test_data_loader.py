@@ -20,6 +20,7 @@ import jzero
 import jzero.data
 from jzero.data.files import Lanes
 from jzero.data.position import BatchSchedule, EpochOrder, Position
+from tests import shared
 from tests.data_examples import Source, examples, make, whole_lines, with_noise
 
 
@@ -60,22 +61,15 @@ def test_training_on_a_padded_remainder_equals_optax_on_the_examples():
         return jzero.Weighted((losses * batch["weights"]).sum(), batch["weights"].sum())
 
     state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.adam(0.1)), stage=3)
-    step, losses = jzero.make_train_step(loss_fn), []
-    for batch in jzero.data.make_loader(source, batch_size=16, num_epochs=2):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    loader = jzero.data.make_loader(source, batch_size=16, num_epochs=2)
+    state, losses = shared.train(jzero.make_train_step(loss_fn), state, loader)
 
-    tx, grad = optax.adam(0.1), jax.jit(jax.value_and_grad(lambda params, batch: losses_of(params, batch).mean()))
-    opt_state, expected = tx.init(params), []
-    for rows in [source[:16], source[16:]] * 2:
-        batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-        loss, grads = grad(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        expected.append(float(loss))
-    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    batches = [jax.tree.map(lambda *leaves: np.stack(leaves), *rows) for rows in [source[:16], source[16:]] * 2]
+    mean = lambda params, batch: losses_of(params, batch).mean()
+    want = shared.by_optax(mean, params, optax.adam(0.1), batches)
+    np.testing.assert_allclose(losses, want.losses, rtol=2e-6)
     for name, x in jzero.gather_params(state).items():
-        np.testing.assert_allclose(x, params[name], rtol=2e-6)
+        np.testing.assert_allclose(x, want.params[name], rtol=2e-6)
 
 
 def test_positions_of_other_data_are_refused(tmp_path):
@@ -181,9 +175,6 @@ def test_a_loader_without_end_has_no_length():
     assert (loader.batches_per_epoch, loader.num_examples) == (2, 9)
     with pytest.raises(TypeError, match="has no length"):
         len(loader)
-
-
-# Orders.
 
 
 SIZES = st.integers(1, 60)

@@ -17,6 +17,7 @@ from jzero.core.disk.files import PAGE, DiskError, page_aligned
 from jzero.core.disk.rows import RowReader, StoredRow, take_row
 from jzero.core.disk.stores import DiskStore, RamStore
 from jzero.core.state.record_states import records_of
+from tests import shared
 from tests.checkpoint_states import assert_same_bits, whole
 from tests.tiers import slow
 
@@ -81,11 +82,7 @@ def step_of(accumulate_steps=2):
 
 
 def train(state, seeds=range(3), step=None):
-    step, losses = step or step_of(), []  # one for almost all
-    for seed in seeds:
-        state, metrics = step(state, batch(seed))
-        losses.append(float(metrics["loss"]))
-    return state, losses
+    return shared.train(step or step_of(), state, map(batch, seeds))  # one step for almost all
 
 
 evaluate = jzero.make_eval_step(loss_fn)

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 import jzero
 from jzero.core.layout.casts import describe_misfit
+from tests import shared
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,7 @@ def test_what_fits(values, dtype, fits):
 def make_state(value, dtype):
     """A padded leaf that is not trained, and one that is."""
     params = {"q": jnp.full((5, 3), value, dtype), "w": jnp.ones((16, 8))}
-    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(persistence_threshold=0), trainable="w")
+    return shared.sharded(params, optax.sgd(0.1), 3, trainable="w")
 
 
 @pytest.mark.parametrize(

@@ -143,10 +143,7 @@ def mean_square(params, x):
 
 
 def sharded(**fields):
-    params = {"w": jnp.ones((D, 7))}
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.0), **fields)
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    return jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:DEVICES]))
+    return shared.sharded({"w": jnp.ones((D, 7))}, shared.sgd(0.0), mesh=DEVICES, **fields)
 
 
 def returned(x):

@@ -119,9 +119,6 @@ def test_two_leaves_of_one_path_are_named(field):
             call(state, stage=3)
 
 
-# Editing parameters.
-
-
 @pytest.mark.parametrize(
     "call", [jzero.gather_params, lambda s, paths: jzero.update_params(s, lambda p: p, paths=paths)]
 )
@@ -141,9 +138,6 @@ def test_update_params_keeps_shapes_dtypes_and_structure():
             jzero.update_params(state, lambda p: jax.tree.map(lambda x: x.astype(jnp.float16), p))
         with raises(ValueError, "`fn` must return a tree of the structure it was given"):
             jzero.update_params(state, lambda p: p["dense"])
-
-
-# Batches.
 
 
 @pytest.mark.smoke
@@ -173,9 +167,6 @@ def test_batch_leaves_must_agree_and_be_arrays():
         step(state, {"x": BATCH, "y": BATCH[:8, 0]})
     with raises(TypeError, "names/0: str", "must be an array"):
         step(state, {"x": BATCH, "names": ["first"]})
-
-
-# Losses.
 
 
 @pytest.mark.parametrize(
@@ -241,12 +232,11 @@ def test_sums_of_what_has_none_are_named(mark, said):
 @pytest.mark.parametrize("threshold", [0, 10_000])
 def test_large_arrays_that_the_loss_closes_over_are_warned_about(threshold):
     table = jnp.ones((100, 101))
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=threshold)
 
     def loss(params, batch):
         return loss_fn(params, batch) + (table * batch.mean()).mean()
 
-    state = sharded_state(config=config)
+    state = sharded_state(config=jzero.ZeroConfig(stage=3, persistence_threshold=threshold))
     step = jzero.make_train_step(loss)
     plan = step.plan(state, BATCH)
     assert [(leaf.shape, leaf.dtype) for leaf in plan.closed_over] == [((100, 101), jnp.float32)]
@@ -268,9 +258,6 @@ def test_small_arrays_that_the_loss_closes_over_are_fine(threshold, shape):
     state = sharded_state(config=jzero.ZeroConfig(stage=3, persistence_threshold=threshold))
     assert step.plan(state, BATCH).closed_over == ()
     step(state, BATCH)  # warnings are errors here
-
-
-# Other users of the mesh inside the loss.
 
 
 def model_axis_loss(params, batch, mesh, axes):

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jzero
-from tests import models
+from tests import models, shared
 
 ZERO1 = jzero.estimate_zero1_model_states_mem_needs
 ZERO2 = jzero.estimate_zero2_model_states_mem_needs
@@ -91,9 +91,6 @@ def test_deepspeeds_tables_are_printed_and_returned(call, table, capsys):
     assert f"{estimate}\n" == table
 
 
-# Numbers.
-
-
 def test_defaults_are_one_device_with_offload():
     assert ZERO1(1_000_000) == (24_000_000, 4_000_000)
     assert ZERO2(1_000_000) == (24_000_000, 2_000_000)
@@ -161,9 +158,6 @@ def test_stage_3_against_rational_arithmetic(total, part, gpus, nodes, quarters)
         assert layer_mem == 4 * layer
         assert close(cpu_mem, cpu * factor), options
         assert close(gpu_mem, 4 * layer + gpu), options
-
-
-# What is returned and printed.
 
 
 @pytest.mark.smoke
@@ -346,8 +340,7 @@ def test_nnx_train_states(is_pair):
         return nnx.ModelAndOptimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
     assert count(make()) == TIED
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    assert count(jzero.shard_train_state(make(), config=config))[0] == TIED[0]
+    assert count(jzero.shard_train_state(make(), config=shared.config(3)))[0] == TIED[0]
 
 
 @pytest.mark.parametrize("function", [ZERO3, ZERO3_COLD])

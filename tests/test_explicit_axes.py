@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from tests import shared
 from tests.tiers import slow
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -83,8 +84,7 @@ def loss_of(ops, how):
 
 def make_state(stage=3):
     place = lambda x, spec: jax.device_put(x, NamedSharding(MESH, spec))
-    state = jzero.TrainState.create(params=jax.tree.map(place, PARAMS, SPECS), tx=TX)
-    return jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=MESH)
+    return shared.sharded(jax.tree.map(place, PARAMS, SPECS), TX, stage, mesh=MESH)
 
 
 def trained_on_one_device(how):

@@ -34,8 +34,7 @@ def _each_step_is_reckoned_once(monkeypatch):
 
 
 def make_state(params=None, **fields):
-    state = jzero.TrainState.create(params=make_params(LAYERS) if params is None else params, tx=shared.sgd(1.0))
-    return jzero.shard_train_state(state, config=shared.config(**{"stage": 3, **fields}))
+    return shared.sharded(make_params(LAYERS) if params is None else params, shared.sgd(1.0), **fields)
 
 
 @functools.cache

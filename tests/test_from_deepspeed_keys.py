@@ -133,11 +133,6 @@ def test_optimizer_state_goes_to_nvme(name):
     assert "one request" in note(report, "zero_optimization.sub_group_size")
 
 
-def test_nvme_needs_a_folder():
-    with pytest.raises(ValueError, match=r"offload_optimizer\.nvme_path`"):
-        read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}})
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stage_3_keys_mean_nothing_before(stage):
     quantized = {"zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}
@@ -200,6 +195,7 @@ schedule = lambda name, **params: {"scheduler": {"type": name, "params": params}
         (offload(ratio="half"), ["`zero_optimization.offload_optimizer.ratio` must be a number: got 'half'"]),
         (offload(ratio=1.5), ["`zero_optimization.offload_optimizer.ratio` must be from 0 to 1: got 1.5"]),
         (offload(device="disk"), ["device` must be one of", "'disk'"]),
+        (offload(device="nvme"), ["offload_optimizer.nvme_path`"]),
         (zero_block(reduce_bucket_size=-1), ["`zero_optimization.reduce_bucket_size` must be at least 0"]),
         ({"zero_optimization": [3]}, ["`zero_optimization` must be a block of keys"]),
         (

@@ -18,7 +18,7 @@ import generation
 import jzero
 import layouts
 from generation import Sampling, generate, left_padded
-from tests import byte_tokenizer, hf_models
+from tests import byte_tokenizer, hf_models, shared
 from tests.tiers import default_for
 
 TOKENS = pathlib.Path(__file__).parent / "data" / "hf_tokens.json"
@@ -50,8 +50,7 @@ def loaded(family, folder):
         params = model.init(key, np.zeros((1, 4), np.int32))["params"]
         return jzero.TrainState.create(params=params, tx=optax.adamw(1e-3))
 
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state = jzero.init_train_state(make_state, jax.random.key(0), config=config, zeros=".*")
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=shared.config(3), zeros=".*")
     return jzero.load_params(state, folder, mapping="auto", donate=True), model
 
 

@@ -14,8 +14,8 @@ import decoder
 import jzero
 import jzero.hf
 import jzero.lora
-from jzero.weights.model_types import COMMON, FAMILIES
-from tests import hf_models
+from jzero.weights.model_types import COMMON, FAMILIES, inverse_frequencies
+from tests import hf_models, shared
 from tests.hf_models import SIZES, STRETCHED
 from tests.pages import PAGES
 from tests.tiers import default_for, slow
@@ -37,6 +37,18 @@ def test_both_spellings_mean_the_same(tmp_path):
     # Pairs turn by theta^(-2i/6): 1 and 0.0126 and 0.000159 per position. 32 tokens hold 5.1, 0.064 and 0.0008 turns.
     np.testing.assert_allclose(new.inverse_frequencies[0], [1, 5e5 ** (-1 / 3) / 8, 5e5 ** (-2 / 3) / 8], rtol=1e-12)
     assert jzero.hf.read_config(tmp_path / "config.json") == new, "the file will do"
+
+
+@pytest.mark.parametrize(("context", "fast", "late"), [(4096, 32, 1), (512, 16, 2)])
+def test_frequencies_of_yarn(context, fast, late):
+    """Fast pairs keep theirs, slow ones are stretched, others in between."""
+    fields = {"rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": context, "truncate": False}
+    found, _ = inverse_frequencies("yarn", fields | {"beta_fast": fast, "beta_slow": late}, 24)
+    plain = 1e4 ** (-np.arange(0, 24, 2) / 24)
+    turns = context * plain / (2 * np.pi)
+    kept = np.clip(np.log(turns / late) / np.log(fast / late), 0, 1)
+    assert 0 < ((kept > 0) & (kept < 1)).sum() < len(plain)
+    np.testing.assert_allclose(found, kept * plain + (1 - kept) * plain / 8.0, rtol=1e-12)
 
 
 @pytest.mark.parametrize("spelling", ["old", "new"])
@@ -131,10 +143,7 @@ def born(config, num_devices=8, lora=None, trainable=None, tx=SGD, product="ragg
     """Returns a state of the decoder, its parameters numbers that are in no file, and the decoder."""
     model = decoder.Decoder(config, lora, product)
     params = jax.tree.map(lambda x: np.full(x.shape, 7, x.dtype), shapes_of(model))
-    plain = jzero.TrainState.create(params=params, tx=tx)
-    zero = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **options})
-    mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
-    return jzero.shard_train_state(plain, config=zero, mesh=mesh, trainable=trainable), model
+    return shared.sharded(params, tx, mesh=num_devices, trainable=trainable, **options), model
 
 
 @functools.cache

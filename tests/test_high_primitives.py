@@ -13,6 +13,7 @@ from jax import lax
 import jzero
 from jzero.core.base import compat
 from jzero.core.jaxpr.structure import Structures
+from tests import shared
 from tests.shared import whole
 from tests.test_prefetch import on
 
@@ -129,8 +130,7 @@ def test_layers_with_such_operations_train_at_stage_3(fn, platform, monkeypatch)
     draw = lambda *shape: (rng.normal(size=shape) / 5).astype(np.float32)
     params = {"layers": [draw(WIDTH, WIDTH) for _ in range(LAYERS)], "stack": draw(LAYERS, WIDTH, WIDTH)}
     batch = draw(16, WIDTH)
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(1.0))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    state = shared.sharded(params, optax.sgd(1.0), 3)
     new, metrics = jzero.make_train_step(loss_fn)(state, batch)
     loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)

@@ -59,22 +59,11 @@ def train(state, num_steps=2):
 
 
 @functools.cache
-def plain_adam(compute_dtype, num_steps=2):
+def plain_adam(compute_dtype):
     """Returns parameters and Adam's state after training on one device, with fp32 masters."""
-    tx = ADAM
-
-    @jax.jit
-    def step(params, opt_state, batch):
-        seen = jax.tree.map(lambda x: x.astype(compute_dtype), params)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(models.mlp_loss)(seen, batch))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params = make_params()
-    opt_state = tx.init(params)
-    for seed in range(num_steps):
-        params, opt_state = step(params, opt_state, models.mlp_batch(ROWS, seed))
-    return params, opt_state[0]
+    loss = lambda masters, batch: models.mlp_loss(jax.tree.map(lambda x: x.astype(compute_dtype), masters), batch)
+    found = shared.by_optax(loss, make_params(), ADAM, [models.mlp_batch(ROWS, seed) for seed in range(2)])
+    return found.params, found.opt_state[0]
 
 
 plain_gradient = jax.jit(jax.grad(models.mlp_loss))

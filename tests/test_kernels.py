@@ -28,10 +28,7 @@ TX = shared.sgd(0.1)
 ONCE = {"scaled": 2, "attention_forward": 1, "attention_backward": 1}
 
 
-def state_of(params, **options):
-    mesh = options.pop("mesh", None)
-    plain = jzero.TrainState.create(params=params, tx=TX)
-    return jzero.shard_train_state(plain, config=shared.config(**{"stage": 3, **options}), mesh=mesh)
+state_of = functools.partial(shared.sharded, tx=TX)
 
 
 @functools.cache

@@ -141,12 +141,9 @@ def on_one_device(loss, rows):
 
 def sharded(stage, devices, dim=None, *, axes=None, **options):
     rules = {} if dim is None else {"(?!w$|stack).*": jzero.LeafRule(dim=dim), "stack": jzero.LeafRule(dim=dim + 1)}
-    options = {"rules": rules, "padding_threshold": 0, "persistence_threshold": 0} | options
-    config = jzero.ZeroConfig(stage=stage, **options)
-    state = jzero.TrainState.create(params=params(), tx=shared.sgd(RATE))
-    return jzero.shard_train_state(
-        state, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:devices], **axes or {})
-    )
+    mesh = jzero.make_mesh(devices=jax.devices()[:devices], **axes or {})
+    options = {"rules": rules, "padding_threshold": 0} | options
+    return shared.sharded(params(), shared.sgd(RATE), stage, mesh=mesh, **options)
 
 
 def assert_equal(state, loss, rows, *, tolerance=1e-6, **options):

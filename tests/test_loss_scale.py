@@ -10,7 +10,7 @@ import pytest
 
 import jzero
 from jzero.core.plan.opt_state import initial_loss_scale, next_loss_scale
-from tests import models
+from tests import models, shared
 
 ROWS = 16
 PARAMS = models.mlp_params(sizes=models.ONE_LAYER)
@@ -19,9 +19,7 @@ gradient_of_loss = jax.jit(jax.grad(models.mlp_loss))
 
 
 def make_state(stage, *, tx=ADAMW, precision="fp16", mesh=None, params=PARAMS, **config):
-    state = jzero.TrainState.create(params=params, tx=tx)
-    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0, **config)
-    return jzero.shard_train_state(state, config=config, mesh=mesh)
+    return shared.sharded(params, tx, stage, mesh=mesh, precision=precision, **config)
 
 
 def loss_fn(params, batch):

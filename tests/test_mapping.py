@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,9 +21,7 @@ def make_state(shapes, stage=3, num_devices=8, **options):
         for key in outer:
             inner = inner.setdefault(key, {})
         inner[last] = jnp.full(shape, -1.0)
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1, momentum=0.9))
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
-    return jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:num_devices]))
+    return shared.sharded(params, shared.sgd(0.1, momentum=0.9), stage, mesh=num_devices, **options)
 
 
 def numbers(*shape, start=0):

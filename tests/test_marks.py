@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import jzero
+from tests import shared
 
 ROWS, WIDTH = 48, 5
 W = np.random.default_rng(0).normal(size=(WIDTH, 3)).astype(np.float32)
@@ -20,11 +21,7 @@ RECORDS = jzero.Offload(optimizer="host", compute="host", delay=1)
 
 
 def make_state(mesh=None, **fields):
-    state = jzero.TrainState.create(params={"w": jnp.asarray(W)}, tx=optax.adam(0.1))
-    config = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **fields})
-    return jzero.shard_train_state(
-        state, config=config, mesh=jzero.make_mesh(**({"data": 8} if mesh is None else mesh))
-    )
+    return shared.sharded({"w": jnp.asarray(W)}, optax.adam(0.1), mesh=jzero.make_mesh(**mesh or {}), **fields)
 
 
 def extremes(params, batch):

@@ -258,10 +258,8 @@ def test_what_cannot_do_with_less_ends(devices, monkeypatch, remat):
 
 
 def test_other_errors_of_a_run_are_the_users(devices, monkeypatch):
-    def fail(*args):
-        raise jax.errors.JaxRuntimeError("INTERNAL: a fault of another kind")
-
-    monkeypatch.setattr(TrainStep, "_run", fail)
+    error = jax.errors.JaxRuntimeError("INTERNAL: a fault of another kind")
+    monkeypatch.setattr(TrainStep, "_run", shared.raising(error))
     with pytest.raises(jax.errors.JaxRuntimeError, match="another kind"):
         jzero.make_train_step(loss_fn)(make_state(), make_batch())
 

@@ -54,21 +54,9 @@ def draw():
 
 @functools.cache
 def trained_on_one_device():
-    """Parameters after two steps, and their losses; nothing is constrained."""
+    """Nothing is constrained."""
     params, batches = draw()
-    tx = shared.sgd(1.0, momentum=0.9)
-    state, losses = tx.init(params), []
-
-    @jax.jit
-    def step(params, state, batch):
-        loss, grads = jax.value_and_grad(loss_of(None, True))(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    for batch in batches:
-        params, state, loss = step(params, state, batch)
-        losses.append(float(loss))
-    return jax.tree.map(np.asarray, params), losses
+    return shared.by_optax(loss_of(None, True), params, shared.sgd(1.0, momentum=0.9), batches)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +70,11 @@ def test_layers_train_as_on_one_device(scan, stage, accumulate_steps):
     state = shared.sharded(placed, shared.sgd(1.0, momentum=0.9), stage, mesh=mesh)
     step = jzero.make_train_step(loss_of(mesh, scan), remat="as_written", accumulate_steps=accumulate_steps)
     assert_each_part_travels_alone(jzero.analyze(step, state, batches[0]))
-    want, losses = trained_on_one_device()
-    compiled = step.lower(state, batches[0]).compile()
-    for batch, loss in zip(batches, losses, strict=True):
-        state, metrics = compiled(state, batch)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    want, compiled = trained_on_one_device(), step.lower(state, batches[0]).compile()
+    state, losses = shared.train(compiled, state, batches)
+    np.testing.assert_allclose(losses, want.losses, rtol=1e-5)
     found = jax.tree.map(np.asarray, jzero.gather_params(state))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, want.params)
     products = {*re.findall(r"f32\[([\d,]+)\]\S* dot\(", compiled.as_text())}
     assert products
     assert not {p for p in products if str(HIDDEN) in p.split(",")}, "hidden units lie over two devices"
@@ -124,8 +110,7 @@ def test_states_are_born_cut_over_the_models_axis():
         params["a"] = jax.lax.with_sharding_constraint(params["a"], NamedSharding(mesh, P(None, "model")))
         return jzero.TrainState.create(params=params, tx=optax.adam(0.1))
 
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state = jzero.init_train_state(make_state, jax.random.key(0), config=config, mesh=mesh)
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=shared.config(3), mesh=mesh)
     wanted = {"a": P("data", "model"), "b": P(None, "data")}
     for tree in (state.params, state.opt_state[0].mu):
         assert jax.tree.map(lambda x: x.sharding.spec, tree) == wanted

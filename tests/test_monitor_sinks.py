@@ -15,6 +15,7 @@ import pytest
 
 import jzero
 from jzero.monitor import monitor as monitor_module
+from tests import shared
 from tests.monitor_runs import Clock, disk_of, quiet
 
 
@@ -26,10 +27,7 @@ def test_json_lines_read_back(tmp_path):
         for loss in (0.1, float("nan"), float("-inf")):
             monitor.log({"loss": jnp.float32(loss), "aux": {"n": jnp.int32(7)}})
         assert len(path.read_text().splitlines()) == 2, "on disk at once"
-
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
+    refuse = shared.raising(AssertionError("no JSON"))
     lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert [line["loss"] for line in lines] == [float(np.float32(0.1)), None, None]

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jzero
+from tests import shared
 
 D = 23
 TX = optax.adam(1e-2, eps=1e-6)
@@ -37,10 +38,6 @@ def loss_fn(model, batch):
 
 def _batch(seed=0):
     return np.random.default_rng(seed).normal(size=(16, D)).astype(np.float32)
-
-
-def _config(stage):
-    return jzero.ZeroConfig(stage=stage, persistence_threshold=0)
 
 
 def _pair(**kwargs):
@@ -78,7 +75,7 @@ def test_pair_trains_like_plain_nnx():
     """Statistics follow the whole batch. The pair that is sharded is kept; what a step is given is consumed."""
     reference, stats, losses = _reference()
     plain = _pair(norm=True)
-    state = first = jzero.shard_train_state(plain, config=_config(3))
+    state = first = jzero.shard_train_state(plain, config=shared.config(3))
     assert not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(plain)))
     step = jzero.make_train_step(loss_fn)
     for seed, want in enumerate(losses[:2]):
@@ -118,7 +115,7 @@ def test_raw_arrays_chosen_by_path_and_size_train_like_plain_nnx():
     wrt = lambda path, x: path[-1] != "shift" and x.size in (5 * D, 3 * D)
     make = lambda model: (model, nnx.Optimizer(model, TX, wrt=wrt))
     (model, optimizer), step = make(Raw()), jzero.make_train_step(loss_fn)
-    pair = jzero.shard_train_state(make(Raw()), config=_config(3))
+    pair = jzero.shard_train_state(make(Raw()), config=shared.config(3))
     assert np.size(pair[0].w.addressable_shards[0].data) == 15  # padded: 115 elements on 8 devices
 
     @nnx.jit

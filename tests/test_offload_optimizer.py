@@ -99,23 +99,12 @@ def test_numbers_over_state_on_the_host_equal_one_device(compute):
     offload = jzero.Offload(optimizer="host", params="host", chunk_bytes=1024, compute=compute)
     state = shared.sharded(params, tx, 3, offload=offload)
     loss = lambda params, batch: batch.mean() * sum(jnp.square(x).sum() for x in params.values())
-    step = jzero.make_train_step(loss)
-    opt_state = tx.init(params)
-
-    @jax.jit
-    def plain_step(params, opt_state):
-        updates, opt_state = tx.update(jax.grad(loss)(params, jnp.ones((8,))), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of state that comes to the devices as a whole
-        for _ in range(3):
-            state, _ = step(state, jnp.ones((8,)))
-            params, opt_state = plain_step(params, opt_state)
-    # Sums in another order.
-    found = jzero.unshard_train_state(state)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), found.params, params)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), found.opt_state, opt_state)
+        state, _ = shared.train(jzero.make_train_step(loss), state, [np.ones(8, np.float32)] * 3)
+    want, found = shared.by_optax(loss, params, tx, [np.ones(8, np.float32)] * 3), jzero.unshard_train_state(state)
+    same = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7)  # sums in another order
+    jax.tree.map(same, (found.params, found.opt_state), (want.params, want.opt_state))
 
 
 class Cleans(TrainState):
@@ -287,9 +276,6 @@ def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
     ):
         with pytest.raises(ValueError, match="do not say what memories"):
             place()
-
-
-# Moved for a while.
 
 
 def moved_state():

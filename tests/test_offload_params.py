@@ -14,7 +14,7 @@ import jzero
 from jzero.core.engine.placed import PLACED, operations_of
 from jzero.core.engine.recompute import recompute
 from jzero.core.jaxpr.primitives import REMAT
-from tests import light_decoder, models
+from tests import light_decoder, models, shared
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.drawn import to_jax
 from tests.tiers import slow
@@ -62,11 +62,7 @@ def layers_batch(rows, seed=0):
 
 def train(plain, loss_fn, batches, offload, precision, **options):
     state = jzero.shard_train_state(plain, config=config(offload, precision))
-    step, losses = jzero.make_train_step(loss_fn, clip_norm=1.0, **options), []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
+    return shared.train(jzero.make_train_step(loss_fn, clip_norm=1.0, **options), state, batches)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 from optax import contrib
 
 import jzero
-from tests import models
+from tests import models, shared
 from tests.drawn import initializer, to_jax
 from tests.shared import whole
 
@@ -224,8 +224,7 @@ def test_a_step_refuses_leaves_that_another_plan_laid_out():
 
 def test_small_odd_leaves_train_whole_beside_others():
     plain, _ = sharded(MOMENTUM)
-    config = jzero.ZeroConfig(stage=2, persistence_threshold=0, padding_threshold=800)
-    state = jzero.shard_train_state(plain, config=config)
+    state = jzero.shard_train_state(plain, config=shared.config(2, padding_threshold=800))
     assert {x.path for x in jzero.plan_of(state).leaves if x.grad.cut is None} == {"layers", "kernel"}
     step = jzero.make_train_step(small_loss, accumulate_steps=2, clip_norm=0.1)
     tokens = np.repeat(TOKENS, 4)

@@ -30,9 +30,6 @@ def rows(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-# What is cut.
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("stage", STAGES)
 def test_stage_says_what_is_cut(stage):
@@ -47,17 +44,13 @@ def test_stage_says_what_is_cut(stage):
     assert plan.grads == (cut if stage >= 1 else whole)
 
 
-# What stays whole.
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_replicated_lists_every_whole_leaf_with_a_reason(stage):
     params = {"w": jnp.ones((512, 257)), "small": jnp.ones(96), "tiny": jnp.ones(3), "s": jnp.ones(())}
     rules = {"ruled": jzero.LeafRule(replicated=True), "kept": jzero.LeafRule(persistent=True)}
     params |= {"ruled": jnp.ones((64, 64)), "kept": jnp.ones((64, 64))}
     state = jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=100, rules=rules)
-    plan = jzero.plan_train_state(state, config=config)
+    plan = jzero.plan_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=100, rules=rules))
 
     listed = {(whole.term, whole.path): whole for whole in plan.replicated}
     assert len(listed) == len(plan.replicated), "each once"
@@ -189,9 +182,6 @@ def test_rules_for_a_dimension_and_a_scanned_one_are_obeyed():
     assert plan.leaves[0].scan_dim == 1
 
 
-# Plans are values.
-
-
 def test_a_mesh_axis_that_nothing_is_split_over_is_told():
     state = jzero.TrainState.create(params={"w": np.zeros((64, 64), np.float32)}, tx=optax.sgd(0.1, momentum=0.9))
     mesh = jax.sharding.AbstractMesh((2, 4), ("replica", "data"))
@@ -307,9 +297,6 @@ def device_bytes(tree):
     return sum(s.data.nbytes for s in shards)
 
 
-# Bytes.
-
-
 @pytest.mark.parametrize(
     ("name", "stage", "devices"), [("adamw", 3, 5), ("adafactor", 1, 8), ("masked by function", 3, 8)]
 )
@@ -376,9 +363,6 @@ def test_plans_of_whole_parameters_tell_what_stage_3_would_hold(stage, precision
     assert ("reshard_after_forward" in str(plan)) == (stage in (1, 2))
     if stage in (1, 2):
         assert plan.gathered_bytes == other.gathered_bytes
-
-
-# Text.
 
 
 def test_text_counts_the_rows_that_it_hides():

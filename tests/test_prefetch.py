@@ -49,8 +49,7 @@ def stack_state(limit, layers=5, width=32, inner=64, precision="fp32"):
         "up": rng.normal(size=(layers, width, inner)).astype(np.float32) / 6,
         "down": rng.normal(size=(layers, inner, width)).astype(np.float32) / 8,
     }
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=limit, precision=precision)
-    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=shared.sgd(0.1)), config=config)
+    return shared.sharded(params, shared.sgd(0.1), prefetch_bytes=limit, precision=precision)
 
 
 def carried_shapes(fn, *args):
@@ -261,8 +260,7 @@ def test_loops_on_gpus_gather_ahead_what_is_used_first(platform, options, ahead,
     rng = np.random.default_rng(0)
     sizes = {"first": (32, 32), "up": (32, 64), "down": (64, 32)}
     params = {name: rng.normal(size=(5, *size)).astype(np.float32) / 8 for name, size in sizes.items()}
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, **options)
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    state = shared.sharded(params, optax.sgd(0.1), **options)
     batch = rng.normal(size=(16, 32)).astype(np.float32)
     loops = carried_shapes(jzero.value_and_grad(three_products), state, batch)
     found = {name for name, size in sizes.items() if any(size in shapes for shapes in loops)}
@@ -353,8 +351,7 @@ def recomputed_chain(p, batch):
 def chain_state(limit, layers=8):
     rng = np.random.default_rng(0)
     params = {f"w{i}": rng.normal(size=(D, D)).astype(np.float32) / 5 for i in range(layers)}
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=limit)
-    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    return shared.sharded(params, optax.sgd(0.1), prefetch_bytes=limit)
 
 
 @pytest.mark.parametrize(

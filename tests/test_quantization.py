@@ -17,23 +17,15 @@ import jzero
 from jzero.core.layout.blocks import pack, packed_size, unpack
 from jzero.core.layout.cut import Cut
 from jzero.core.layout.route import bytes_on_port
+from tests import shared, test_two_hops
 from tests.quantized import BATCH, FLAT, SECONDARY, STEPS, TWO, TWO_HOPS, WIDTH, config_of, numpy_rounded
-from tests.test_two_hops import LAYERS, loss_fn
+from tests.test_two_hops import loss_fn
 from tests.tiers import slow
 
 TX = optax.sgd(0.05, momentum=0.9)
 
 
-def make_params():
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: (rng.normal(size=shape) / 8).astype(np.float32)
-    return {
-        "stack": {"w": draw(LAYERS, WIDTH, WIDTH), "b": draw(LAYERS, WIDTH)},
-        "tied": draw(WIDTH, 95),
-        "frozen": draw(95, 95),
-        "flat": draw(3, 5, 7),
-        "tiny": draw(2),
-    }
+make_params = functools.partial(test_two_hops.make_params, np.float32, WIDTH, tied=95, scale=8)
 
 
 def sharded(config, sizes, tx=None):
@@ -43,11 +35,8 @@ def sharded(config, sizes, tx=None):
 
 
 def train(config, sizes, **options):
-    state, losses = sharded(config, sizes), []
     step = jzero.make_train_step(loss_fn, **options)
-    for _ in range(STEPS):
-        state, metrics = step(state, BATCH)
-        losses.append(float(metrics["loss"]))
+    state, losses = shared.train(step, sharded(config, sizes), [BATCH] * STEPS)
     return losses, jzero.gather_params(state)
 
 

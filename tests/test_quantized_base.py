@@ -13,6 +13,7 @@ from jax import lax
 
 import jzero
 from jzero.core.plan.choice import choose_packed_cut
+from tests import shared
 from tests.compiled import analyze
 from tests.drawn import to_jax
 from tests.plan_states import plan_for
@@ -162,10 +163,9 @@ def loss_fn(params, batch):
 
 
 def sharded(params, *, num_devices=8, stage=3, precision="fp32", place=jzero.shard_train_state):
-    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0)
     plain = jzero.TrainState.create(params=params, tx=optax.adam(LR))
     mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
-    return place(plain, config=config, mesh=mesh, trainable="lora_.")
+    return place(plain, config=shared.config(stage, precision=precision), mesh=mesh, trainable="lora_.")
 
 
 def batch_of(precision):
@@ -179,20 +179,10 @@ def whole(state):
 
 @functools.cache
 def losses_on_one_device(dtype):
-    params, batch, tx = make_params(dtype), batch_of("fp32"), optax.adam(LR)
-
-    @jax.jit
-    def step(adapters, opt_state):
-        value, grads = jax.value_and_grad(lambda adapters: loss_fn(params | adapters, batch))(adapters)
-        updates, opt_state = tx.update(grads, opt_state)
-        return optax.apply_updates(adapters, updates), opt_state, value
-
+    params = make_params(dtype)
     adapters = {name: params[name] for name in ("lora_a", "lora_b")}
-    opt_state, losses = tx.init(adapters), []
-    for _ in range(4):
-        adapters, opt_state, value = step(adapters, opt_state)
-        losses.append(float(value))
-    return losses
+    loss = lambda adapters, batch: loss_fn(params | adapters, batch)
+    return shared.by_optax(loss, adapters, optax.adam(LR), [batch_of("fp32")] * 4).losses
 
 
 @pytest.mark.smoke
@@ -201,11 +191,7 @@ def test_adapters_train_and_the_base_keeps_its_bits(dtype, stage, precision):
     """As one device trains them, in fp32; in bf16 the loss falls alike."""
     params, batch = make_params(dtype), batch_of(precision)
     state = sharded(params, stage=stage, precision=precision)
-    step = jzero.make_train_step(loss_fn)
-    losses = []
-    for _ in range(4):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    state, losses = shared.train(jzero.make_train_step(loss_fn), state, [batch] * 4)
     np.testing.assert_allclose(losses, losses_on_one_device(dtype), rtol=1e-5 if precision == "fp32" else 0.03)
     assert losses[-1] < losses[0]
     found = whole(state)

@@ -6,11 +6,10 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jzero
-from tests import models
+from tests import models, shared
 from tests.checkpoint_states import assert_same_bits, whole
 from tests.disk_states import ADAMW, loss_fn, make_params, state_on_disk, step_of, train
 from tests.tiers import slow
@@ -119,16 +118,13 @@ def test_a_state_that_is_sharded_once_more_has_records_of_its_own(tmp_path):
     """Both train on, as optax does on one device."""
     state, _ = train(born(tmp_path))
     kept = jzero.shard_train_state(state)
-    params, moments = make_params(), ADAMW.init(make_params())
-    for i in range(4):
-        grads = jax.grad(loss_fn)(params, models.mlp_batch(48, seed=i))
-        updates, moments = ADAMW.update(grads, moments, params)
-        params = optax.apply_updates(params, updates)
+    want = shared.by_optax(loss_fn, make_params(), ADAMW, [models.mlp_batch(48, seed=i) for i in range(4)])
     for one in (state, kept):
         one, _ = train(one, seed=2)  # noqa: PLW2901
         mu = jzero.get_full_opt_state(one, KERNEL, name="mu")
-        np.testing.assert_allclose(mu, moments[0].mu["layer_1"]["kernel"], rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(jzero.get_full_param(one, KERNEL), params["layer_1"]["kernel"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(mu, want.opt_state[0].mu["layer_1"]["kernel"], rtol=1e-5, atol=1e-7)
+        found = jzero.get_full_param(one, KERNEL)
+        np.testing.assert_allclose(found, want.params["layer_1"]["kernel"], rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_that_wait_are_of_one_state(tmp_path):

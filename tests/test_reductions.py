@@ -119,7 +119,6 @@ def test_each_gradient_is_reduced_once(cases, stage):
         name: jzero.LeafRule(dim=dim, scan_dim=-1 if dim == 0 or shape == MATRIX else 0)
         for name, (_, shape, dim) in cases.items()
     }
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=100, rules=rules)
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=shape).astype(np.float32) / 4 for name, (_, shape, _) in cases.items()}
     plain = jzero.TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=optax.sgd(1.0))
@@ -130,7 +129,7 @@ def test_each_gradient_is_reduced_once(cases, stage):
             * batch.mean()
         )
 
-    state = jzero.shard_train_state(plain, config=config)
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=100, rules=rules))
     assert {x.path: x.grad.cut.dim for x in jzero.plan_of(state).leaves} == {k: dim for k, (*_, dim) in cases.items()}
     batch = np.ones(8, np.float32)
     compiled = jzero.make_train_step(loss_fn).lower(state, batch).compile()

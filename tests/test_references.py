@@ -19,8 +19,7 @@ def loss_fn(params, batch):
 
 
 def sharded(stage, tx=None, **fields):
-    state = jzero.TrainState.create(params=PARAMS, tx=tx or shared.sgd(0.1), **fields)
-    return jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    return shared.sharded(PARAMS, tx or shared.sgd(0.1), stage, **fields)
 
 
 def holders():

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jzero
+from tests import shared
 from tests.tiers import slow
 
 WIDTH, LAYERS, CLASSES = 32, 3, 19
@@ -22,8 +23,7 @@ def scanned_state(tx, **config):
         "head": rng.normal(size=(WIDTH, CLASSES)),
     }
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    state = jzero.TrainState.create(params=params, tx=tx)
-    return jzero.shard_train_state(state, config=jzero.ZeroConfig(persistence_threshold=50, **config))
+    return shared.sharded(params, tx, persistence_threshold=50, **config)
 
 
 def scanned_loss(params, batch):

@@ -68,8 +68,7 @@ def short_layers_are_shared(monkeypatch):
 
 
 def sharded(params, way=BY_DEFAULT):
-    config = jzero.ZeroConfig(stage=way.stage, persistence_threshold=0)
-    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=SGD), config=config)
+    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=SGD), config=shared.config(way.stage))
 
 
 def lowered(loss, params, way=BY_DEFAULT):

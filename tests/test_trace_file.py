@@ -14,6 +14,7 @@ import jzero
 from jzero.analysis import schedule
 from jzero.analysis.hlo import parse_hlo
 from jzero.machines.machine import machine
+from tests import shared
 
 LAYERS, WIDTH = 3, 40
 
@@ -33,9 +34,7 @@ def loss_fn(params, batch):
 def compiled():
     """A step, its report, and its program as text."""
     params = {"head": jnp.ones((WIDTH, WIDTH)), "layers": jnp.ones((LAYERS, WIDTH, WIDTH))}
-    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state, batch = jzero.shard_train_state(state, config=config), np.ones((16, WIDTH), np.float32)
+    state, batch = shared.sharded(params, optax.sgd(0.1)), np.ones((16, WIDTH), np.float32)
     step = jzero.make_train_step(loss_fn)
     return jzero.analyze(step, state, batch), parse_hlo(step.lower(state, batch).compile().as_text())
 

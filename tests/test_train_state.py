@@ -36,10 +36,6 @@ def _rich_state():
     )
 
 
-def _config(stage, **kwargs):
-    return jzero.ZeroConfig(stage=stage, persistence_threshold=0, **kwargs)
-
-
 def _bits(tree):
     as_bits = lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return jax.tree.map(lambda x: np.asarray(as_bits(jnp.asarray(x))), tree)
@@ -55,7 +51,7 @@ def _assert_same_values(a, b):
 def test_sharding_and_back_changes_no_bit(stage, num_devices):
     state = _rich_state()
     mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
-    sharded = jzero.shard_train_state(state, config=_config(stage), mesh=mesh)
+    sharded = jzero.shard_train_state(state, config=shared.config(stage), mesh=mesh)
     assert type(sharded) is RichState
     for x in jax.tree.leaves(sharded):
         assert isinstance(x, jax.Array)
@@ -69,7 +65,7 @@ def test_sharding_and_back_changes_no_bit(stage, num_devices):
 
 @pytest.mark.smoke
 def test_stage_3_stores_shards_of_everything_that_follows_a_parameter():
-    sharded = jzero.shard_train_state(_rich_state(), config=_config(3))
+    sharded = jzero.shard_train_state(_rich_state(), config=shared.config(3))
     plan = jzero.plan_of(sharded)
     kernel = sharded.params["layer_0"]["kernel"]
     assert (kernel.shape, jax.tree.leaves(kernel)[0].shape) == ((37, 127), (37, 128))
@@ -78,12 +74,12 @@ def test_stage_3_stores_shards_of_everything_that_follows_a_parameter():
         assert x.addressable_shards[0].data.shape == (37, 16)
     assert sharded.batch_stats["mean"].sharding.is_fully_replicated
     assert any(leaf.path == "batch_stats/mean" for leaf in plan.replicated)
-    whole = jzero.shard_train_state(_rich_state(), config=_config(2))
+    whole = jzero.shard_train_state(_rich_state(), config=shared.config(2))
     assert jax.tree.map(jnp.shape, whole.params) == jax.tree.map(jnp.shape, _rich_state().params), "not padded"
 
 
 def test_a_sharded_state_keeps_its_configuration_on_another_mesh():
-    config = _config(3, precision="bf16")
+    config = shared.config(3, precision="bf16")
     sharded = jzero.shard_train_state(_rich_state(), config=config)
     mesh = jzero.make_mesh(devices=jax.devices()[:4])
     moved = jzero.shard_train_state(sharded, mesh=mesh)
@@ -102,9 +98,9 @@ def test_result_shares_no_buffer_with_the_input():
     pointers = lambda x: {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
     taken = set().union(*map(pointers, arrays(state)))
     for stage in (0, 3):
-        sharded = jzero.shard_train_state(state, config=_config(stage))
+        sharded = jzero.shard_train_state(state, config=shared.config(stage))
         assert not any(taken & pointers(x) for x in arrays(sharded))
-    again = jzero.shard_train_state(sharded, config=_config(3))
+    again = jzero.shard_train_state(sharded, config=shared.config(3))
     assert not any(pointers(x) & pointers(y) for x, y in zip(arrays(sharded), arrays(again), strict=True))
     jax.jit(lambda params: jax.tree.map(lambda x: 2 * x, params), donate_argnums=0)(again.params)
     _assert_same_values(jzero.unshard_train_state(sharded).params, state.params)
@@ -126,7 +122,7 @@ def test_donation_frees_every_input_leaf():
     state = _rich_state()
     state = state.replace(ema=state.params)  # the same arrays twice: freed after the second use
     want = _bits(state)
-    sharded = jzero.shard_train_state(state, config=_config(3), donate=True)
+    sharded = jzero.shard_train_state(state, config=shared.config(3), donate=True)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state, state.batch_stats)))
     _assert_same_values(jzero.unshard_train_state(sharded).params, want.params)
 
@@ -137,9 +133,9 @@ def test_sharding_again_lays_out_anew(before, after):
     plain = _rich_state()
     moments = jax.tree.map(lambda x, m: x + m, (plain.params, plain.ema), plain.opt_state[0][1:])
     plain = plain.replace(opt_state=(plain.opt_state[0]._replace(mu=moments[0], nu=moments[1]), *plain.opt_state[1:]))
-    state = jzero.shard_train_state(plain, config=_config(before[0]), mesh=mesh(before[1]))
-    again = jzero.shard_train_state(state, config=_config(after[0]), mesh=mesh(after[1]))
-    fresh = jzero.shard_train_state(_rich_state(), config=_config(after[0]), mesh=mesh(after[1]))
+    state = jzero.shard_train_state(plain, config=shared.config(before[0]), mesh=mesh(before[1]))
+    again = jzero.shard_train_state(state, config=shared.config(after[0]), mesh=mesh(after[1]))
+    fresh = jzero.shard_train_state(_rich_state(), config=shared.config(after[0]), mesh=mesh(after[1]))
     assert jzero.plan_of(again).leaves == jzero.plan_of(fresh).leaves
     assert [x.sharding for x in jax.tree.leaves(again)] == [x.sharding for x in jax.tree.leaves(fresh)]
     _assert_same_values(jzero.unshard_train_state(again), plain.replace(step=jnp.int32(0)))
@@ -156,8 +152,8 @@ def test_born_sharded_equals_sharded_after():
         params = {"layers": [draw(first, (509, 61))], "stack": stack, "bias": jnp.zeros(37)}
         return TrainState.create(apply_fn=None, params=params, tx=tx)
 
-    born = jzero.init_train_state(make_state, jax.random.key(0), config=_config(3))
-    sharded = jzero.shard_train_state(make_state(jax.random.key(0)), config=_config(3))
+    born = jzero.init_train_state(make_state, jax.random.key(0), config=shared.config(3))
+    sharded = jzero.shard_train_state(make_state(jax.random.key(0)), config=shared.config(3))
     plan = jzero.plan_of(born)
     assert plan == jzero.plan_of(sharded)
     # The initialisers end in a scaling, which the compiler fuses otherwise when it sees one device: two ulp of 0.3.
@@ -166,7 +162,7 @@ def test_born_sharded_equals_sharded_after():
     )
     for x, y in zip(jax.tree.leaves(born), jax.tree.leaves(sharded), strict=True):
         assert (x.aval, x.sharding) == (y.aval, y.sharding)
-    (program,), *_ = lower_init(make_state, jax.random.key(0), _config(3), jzero.make_mesh())
+    (program,), *_ = lower_init(make_state, jax.random.key(0), shared.config(3), jzero.make_mesh())
     memory = program.compile().memory_analysis()
     shards = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
     assert memory.output_size_in_bytes <= shards * 1.01 + 4096

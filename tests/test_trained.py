@@ -58,8 +58,7 @@ def plain_state(tx=ADAM, params=None):
 
 def make_state(way, stage, precision="fp32"):
     tx, options = WAYS[way]
-    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0)
-    return jzero.shard_train_state(plain_state(tx), config=config, **options)
+    return jzero.shard_train_state(plain_state(tx), config=shared.config(stage, precision=precision), **options)
 
 
 @jax.jit
@@ -71,30 +70,16 @@ def by_hand(state, batch):
 @functools.cache
 def plain_run(steps):
     """One device, plain optax: gradients of the adapters alone, so that nothing but them can move."""
-    split = lambda p: ({k: {n: x for n, x in v.items() if "lora" in n} for k, v in p.items()}, p)
-    adapters, params = split(lora_params())
-    opt_state = ADAM.init(adapters)
+    params = lora_params()
+    adapters = {k: {n: x for n, x in v.items() if "lora" in n} for k, v in params.items()}
     merge = lambda a: {k: {**v, **a[k]} for k, v in params.items()}
-    losses = []
-
-    @jax.jit
-    def step(adapters, opt_state, batch):
-        loss, grads = jax.value_and_grad(lambda a: lora_loss(merge(a), batch))(adapters)
-        updates, opt_state = ADAM.update(grads, opt_state)
-        return optax.apply_updates(adapters, updates), opt_state, loss
-
-    for i in range(steps):
-        adapters, opt_state, loss = step(adapters, opt_state, batch(i))
-        losses.append(float(loss))
-    return losses, merge(adapters)
+    found = shared.by_optax(lambda a, batch: lora_loss(merge(a), batch), adapters, ADAM, map(batch, range(steps)))
+    return found.losses, merge(found.params)
 
 
 @pytest.mark.parametrize(("way", "stage"), [("trainable", 3), ("multi_transform", 1)])
 def test_equals_training_the_adapters_alone(way, stage):
-    state, step, losses = make_state(way, stage), shared.make_train_step(lora_loss), []
-    for i in range(3):
-        state, metrics = step(state, batch(i))
-        losses.append(float(metrics["loss"]))
+    state, losses = shared.train(shared.make_train_step(lora_loss), make_state(way, stage), map(batch, range(3)))
     want, params = plain_run(3)
     np.testing.assert_allclose(losses, want, rtol=1e-6)
     have = jzero.gather_params(state)
@@ -183,9 +168,7 @@ def test_what_is_not_frozen_is_trained(tx):
 def test_negative_zeros_of_frozen_leaves_stay_negative(stage):
     """Updates add nothing to them, to the bit; where nothing is compiled, since compilers drop additions of zeros."""
     params = {"frozen": np.full(16, -0.0, np.float32), "w": np.ones((16, 8), np.float32)}
-    plain = jzero.TrainState.create(params=params, tx=shared.sgd(0.1))
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
-    state = jzero.shard_train_state(plain, config=config, trainable="w")
+    state = shared.sharded(params, shared.sgd(0.1), stage, trainable="w")
     state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
     assert np.signbit(jzero.gather_params(state)["frozen"]).all()
 
@@ -249,8 +232,7 @@ def test_random_keys_among_the_parameters_stay_as_they_are(make, stage, trainabl
     params = {"w": jnp.ones((D, D)) / D, "keys": jax.random.split(jax.random.key(7), 16)}
     tx = optax.masked(optax.adamw(1e-2), {"w": True, "keys": False})
     state = make.create(params=params, tx=tx, apply_fn=None)
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
-    state = jzero.shard_train_state(state, config=config, trainable=trainable)
+    state = jzero.shard_train_state(state, config=shared.config(stage), trainable=trainable)
     step = jzero.make_train_step(loss_fn, clip_norm=1.0)
     state, metrics = step(state, batch())
     np.testing.assert_allclose(metrics["loss"], loss_fn(params, batch()), rtol=1e-5)

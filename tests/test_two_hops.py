@@ -15,21 +15,21 @@ from jzero.analysis.replanning import relaid
 from jzero.core.layout.mesh import num_along
 from jzero.core.layout.platform import PLATFORMS
 from jzero.estimate.traced_collectives import traced_collectives
-from tests import light_decoder, models
+from tests import light_decoder, models, shared
 from tests.tiers import slow
 
 WIDTH, LAYERS, STEPS = 21, 3, 8
 BATCH = np.random.default_rng(1).normal(size=(96, WIDTH))
 
 
-def make_params(dtype=np.float64):
+def make_params(dtype=np.float64, width=WIDTH, tied=35, scale=5):
     """Sizes that no number of devices divides, a stack, a tied matrix and a frozen one."""
     rng = np.random.default_rng(0)
-    draw = lambda *shape: (rng.normal(size=shape) / 5).astype(dtype)
+    draw = lambda *shape: (rng.normal(size=shape) / scale).astype(dtype)
     return {
-        "stack": {"w": draw(LAYERS, WIDTH, WIDTH), "b": draw(LAYERS, WIDTH)},
-        "tied": draw(WIDTH, 35),
-        "frozen": draw(35, 35),
+        "stack": {"w": draw(LAYERS, width, width), "b": draw(LAYERS, width)},
+        "tied": draw(width, tied),
+        "frozen": draw(tied, tied),
         "flat": draw(3, 5, 7),
         "tiny": draw(2),
     }
@@ -75,30 +75,17 @@ def config_of(stage=3, **options):
 
 
 def train(loss, config, sizes, make=make_few, **options):
-    state, losses = sharded(make(), config, **sizes), []
     step = jzero.make_train_step(loss, **options)
-    for _ in range(STEPS):
-        state, metrics = step(state, BATCH)
-        losses.append(float(metrics["loss"]))
+    state, losses = shared.train(step, sharded(make(), config, **sizes), [BATCH] * STEPS)
     return losses, jzero.gather_params(state)
 
 
 @functools.cache
 def plain_params(make):
     """Returns parameters after the same training on one device, with plain optax; loops and their turns are equal."""
-    tx, params = optax.adam(1e-2), make()
     loss = loss_fn if make is make_params else few_loss
-
-    @jax.jit
-    def step(params, opt_state):
-        grads = jax.grad(loss)(params, BATCH)
-        updates, opt_state = tx.update({**grads, "frozen": jnp.zeros_like(grads["frozen"])}, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    opt_state = tx.init(params)
-    for _ in range(STEPS):
-        params, opt_state = step(params, opt_state)
-    return params
+    frozen = lambda params, batch: loss({**params, "frozen": lax.stop_gradient(params["frozen"])}, batch)
+    return shared.by_optax(frozen, make(), optax.adam(1e-2), [BATCH] * STEPS).params
 
 
 SIZES = [{"node": 2, "data": 4}, {"node": 3, "data": 2}, {"replica": 2, "node": 2, "data": 2}]

@@ -159,8 +159,7 @@ def test_the_first_block_waits_for_all_that_comes_before(monkeypatch):
             batch = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(params[name], batch)
         return jnp.square(jnp.sin(batch @ params["x_norm"]) @ params["y_head"]).mean()
 
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=shared.config(3))
     found = reductions_before_reductions(jzero.value_and_grad(loss), state, batch())
     assert found == [0, 0, 2, 2], "head, norm, w1, w0"
 
@@ -248,8 +247,7 @@ def test_the_backward_loop_waits_for_the_gradient_of_the_head(platform, options,
     rng = np.random.default_rng(0)
     sizes = {"stack": (5, 32, 32), "head": (32, 512)}
     params = {name: rng.normal(size=size).astype(np.float32) / 6 for name, size in sizes.items()}
-    config = jzero.ZeroConfig(persistence_threshold=0, **options)
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    state = shared.sharded(params, optax.sgd(0.1), **options)
     batch = rng.normal(size=(16, 32)).astype(np.float32)
     step = jzero.make_train_step(head_after_a_loop)
     assert ((32, 512 // 8) in waited_for_by_loops(step, state, batch)) == waits

@@ -42,8 +42,7 @@ class Written(TrainState):
 def make_state(value, n=DEVICES, stage=3):
     params = {"w": jnp.ones((D, 7))}
     state = Written.create(apply_fn=None, params=params, tx=shared.sgd(0.1), value=jax.tree.map(jnp.asarray, value))
-    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
-    return jzero.shard_train_state(state, config=config, mesh=mesh_of(n))
+    return jzero.shard_train_state(state, config=shared.config(stage), mesh=mesh_of(n))
 
 
 def loss_writing(new):
@@ -307,9 +306,8 @@ def test_frozen_parameters_that_the_loss_writes_go_from_micro_batch_to_micro_bat
     wrt = nnx.All(nnx.Param, nnx.PathContains("online"))
     make = lambda: Online(nnx.Rngs(0))
     model = make()
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
     pair = jzero.shard_train_state(
-        (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=wrt)), config=config, mesh=mesh_of()
+        (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=wrt)), config=shared.config(3), mesh=mesh_of()
     )
     step = jzero.make_train_step(lambda model, batch: model.loss(batch["x"]), accumulate_steps=STEPS)
     plain = make()

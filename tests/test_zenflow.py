@@ -30,9 +30,7 @@ from tests.tiers import slow
 def sharded(offload, *, stage=3, precision="fp32", tx=ADAMW, dtype=None, devices=2, sizes=ONE_LAYER):
     """Of one layer, since each leaf is several programs; records are a part of its kernel."""
     params = models.mlp_params(dtype or jnp.float32, sizes)
-    state = jzero.TrainState.create(params=params, tx=tx)
-    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0, offload=offload)
-    return jzero.shard_train_state(state, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:devices]))
+    return shared.sharded(params, tx, stage, mesh=devices, precision=precision, offload=offload)
 
 
 def on_host(**options):
@@ -44,11 +42,7 @@ def flow(**options):
 
 
 def train(state, steps=5, start=0, **options):
-    losses = []
-    for i in range(start, start + steps):
-        state, metrics = step_of(**options)(state, models.mlp_batch(48, seed=i))
-        losses.append(float(metrics["loss"]))
-    return state, losses
+    return shared.train(step_of(**options), state, (models.mlp_batch(48, seed=i) for i in range(start, start + steps)))
 
 
 TX = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 20), weight_decay=0.1)
