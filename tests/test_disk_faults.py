@@ -4,7 +4,6 @@ import contextlib
 import errno
 import gc
 import os
-import pathlib
 import shutil
 import signal
 import threading

@@ -155,7 +155,7 @@ core/base/text.py
   + if isinstance(x, float) and math.isnan(x) else x
 
 core/processes/exchange.py
-  each_length_of_a_text_compiles_a_program: test_exchange.py::test_texts_of_many_lengths_compile_few_programs
+  each_length_of_a_text_compiles_a_program: test_processes.py::test_texts_of_many_lengths_compile_few_programs
   - np.zeros(1 << max(10, int(sizes.max() - 1).bit_length()), np.uint8)
   + np.zeros(int(sizes.max()), np.uint8)
 
