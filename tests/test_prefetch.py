@@ -14,8 +14,6 @@ from jax.interpreters import partial_eval as pe
 
 import jzero
 from jzero.core.base import compat
-from jzero.core.engine import loops
-from jzero.core.jaxpr.equations import equations_in, equations_of
 from jzero.core.layout.platform import PLATFORMS
 from tests import engine_losses, shared
 from tests.engine_losses import D
@@ -157,28 +155,6 @@ def test_a_gather_ahead_travels_in_the_dtype_that_the_layer_casts_to():
     of_stack = [line.rsplit("->", 1)[1] for line in gathers if whole in line.rsplit("->", 1)[1]]
     assert of_stack
     assert all("xbf16" in line for line in of_stack), of_stack
-
-
-@pytest.mark.parametrize(
-    "loss_fn",
-    [together, scan_casting_its_rows, scan_of_a_call, engine_losses.scan_reversed_with_outputs],
-    ids=lambda x: x.__name__,
-)
-def test_what_a_turn_gathers_is_known_before_its_trace(loss_fn, monkeypatch):
-    """The rows that the bodies of loops gather if none is gathered ahead, and their dtypes, in this order."""
-    expected = []
-    monkeypatch.setattr(loops, "choose_prefetched", lambda rows, *_: expected.append(rows) or {})
-    state = engine_losses.sharded(3, 8, prefetch_bytes=AMPLE)
-    jaxpr = jax.make_jaxpr(jzero.value_and_grad(loss_fn, remat="cheap"))(state, engine_losses.batch())
-    scans = [eqn for eqn in equations_of(jaxpr) if eqn.primitive.name == "scan"]
-    found = []
-    for scan in scans:
-        opened, _ = compat.open_jaxpr(scan.params["jaxpr"])
-        gathers = [x.params for eqn in opened.eqns if eqn.primitive.name != "scan" for x in equations_in(eqn)]
-        found.append({x["path"]: jnp.dtype(x["dtype"]) for x in gathers if "route" in x and "sums" not in x})
-    of = lambda rows: {param.path: jnp.dtype(dtype) for param, dtype in rows.values()}
-    assert any(found)
-    assert sorted(map(str, filter(None, found))) == sorted(map(str, filter(None, map(of, expected))))
 
 
 @pytest.mark.parametrize(

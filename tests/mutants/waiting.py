@@ -104,7 +104,7 @@ core/engine/rules.py
   + again = ()
   no_barriers_inside_of_loops: test_passes.py::test_what_a_loop_recomputes_stays_behind_its_barriers
   - if prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse):
-  + if not walk.held.keeps and (prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)):
+  + if walk.depth == 0 and (prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)):
 
 estimate/footprint.py
   on_tpus_gradients_in_loops_do_not_wait: test_postponed.py::test_in_a_loop_they_stay_to_the_end_of_an_iteration
@@ -124,14 +124,6 @@ estimate/step_time.py
   estimated_times_are_those_of_the_longest_branches: test_step_time.py::test_of_a_conditional_a_usual_step_counts
   - x.times * min(compute_seconds
   + x.times * max(compute_seconds
-
-core/engine/first_gathers.py
-  rows_ahead_in_the_dtype_that_is_stored: test_prefetch.py::test_what_a_turn_gathers_is_known_before_its_trace
-  - LazyValue(dict.fromkeys(dtypes, new), first.stored) if is_as_stored
-  + LazyValue(dtypes, first.stored) if is_as_stored
-  no_rows_behind_a_cheap_operation: test_prefetch.py::test_what_a_turn_gathers_is_known_before_its_trace
-  - if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
-  + if not runs_on_shards(eqn) or len(eqn.outvars) != 1:
 
 estimate/buffers.py
   rows_of_any_length_fill_tiles: test_step_time.py::test_rows_of_a_softmax_that_fill_no_tile_are_read_again

@@ -6,7 +6,7 @@ where it is made), `waits` (for reductions, on GPUs), `walk` (gathers parameters
 placed program, of the equations that `placed` defines.
 
 Then, by topic: `roles` (how the stages differ); `lazy` and `shard_rules` (partitioned parameters); `rules` and
-`loops` (equations that contain jaxprs), `first_gathers` (which rows a loop gathers); `kept_blocks` (what is not
-recomputed); `gradient_rules` (how gradients leave, and what runs on their shards); `order` (what a gather waits for);
-`outputs`, `written_variables` and `merge` (what a loss returns and writes); `norms`.
+`loops` (equations that contain jaxprs); `kept_blocks` (what is not recomputed); `gradient_rules` (how gradients
+leave, and what runs on their shards); `order` (what a gather waits for); `outputs`, `written_variables` and `merge`
+(what a loss returns and writes); `norms`.
 """

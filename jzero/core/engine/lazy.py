@@ -57,6 +57,18 @@ MAX_DEFERRED = 16
 kept."""
 
 
+class RowOf(NamedTuple):
+    """The stack whose row, or part of a row, a lazy parameter is.
+
+    Attributes:
+      depth: How many loops enclose the row's loop.
+      stack: Index of the stack among those that the loop scans.
+    """
+
+    depth: int
+    stack: int
+
+
 ParamKey: TypeAlias = tuple[int, Cut]
 """The identity of a shard, and which part of its parameter it is."""
 
@@ -64,7 +76,7 @@ ParamKey: TypeAlias = tuple[int, Cut]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["shard", "unsharded"],
-    meta_fields=["cut", "route", "wire_dtype", "dtype", "path", "on_disk", "stays", "lookups"],
+    meta_fields=["cut", "route", "wire_dtype", "dtype", "row_of", "path", "on_disk", "stays", "lookups"],
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
@@ -78,6 +90,7 @@ class ShardedParam:
       route: How it travels.
       wire_dtype: The dtype of the gather: the shard is cast to it first.
       dtype: The dtype of the value: the gathered array is cast to it. Never narrower than `wire_dtype`.
+      row_of: In the body of a loop, the stack that it comes from.
       path: Its key path; inside a function that layers share, which input it is.
       on_disk: The dtype of its rows on disk, which the gather reads; `None` if it is in memory.
       stays: Whether it stays whole from its first to its last use, in both passes.
@@ -90,6 +103,7 @@ class ShardedParam:
     route: Route
     wire_dtype: DType
     dtype: DType
+    row_of: RowOf | None = None
     path: str = ""
     on_disk: DType | None = None
     stays: bool = False
@@ -99,11 +113,6 @@ class ShardedParam:
     def shape(self) -> tuple[int, ...]:
         """Natural shape."""
         return self.cut.shape
-
-    @property
-    def stored_dtype(self) -> DType:
-        """The dtype of the shard's numbers."""
-        return jnp.dtype(self.cut.blocks.dtype if self.cut.blocks else self.on_disk or self.shard.dtype)
 
     @property
     def key(self) -> ParamKey:

@@ -45,11 +45,11 @@ from jax.typing import ArrayLike
 from jzero.core.base import compat
 from jzero.core.base.guard import warn
 from jzero.core.base.types import DType, Params, PyTree
-from jzero.core.engine.first_gathers import LazyValue, first_gathers
 from jzero.core.engine.lazy import (
     LazyRows,
     Leaf,
     Operand,
+    RowOf,
     ShardedParam,
     SharedLeaves,
     Value,
@@ -113,8 +113,9 @@ class _Loop:
       params: The lazy ones among `stacks`, by index.
       last_hops: By index of a stacked result: the hop of its reduction that runs one iteration later.
       restored: For each stacked result, a function that makes it from the stacked arrays. Each trace of `iteration`
-        sets it, and jax may trace a body twice. Only `scan` reads it, after `run`: then it is of the last trace, the
-        one in the program.
+        sets it, and so does one that is thrown away (that of `_choose_prefetched`, and jax may trace a body twice).
+        Only `scan` reads it, after `run`: then it is of the last trace, the one in the program.
+      gathered_rows: What the last traced `iteration` gathered. Only `_choose_prefetched` reads it, after its own trace.
     """
 
     def __init__(self, walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> None:
@@ -147,11 +148,12 @@ class _Loop:
     ) -> tuple[Carry, Unfinished, IterationOutputs]:
         """Returns the carry, unfinished rows and outputs of one iteration; finishes those of the one before."""
         finished = self.finish(unfinished)
-        inner = self.walk.enter_block()  # keeps what it gathers to the end of the iteration
+        inner = self.walk.enter_block(of_loop=True)  # keeps what it gathers to the end of the iteration
         left = iter(rows)
         values = [x.row([next(left) for _ in x.stacks]) for x in self.values]
         carried = [x.start if y is None else y for x, y in zip(self.carried, carry, strict=True)]
         outputs = inner(self.jaxpr, [*self.consts, *carried, *values])
+        self.gathered_rows = inner.gathered_rows
         # A carry has the same type in every iteration, so it cannot be lazy; unchanged values leave it.
         new: Carry = [*inner.gather([None if x.is_fixed else y for x, y in zip(self.carried, outputs, strict=False)])]
         kept_rows: dict[int, jax.Array] = {}
@@ -172,7 +174,7 @@ class _Loop:
         """Returns the final carry, and the stacked outputs of the iterations."""
         init: Carry = [None if x.is_fixed else cast("jax.Array", x.start) for x in self.carried]
         options = {k: self.eqn.params[k] for k in ("length", "reverse", "unroll")}
-        ahead = self._choose_prefetched()
+        ahead = self._choose_prefetched(init)
         step = -1 if self.eqn.params["reverse"] else 1
         start = jnp.asarray(self.length - 1 if step < 0 else 0, jnp.int32)  # the first iteration's row
 
@@ -223,32 +225,24 @@ class _Loop:
             if not isinstance(x, ShardedParam):
                 return x
             array = at_hand.get(self.params[j].shard, x.unsharded)
-            return dataclasses.replace(x.drop_leading(), unsharded=array)
+            return dataclasses.replace(x.drop_leading(), unsharded=array, row_of=RowOf(self.walk.depth + 1, j))
 
         return [row(j, x) for j, x in enumerate(stacks)]
 
-    def _choose_prefetched(self) -> dict[int, DType]:
+    def _choose_prefetched(self, init: Carry) -> dict[int, DType]:
         """Returns the stacks to gather one iteration ahead, with the dtype of each gather."""
         limit = self.walk.order.ahead
         if limit == 0 or self.length < 2 or not any(map(is_cut, self.stacks)):
             return {}
-        arrays: list[LazyValue | None] = [None] * self.num_carry
-        outside = [LazyValue() if is_lazy(x) else None for x in self.consts]
-        numbers = iter(range(len(self.stacks)))
-        rows = [self._as_lazy(x, [next(numbers) for _ in x.stacks]) for x in self.values]
-        first: IdDict[jax.Array, tuple[int, DType]] = IdDict()  # by shard: a stack may be scanned twice
-        for j, dtype in first_gathers(self.jaxpr, [*outside, *arrays, *rows]).items():
-            first.setdefault(self.params[j].shard, (j, dtype))
+        # A first trace shows what an iteration gathers.
+        jax.eval_shape(
+            lambda init, stacks: self.iteration(init, self._rows(_slice_rows(stacks, 0), {}), {})[2], init, self.stacks
+        )
+        first: IdDict[jax.Array, tuple[int, DType]] = IdDict()  # by shard; an iteration may gather a row more than once
+        for row_of, dtype in self.gathered_rows:
+            if row_of.depth == self.walk.depth + 1:  # not a row of a loop further out
+                first.setdefault(self.params[row_of.stack].shard, (row_of.stack, dtype))
         return choose_prefetched({j: (self.params[j], dtype) for j, dtype in first.values()}, self.length, limit)
-
-    def _as_lazy(self, x: LazyRows, numbers: list[int]) -> LazyValue | None:
-        """Returns what a row of a scanned value is made of; `None` if it is an array. `numbers` are its stacks."""
-        if not x.shared and not any(j in self.params for j in numbers):
-            return None
-        cut = {j: self.params[j] for j in numbers if is_cut(self.stacks[j]) and not is_looked_up(self.stacks[j])}
-        dtypes = {j: jnp.dtype(param.wire_dtype) for j, param in cut.items()}
-        is_row = len(cut) == len(numbers) == 1 and isinstance(x.expression, int)
-        return LazyValue(dtypes, cut[numbers[0]].stored_dtype if is_row else None)
 
     def _split_result(
         self, inner: Walk, x: Value, rows: list[Leaf], kept_rows: Mapping[int, jax.Array]
@@ -297,14 +291,14 @@ class _Loop:
 def _restore_scanned(row: ShardedParam, stack: ShardedParam) -> Callable[[list[jax.Array]], ShardedParam]:
     """Returns a function that makes a result from the stack that the loop scanned."""
     wire_dtype, dtype = row.wire_dtype, row.dtype
-    return lambda ys: dataclasses.replace(stack, unsharded=None, wire_dtype=wire_dtype, dtype=dtype)
+    return lambda ys: dataclasses.replace(stack, unsharded=None, row_of=None, wire_dtype=wire_dtype, dtype=dtype)
 
 
 def _restore_stacked(row: Value, index: int) -> Callable[[list[jax.Array]], Leaf]:
     """Returns a function that makes a result from the stacked arrays, or shards, of the iterations."""
     if not isinstance(row, ShardedParam):
         return lambda ys: ys[index]
-    layout = jax.tree.structure(dataclasses.replace(row, unsharded=None))  # no tracer may leave the scan
+    layout = jax.tree.structure(dataclasses.replace(row, row_of=None, unsharded=None))  # no tracer may leave the scan
 
     def restore(ys: list[jax.Array]) -> ShardedParam:
         stack: ShardedParam = layout.unflatten([ys[index]])
@@ -341,8 +335,14 @@ def _make_sliceable(walk: Walk, x: Operand) -> Leaf:
 
 def _slice_row(stack: ShardedParam, index: ArrayLike) -> ShardedParam:
     """Returns one row of a lazy stack."""
-    row: ShardedParam = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stack)
-    return row.drop_leading()  # [L, D/N, F] -> [D/N, F]; `unsharded`, too
+    (row,) = _slice_rows([stack], index)
+    assert isinstance(row, ShardedParam)
+    return row.drop_leading()  # [L, D/N, F] -> [D/N, F]
+
+
+def _slice_rows(stacks: list[Leaf], index: ArrayLike) -> list[Leaf]:
+    """Returns the arrays of one row of each stack, as a scan would slice them."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacks)  # `unsharded`, too
 
 
 def _is_only_indexed(jaxpr: Jaxpr, var: Var) -> bool:

@@ -48,11 +48,6 @@ def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> ShardedParam | N
     return rule(lazy, eqn, others) if len(others) == len(operands) else None
 
 
-def runs_on_shards(eqn: JaxprEqn) -> bool:
-    """Whether there is a rule for an equation, which may still refuse a parameter."""
-    return eqn.primitive.name in _RULES
-
-
 def constrain_lazy(x: ShardedParam | Deferred, spec: PartitionSpec) -> ShardedParam | Deferred:
     """Returns a lazy value whose arrays are sharded over other mesh axes by `spec`, which is for its natural shape.
 
@@ -94,7 +89,8 @@ def _cast(lazy: ShardedParam, eqn: JaxprEqn, others: Sequence[jax.Array]) -> Sha
     if widens(old, new):
         return dataclasses.replace(lazy, dtype=new)  # after the gather: the narrower dtype travels
     # After another cast the shard would be rounded once where the loss rounds twice.
-    is_as_stored = old == lazy.wire_dtype == lazy.stored_dtype
+    stored = lazy.cut.blocks.dtype if lazy.cut.blocks else lazy.on_disk or lazy.shard.dtype
+    is_as_stored = old == lazy.wire_dtype == stored
     return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None
 
 

@@ -64,6 +64,7 @@ from jzero.core.engine.lazy import (
     Deferred,
     LazyRows,
     ParamKey,
+    RowOf,
     ShardedParam,
     SharedLeaves,
     Static,
@@ -210,6 +211,9 @@ class Walk:
       order: Records what happened so far, and makes gathers wait.
       held: The whole parameters that are kept.
       pipelines_reductions: Whether loops run the hops between nodes of their reductions in the next iteration.
+      depth: How many loops enclose this walk.
+      gathered_rows: The stacks whose rows were gathered, with the dtypes of the gathers, in their order: complete once
+        the body of the loop has been evaluated. Walks of blocks and calls inside of it add to the same list.
       meshes: Mesh facts about the jaxprs of this trace.
       functions: Functions of this trace's calls, by jaxpr and the inputs that were gathered before.
       warned: Shapes of the stacks that users were warned about.
@@ -220,13 +224,16 @@ class Walk:
     order: Order
     held: HeldParameters
     pipelines_reductions: bool
+    depth: int = 0
+    gathered_rows: list[tuple[RowOf, DType]] = dataclasses.field(default_factory=list)
     meshes: MeshFacts = dataclasses.field(default_factory=MeshFacts)
     functions: IdDict[AnyJaxpr, dict[tuple[int, ...], CalledFunction]] = dataclasses.field(default_factory=IdDict)
     warned: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
 
-    def enter_block(self) -> Walk:
+    def enter_block(self, *, of_loop: bool = False) -> Walk:
         """Returns the walk over a recomputed block or a loop body, which keeps parameters to its end."""
-        return dataclasses.replace(self, order=self.order.enter_block(), held=HeldParameters(keeps=True))
+        of_body = dataclasses.replace(self, order=self.order.enter_block(), held=HeldParameters(keeps=True))
+        return dataclasses.replace(of_body, depth=self.depth + 1, gathered_rows=[]) if of_loop else of_body
 
     def enter_call(self, gathered: Sequence[Value]) -> Walk:
         """Returns the walk over a called function; `gathered` are its inputs that were gathered before."""
@@ -290,6 +297,7 @@ class Walk:
         shared = SharedLeaves.of(cast("list[Value]", values))
         # [D/N, F], with [D, F] if that is still held
         leaves = [self.held.fill(x) if isinstance(x, ShardedParam) else x for x in shared.leaves]
+        self.gathered_rows += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
         params = [x for x in leaves if isinstance(x, ShardedParam)]
         # Parameters that differ only in their final dtype share an array.
         gathered: dict[tuple[ParamKey, DType], jax.Array] = {}
