@@ -15,6 +15,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "_zero_of",
         "return lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(17))",
     ): "no bit is left of 32 after 33 places either",
+    ("jzero/core/engine/walk.py", "Walk", "depth: int = 1"): "depths are compared with each other alone",
     (
         "jzero/cli/doctor.py",
         "_offload",
