@@ -16,8 +16,7 @@ compilers for GPUs and TPUs share:
   loops on TPUs, too, see [Note: Postponed gradients]. Gradients that are reduced before a backward loop which reduces
   others count until after it: without this rule, the estimate for 1.4B at stage 3 on GPUs is 7 % below the compiler's
   figure, with it 2 %. GPUs reduce the gradients of one of its iterations during the next. On TPUs, a loop of the
-  forward pass runs last if the backward pass needs nothing of it, such as one over parts of a loss that are computed
-  again.
+  forward pass runs last if the backward pass needs nothing of it, such as one over recomputed parts of a loss.
 * On GPUs, each reader recomputes a concatenation, and an elementwise result that a product needs in another layout. A
   fusion that sums an expensive value also writes that value if others read it, already in the forward pass if it sums
   it there and it is larger than what it is made of. What the backward pass needs as an array behind a barrier, such as
