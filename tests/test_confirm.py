@@ -88,7 +88,7 @@ def test_a_usual_step_decides_and_the_longest_is_told(monkeypatch):
     assert chosen is tried[0]
     found = tuple(judge(tried, chosen, LIMIT))
     text = str(Fit("h200:8", LIMIT, found, found[0], ()))
-    assert "; a step takes 1300 ms, at most 3100\n" in text
+    assert "; a step takes 1300 ms, at most 3100 ms\n" in text
     assert [line.split()[-1] for line in text.splitlines()[-2:]] == ["3100", "1600"]
     same = dataclasses.replace(found[0], most_seconds=1.3)
     assert "at most" not in str(Fit("h200:8", LIMIT, (same,), same, ()))

@@ -220,7 +220,7 @@ class Fit(Report):
             how = "estimated" if x.compiled_peak is None else "compiled"
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
             time = "" if x.memory.seconds is None else f"; a step takes {_milliseconds(x.best_cost())} ms"
-            time += f", at most {_at_most(x)}" * bool(_at_most(x))
+            time += f", at most {most} ms" if (most := _at_most(x)) else ""
             return f"{self.machine}: {describe_candidate(x)} fits: {sizes}{time}"
         least = self.least
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} available"

@@ -9,17 +9,17 @@ the joint rate of a node's network ports, if that is lower. Asynchronous copies 
 repeat their body. A conditional runs its longest branch, each time: only a step's numbers tell which one it takes.
 All rates are the vendor's peaks, from `jzero.machines.machine`, which names their sources.
 
+The model leaves out: latency, of kernels and of each hop of a collective, which dominates for small arrays; the
+distance of real kernels from the peaks; streams that share memory bandwidth or multiprocessors; tiling; the arithmetic
+of kernels that neither HLO nor the trace shows, which count by their bytes; traffic to the host; and the
+missing links of a small slice of a torus. So the shares say what could overlap, not what a profile will show.
+
 [Note: A usual step]
 `Timeline.least` is the time if each conditional of the loss runs its shortest branch. `fit` compares layouts by it:
 what a loss may leave out is mostly for rare numbers, such as further blocks of an expert that got far more tokens than
 others. Conditionals of the update run their longest branch there, too: with owned matrices each device has a branch of
 its own, and all wait for the longest; of an update that may be left out, the usual step is the one that is made. Memory
 is always that of all branches.
-
-The model leaves out: latency, of kernels and of each hop of a collective, which dominates for small arrays; the
-distance of real kernels from the peaks; streams that share memory bandwidth or multiprocessors; tiling; the arithmetic
-of kernels that neither HLO nor the trace shows, which count by their bytes; traffic to the host; and the
-missing links of a small slice of a torus. So the shares say what could overlap, not what a profile will show.
 """
 
 from __future__ import annotations
