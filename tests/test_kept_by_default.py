@@ -188,11 +188,17 @@ def test_blocks_that_are_loops_count_as_none():
 
 
 def test_nothing_is_estimated_where_all_values_of_the_loss_fit(memory, monkeypatch):
-    """Beside a whole state; until somebody asks what was kept."""
+    """Beside a whole state; until somebody asks what was kept. What is only moved takes nothing."""
     batch, calls = make_batch(), []
     everything = reckoned(jzero.Keep(params="all", blocks=LAYERS), batch)
     monkeypatch.setattr(keeping, "memory_of_step", lambda *args: calls.append(args) or memory_of_step(*args))
     for memory.limit, estimated in ((200_000, True), (300_000, False)):
+        calls.clear()
+        moving = lambda params, batch: (
+            loss_fn(params, batch) + jnp.broadcast_to(batch.T, (1_000, *batch.T.shape)).mean()
+        )
+        jzero.make_train_step(moving).lower(make_state(), batch)
+        assert bool(calls) == estimated
         calls.clear()
         step, state = jzero.make_train_step(loss_fn), make_state()
         step.lower(state, batch)

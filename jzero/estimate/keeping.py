@@ -6,7 +6,7 @@ mostly lies idle. So a training step whose user said nothing about recomputation
 own trace, without a compiler: all parameters and all blocks if that takes at most `KEPT_SHARE` of what a step may use
 of a device; else all parameters and as many blocks as fit, by the estimates of up to three more traces; else nothing,
 as `remat="cheap"` does, also where an estimate fails, which the log says. The step is not estimated, which takes a
-third of the time of tracing, if all values of the loss together fit beside a whole state.
+third of the time of tracing, if all values that the loss computes, not just moves, fit beside a whole state together.
 
 However much fits, on GPUs no more blocks are kept than save, together with what "cheap" saves of the others, what plain
 jax would save of all: scores in fp32 and shares are more than shares in fp32, all that differentiation saves of a
@@ -49,6 +49,7 @@ from jzero.core.base.types import PyTree, TrainStateLike
 from jzero.core.config.keep import Keep
 from jzero.core.engine.trace import TracedLoss, plan_for
 from jzero.core.jaxpr.equations import equations_of
+from jzero.core.jaxpr.primitives import Trait, primitives_with
 from jzero.core.jaxpr.sizes import array_bytes
 from jzero.core.layout.platform import platform_facts
 from jzero.core.plan.plan import ZeroPlan
@@ -69,6 +70,8 @@ WORTH_MEMORY = 1.01
 POSTPONED = 40
 """How many times the last block all blocks must save to be left as written. Nothing makes compilers compute the
 gradients of such blocks in time, see [Note: Waiting for gradients], so what some two blocks save lives beside all."""
+MOVES = primitives_with(Trait.LAYOUT | Trait.ALIAS)
+"""Operations that compute nothing."""
 SECANTS = 2
 """How many numbers of blocks are traced between none and all of them. Two found the most of 16 that fit."""
 
@@ -168,11 +171,12 @@ def _preferred(
 
 
 def _value_bytes(jaxpr: AnyJaxpr) -> int:
-    """Returns the bytes of all values that a jaxpr computes, in all turns of its loops."""
+    """Returns the bytes of all values that a jaxpr computes, in all turns of its loops; what only moves, XLA fuses."""
     total = 0
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         inner = sum(map(_value_bytes, compat.contained_jaxprs(eqn)))
-        total += inner * eqn.params.get("length", 1) or sum(map(bytes_of, (v.aval for v in eqn.outvars)))
+        own = 0 if eqn.primitive.name in MOVES else sum(map(bytes_of, (v.aval for v in eqn.outvars)))
+        total += inner * eqn.params.get("length", 1) or own
     return total
 
 
