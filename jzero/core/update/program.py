@@ -248,10 +248,12 @@ def inputs_of(plan: ZeroPlan, stored: Before[L], load: Callable[[StateLeaf, L], 
     """
     kept = params_as_stored(plan)
 
-    def place(x: L, i: int | None, leaf: StateLeaf, name: str = "") -> Input:
+    def place(x: L, i: int | None, leaf: StateLeaf, name: str = "", *, is_laid_out: bool = True) -> Input:
         leaf.check_shape(x)
         if i not in kept or leaf.shape != plan.leaves[i].param.shape:
-            return Input(load(leaf, x))
+            is_ready = is_laid_out and leaf.stored_shape == leaf.shape and isinstance(x, jax.Array)
+            # A constraint on each array would take a twentieth of the time to trace the step.
+            return Input(x if is_ready and memory_of(x) == "device" else load(leaf, x))
         grad, paths = plan.leaves[i].grad, [field.path for field in plan.record_fields.get(i, ())]
         source = OperandSource(name or "array") if i in plan.record_fields else OperandSource("array")
         if isinstance(x, InRecords):
@@ -265,12 +267,14 @@ def inputs_of(plan: ZeroPlan, stored: Before[L], load: Callable[[StateLeaf, L], 
         leaf = plan.leaves[i]
         if x is None or i in plan.keys:
             return None
-        return place(x, i, leaf.grad if leaf.trained else leaf.param, name if leaf.param.cut == leaf.grad.cut else "")
+        is_laid_out = leaf.param.cut == leaf.grad.cut
+        layout = leaf.grad if leaf.trained else leaf.param
+        return place(x, i, layout, name if is_laid_out else "", is_laid_out=is_laid_out)
 
     def of_grad(i: int, g: Grad[L]) -> Grad[Input]:
         leaf = plan.leaves[i].grad
         dropped = Input(None, Field(i, leaf, OperandSource("grads")))
-        return Grad(dropped if g.reduced is None else place(g.reduced, i, leaf, "grads"), g.factors)
+        return Grad(dropped if g.reduced is None else place(g.reduced, i, leaf, "grads", is_laid_out=False), g.factors)
 
     grads = [None if g is None else of_grad(i, g) for i, g in enumerate(stored.grads)]
     inner = [place(x, leaf.owner, leaf) for x, leaf in zip(stored.inner, plan.inner_leaves, strict=True)]
