@@ -32,6 +32,7 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 1)  # of callers, which no test looks at: a seventh of lowering
 
 assert jax.device_count() == 8, jax.devices()
 
