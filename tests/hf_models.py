@@ -88,6 +88,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 LOGITS = pathlib.Path(__file__).parent / "data" / "hf_logits.npz"
+DEFAULTS = LOGITS.with_name("hf_defaults.json")
 TOKENS = np.arange(2 * 9).reshape(2, 9) * 23 % 61
 
 

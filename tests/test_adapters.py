@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -102,9 +103,14 @@ def test_adapters_of_packed_experts_come_back(tmp_path):
     np.testing.assert_array_equal(b.reshape(112, 3, 5)[:, 2, 4], params["layers"]["gate_up"]["lora_b"][1, 4, 2])
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert said["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    one = jzero.Mapping({"layers/down/kernel": jzero.From("model.layers.*.mlp.experts.down_proj")})
-    with pytest.raises(ValueError, match=r"only mlp\.experts\.down_proj has adapters"):
-        jzero.hf.export_peft(state, tmp_path / "half", like=tmp_path / "like", rank=3, alpha=6.0, mapping=one)
+    tensors = hf_models.tensors(model.config)
+    for prefix in ("model", "model.text.decoder"):
+        like = tmp_path / prefix
+        shutil.copytree(tmp_path / "like", like)
+        hf_models.write_tensors(like, {x.replace("model", prefix, 1): tensor for x, tensor in tensors.items()})
+        one = jzero.Mapping({"layers/down/kernel": jzero.From(f"{prefix}.layers.*.mlp.experts.down_proj")})
+        with pytest.raises(ValueError, match=r"only mlp\.experts\.down_proj has adapters"):
+            jzero.hf.export_peft(state, tmp_path / "half", like=like, rank=3, alpha=6.0, mapping=one)
 
 
 @pytest.mark.slow

@@ -119,6 +119,17 @@ def test_plain_jitted_function():
         analyze(lambda x: x, x)
 
 
+def test_a_plain_function_is_analysed_for_the_machine_that_is_named(monkeypatch):
+    """Its arguments move there, those with names, too; the devices of one host are near each other."""
+    monkeypatch.setattr("jzero.analysis.analyze.topology_devices", lambda name: jax.devices()[4:])
+    mesh = jzero.make_mesh(devices=jax.devices()[:4])
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    x, w = put(np.ones((16, 64), np.float32), None, "data"), put(np.ones((64, 32), np.float32), "data")
+    report = analyze(jax.jit(lambda x, *, w: x @ w), x, w=w, topology="h200:8")
+    (row,) = report.collectives
+    assert (report.machine, report.num_devices, row.kind, row.level) == ("h200:8", 4, "all-reduce", "within")
+
+
 def violations(report):
     with pytest.raises(jzero.PlanViolation) as caught:
         report.verify()

@@ -122,5 +122,6 @@ def test_large_layers_of_large_models():
         assert (pieces.view, pieces.dim) == ((80 * 8192, 3584), 0)
         assert 0.9 * limit < pieces.length * 3584 * 12 <= limit
     assert split((50257, 96), 12, limit, tiled=True).dim == 1, "lanes are where 50257 wastes less"
+    assert split((1_280_000,), 4, 10_000, tiled=True).length == 2048, "vectors lie in tiles of 8 x 128"
     whole = split((100_003,), 12, 1000, tiled=True)
     assert whole.length == 100_003, "nothing that a TPU could slice"

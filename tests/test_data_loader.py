@@ -103,8 +103,10 @@ def test_positions_of_other_data_are_refused(tmp_path):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_position_moves_past_the_batches_made_ahead(prefetch):
+    others = set(multiprocessing.active_children())
     with iter(jzero.data.make_loader(Source(64), batch_size=8, prefetch=prefetch)) as batches:
         first = next(batches)
+        assert set(multiprocessing.active_children()) <= others, "threads make them, unless workers are asked for"
         start = batches.get_state()
         second = next(batches)
         batches.set_state({**start, "example": 0})
@@ -193,6 +195,8 @@ def test_an_epoch_has_each_example_once(num_examples, seed, epoch, window):
 
 
 def test_orders_differ_by_epoch_and_seed_and_are_not_shared():
+    unseeded, of_zero = (jzero.data.make_loader(Source(64), batch_size=8, shuffle=True, **x) for x in ({}, {"seed": 0}))
+    jax.tree.map(np.testing.assert_array_equal, next(iter(unseeded)), next(iter(of_zero)))
     orders = {
         (seed, epoch): EpochOrder(num_examples=200, seed=seed, shuffle=True) for seed in range(3) for epoch in range(3)
     }
@@ -241,6 +245,7 @@ def test_schedule_is_that_of_brute_force(data):
         assert (span.epoch, list(range(span.start, span.stop))) == (epoch, chunk)
         # From the position after a batch, whatever the size of the next ones, what is left follows.
         after = schedule.after(span)
+        assert after.example < num_examples, "the end of an epoch is the start of the next"
         rest = brute_force(num_examples, 1, num_epochs, False, (after.epoch, after.example))
         flat = [(e, place) for e, places in expected[number + 1 :] for place in places]
         if drop:

@@ -10,10 +10,11 @@ import weakref
 
 import pytest
 
-from jzero.core.disk.files import PAGE, page_aligned
+from jzero.core.disk.files import PAGE, DiskError, page_aligned
 from jzero.core.disk.pipeline import Pipeline
 from jzero.core.disk.rates import PlainFiles
 from jzero.core.disk.stores import DiskStore, RamStore
+from tests import shared
 from tests.disk_pipelines import (  # noqa: F401  # fixtures
     FEW,
     SIZES,
@@ -184,6 +185,9 @@ def test_rates_count_overlapping_calls_once(folder, monkeypatch):
     monkeypatch.setattr(os, "preadv", slow)
     pipeline = Pipeline(DiskStore(folder, (PAGE,) * 6), threads=2)
     stats = pipeline.run(lambda record, buffer: None)
+    monkeypatch.setattr(os, "preadv", shared.raising(OSError(errno.EIO, "a read that fails")))
+    with pytest.raises(DiskError, match="a read that fails"):
+        pipeline.store.read(0, page_aligned(PAGE))
     found = pipeline.store.stats
     assert (found.read_bytes, found.written_bytes) == (6 * PAGE, 6 * PAGE) == (stats.read_bytes, stats.written_bytes)
     covered, end = 0.0, 0.0

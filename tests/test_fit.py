@@ -182,6 +182,7 @@ def test_fields_that_the_loss_writes():
     )  # fmt: skip
     assert choice.config.stage == 0
     assert "Nothing was compiled" in choice.notes[0]
+    assert f"\n\n{choice.notes[0]}" in str(choice)
 
 
 def test_errors():

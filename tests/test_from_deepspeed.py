@@ -119,7 +119,9 @@ def test_step_arguments_need_the_number_of_micro_batches():
     _, report = jzero.from_deepspeed(config)
     with pytest.raises(ValueError, match="`num_devices`"):
         report.step_arguments()
+    assert "? micro-batches x ? devices, with `num_devices=` for the rest" in str(report)
     _, report = jzero.from_deepspeed(config, num_devices=8)
+    assert "x 2 micro-batches x 8 devices\n" in str(report)
     assert report.step_arguments()["accumulate_steps"] == 2
     with pytest.warns(UserWarning, match="`gradient_accumulation_steps`"):
         _, auto = read({"gradient_accumulation_steps": "auto"}, num_devices=8)

@@ -39,6 +39,19 @@ def test_both_spellings_mean_the_same(tmp_path):
     assert jzero.hf.read_config(tmp_path / "config.json") == new, "the file will do"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_config_json_leaves_out_is_as_in_transformers(family, tmp_path):
+    """`transformers` may write only what differs from its defaults."""
+    fields = json.loads(hf_models.DEFAULTS.read_text())[family]
+    sizes = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
+    few = {name: fields[name] for name in {*sizes, "model_type", "num_experts", "num_local_experts"} & set(fields)}
+    found = []
+    for i, given in enumerate((fields, few)):
+        (tmp_path / f"{i}.json").write_text(json.dumps(given))
+        found.append(jzero.hf.read_config(tmp_path / f"{i}.json"))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("context", "fast", "late"), [(4096, 32, 1), (512, 16, 2)])
 def test_frequencies_of_yarn(context, fast, late):
     """Fast pairs keep theirs, slow ones are stretched, others in between."""

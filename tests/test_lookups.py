@@ -101,6 +101,10 @@ def by_columns(p, b):
     return jnp.square(p["t"][:, b["i"] % D]).mean()
 
 
+def by_rows_and_columns(p, b):
+    return jnp.square(p["t"][b["i"]]).mean() + jnp.square(p["t"][:, b["i"] % D]).mean()
+
+
 def in_a_branch(p, b):
     return lax.cond(b["o"][0, 0] > 10**6, lambda t: t.sum(), lambda t: jnp.square(t[b["i"]]).mean(), p["t"])
 
@@ -119,7 +123,7 @@ def params():
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4, jnp.float32)
     tables = {loss.__name__: normal(V, D) for loss in (*LOOKED_UP, *OTHERWISE, *LOOPS)}
-    return {"w": normal(D, D), "stack": normal(3, V, D), **tables}
+    return {"w": normal(D, D), "stack": normal(3, V, D), **tables, by_rows_and_columns.__name__: normal(V, D)}
 
 
 def batch(rows):
@@ -177,6 +181,11 @@ def test_lookups_equal_plain_jax(stage, devices, dim, options):
     assert {loss.__name__ for loss in OTHERWISE} <= travel_whole
     part = {of_a_part.__name__} if dim == 0 else set()  # which is on some devices only
     assert "reduce" in options or travel_whole & names == part
+
+
+def test_a_table_that_is_read_otherwise_beside_its_lookups_is_gathered_for_that():
+    plan, _ = assert_equal(sharded(3, 3, 0), together(by_rows_and_columns), 12)
+    assert [path for path, read in plan.lookups.items() if read.otherwise] == [by_rows_and_columns.__name__]
 
 
 LOOP_CASES = [(loss, *case) for loss in LOOPS for case in ((3, 8, 1), (2, 3, 0))]

@@ -118,3 +118,11 @@ def test_what_has_no_extreme_and_is_no_constant_is_named(value, said):
         jzero.make_eval_step(lambda params, batch: {"n": value(batch)})(make_state(), BATCH)
     assert said in str(error.value)
     assert "jzero.Max(x)" in str(error.value) or "jzero.PerExample(x)" in str(error.value)
+
+
+def test_a_weighted_metric_is_the_sum_divided_by_the_weights():
+    """Of rows with other weights on each device: no mean of means, nor its inverse."""
+    weights = np.arange(ROWS, dtype=np.float32)
+    metric = lambda params, b: {"nested": [jzero.Weighted((b["w"] * b["x"][:, 0]).sum(), b["w"].sum())]}
+    found = jzero.make_eval_step(metric)(make_state(), {"x": X, "w": weights})
+    np.testing.assert_allclose(found["nested"][0], np.average(X[:, 0], weights=weights), rtol=1e-5)

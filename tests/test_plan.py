@@ -180,6 +180,14 @@ def test_rules_for_a_dimension_and_a_scanned_one_are_obeyed():
     plan = plan_for({"stack": (16, 512, 8)}, stage=3, persistence_threshold=0, rules=rule)
     assert plan.params == {"stack": P("data")}
     assert plan.leaves[0].scan_dim == 1
+    none = {"stack": jzero.LeafRule(scan_dim=-1)}
+    assert [plan_for({"stack": (16, 512, 8)}, rules=x).leaves[0].scan_dim for x in ({}, none)] == [0, None]
+
+
+def test_equal_layers_that_only_numbers_tell_apart_are_no_stacks():
+    for names, dims in ((("layer_0", "layer_1"), [None, None]), (("encoder", "decoder"), [0, 0])):
+        plan = plan_for({"model": {name: {"w": (16, 512, 8)} for name in names} | {"bias": (8,)}})
+        assert [leaf.scan_dim for leaf in plan.leaves if leaf.path.endswith("w")] == dims
 
 
 def test_a_mesh_axis_that_nothing_is_split_over_is_told():

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,22 @@ def test_a_process_that_was_given_up_says_so_once(client, caplog):
     (said,) = caplog.messages
     assert said.startswith("Others do not wait for process 1 any more")
     assert said.endswith("It is late.")
+
+
+def test_whoever_is_late_is_waited_for_together_with_the_others(client, monkeypatch):
+    waits = []
+
+    def get(client, key, wait_s=0.0):
+        if not key.startswith("jzero/ended"):
+            waits.append(wait_s)
+
+    monkeypatch.setattr(presence, "get", get)
+    monkeypatch.setattr(agree, "_history", agree._History(client))
+    comparison = agree._Comparison("here", (0, 1, 2, 3), 0.1)
+    assert comparison._fetch({i: f"entry/{i}" for i in (1, 2, 3)}, time.monotonic() + 0.1) == {}
+    first, *others = (waits[i::3] for i in range(3))
+    assert 0 < first[0] <= 0.1
+    assert {x for turn in others for x in turn} == {0.0}
 
 
 @pytest.mark.parametrize(("in_fork", "closed", "ended"), [(False, False, [1]), (True, False, []), (False, True, [])])

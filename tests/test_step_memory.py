@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 
 import decoder_models
 import jzero
+from jzero.estimate.step_memory import memory_of_trace
 from jzero.estimate.traced import trace_program
 from jzero.estimate.traced_collectives import traced_collectives
 from tests import models
@@ -45,13 +46,17 @@ def test_states_are_those_of_the_plan_and_of_the_buffers(stage):
     assert memory.peak == memory.arguments + sum(memory.at_peak.values())
 
 
-def test_what_the_host_holds_is_none_of_the_devices():
-    near, away = (
-        reckoned(stack_loss, stack_state(config_of(2, offload=jzero.Offload(optimizer=home))))
-        for home in ("none", "host")
-    )
+def test_what_the_host_holds_is_none_of_the_devices(monkeypatch):
+    """Nor where a trace has all on the devices, since the programs of GPUs that are not there cannot tell."""
+    states = [stack_state(config_of(2, offload=jzero.Offload(optimizer=home))) for home in ("none", "host")]
+    near, away = (reckoned(stack_loss, state) for state in states)
     assert away.host == near.opt_state - away.opt_state > 0
     assert away.other == near.other
+    monkeypatch.setattr("jzero.core.plan.plan.names_host_memory", lambda mesh: False)
+    step, plan = jzero.make_train_step(stack_loss), jzero.plan_of(states[1])
+    arguments = step.abstract_arguments(states[0], BATCH)
+    absent = memory_of_trace(step.trace(states[0], BATCH), arguments, plan, None, gpu=True, micro_batches=1)
+    assert absent.other == near.other
 
 
 def test_what_a_layer_keeps():

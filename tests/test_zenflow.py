@@ -20,6 +20,7 @@ from jzero.core.disk.stores import RamStore
 from jzero.core.records import schedules
 from jzero.core.records.run import RecordPass
 from jzero.core.records.schedules import in_thread
+from jzero.core.state.init import lower_init
 from jzero.core.state.record_states import records_of
 from tests import models, shared
 from tests.checkpoint_states import arrays, assert_same_bits
@@ -356,6 +357,9 @@ def test_what_cannot_be(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             sharded(flow(), tx=tx, stage=stage)
+    lamb = lambda key: jzero.TrainState.create(params={"w": jnp.zeros((64, 64))}, tx=optax.lamb(1e-2))
+    with pytest.raises(ValueError, match="LAMB's norms"):  # before the state is made
+        lower_init(lamb, jax.random.key(0), shared.config(3, offload=flow()), jzero.make_mesh())
     state = sharded(flow())
     with pytest.raises(ValueError, match=r"outside of programs \(`Offload\(zenflow=...\)`\)"):
         state.tx.update(state.params, state.opt_state, state.params)

@@ -83,6 +83,8 @@ def machine(name: str) -> Machine:
       >>> from jzero.machines.machine import machine
       >>> machine("h200:16").devices_per_node, machine("v5e:4x4").num_devices, machine("8xH200").kind
       (8, 16, 'gpu')
+      >>> machine("h200:16").num_links, machine("v5e:4x4").num_links
+      (1, 4)
     """
     chip, shape, num_slices = parse_machine(name)
     num_devices = math.prod(shape) * num_slices

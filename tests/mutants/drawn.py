@@ -134,11 +134,12 @@ def _changes(node: ast.AST, function: str, same: dict[str, list[str]]) -> Iterat
                 same.setdefault(ast.unparse(parameter.annotation), []).append(parameter.arg)
     yield from ((function, *change) for change in _changes_of(node, same))
     for name, value in ast.iter_fields(node):
-        # Types are not run, texts of messages are no code, and f-strings have no places of their own on Python 3.11.
+        # Types are not run, classes or not; texts of messages are no code, and f-strings have no places of their own on
+        # Python 3.11.
         # An assertion only checks: a weaker one changes nothing.
         if name in ("annotation", "returns", "decorator_list") or isinstance(node, NO_CODE):
             continue
-        if name == "keywords" and _is_drawing(node):
+        if name == "keywords" and (_is_drawing(node) or isinstance(node, ast.ClassDef)):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not _has_no_faults(child):

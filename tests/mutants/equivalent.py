@@ -32,6 +32,14 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "_collectives",
         "sent = ((31 * np.arange(count)[:, None] - 17 * np.arange(count))) % 251 # [N, N], one row per device",
     ): "any rows that differ do",
+    ("jzero/core/engine/gradients.py", "MicroBatches", "reduce_last: bool = True"): (
+        "only of several micro-batches is it read, and these are all made with it"
+    ),
+    (
+        "jzero/analysis/step_programs.py",
+        "_StepPrograms._step_program",
+        "self, name: str, traced: jax.stages.Traced, live: int = 1, *, takes_params: bool = False",
+    ): "a program has arguments of more than a byte, which are taken from it",
 }
 """Why, by file, function around, and the lines with the fault."""
 
