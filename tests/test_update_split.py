@@ -10,12 +10,15 @@ import numpy as np
 import optax
 import optax.contrib as contrib
 import pytest
+from jax.sharding import PartitionSpec
 
 from jzero.core.base import compat
+from jzero.core.jaxpr.equations import equations_of
 from jzero.core.jaxpr.flat import flattened
 from jzero.core.jaxpr.sizes import mixes
 from jzero.core.plan.opt_leaves import find_owners
 from jzero.core.update.split import EquationKind, kernel_of, split_update
+from tests import shared
 from tests.drawn import to_jax
 from tests.optimizers import OPTIMIZERS
 from tests.tiers import default_for
@@ -178,3 +181,13 @@ def test_what_an_update_needs(name):
 def test_what_cannot_be_traced(name):
     with pytest.raises((TypeError, ValueError), match=r"arguments|obj_fn"):
         make_update(name)
+
+
+def test_an_update_constrains_only_what_may_lie_otherwise():
+    """As a user's gradients may: whole on each device, they would have the update computed whole."""
+    params = {"w": np.ones((64, 8), np.float32), "b": np.ones((8, 64), np.float32)}
+    state = shared.sharded(params, optax.adam(1e-3), stage=3)
+    jaxpr = jax.make_jaxpr(state.tx.update)(params, state.opt_state)
+    specs = [eqn.params["sharding"].spec for eqn in equations_of(jaxpr) if eqn.primitive.name == "sharding_constraint"]
+    of_arrays = [spec for spec in specs if spec != PartitionSpec()]
+    assert len(of_arrays) == len(params) * (1 + 1 + 2)  # gradient, update, moments

@@ -9,6 +9,9 @@ core/layout/box.py
   + return inside and
 
 core/update/program.py
+  gradients_as_their_user_lays_them: test_update_split.py::test_an_update_constrains_only_what_may_lie_otherwise
+  - place(g.reduced, i, leaf, "grads", is_laid_out=False)
+  + place(g.reduced, i, leaf, "grads")
   flattened_leaves_updated_in_natural_shape:
     test_traced_collectives.py::test_updates_gather_what_is_flattened_only_if_they_need_more_than_elements_and_sums
   - return off_device_params(plan) | {i for i, cut in enumerate(grads) if cut is not None and cut.flat}
