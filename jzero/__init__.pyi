@@ -1,9 +1,9 @@
 # Every public name: type checkers read this file, and `__init__.py` reads from it where to import a name from.
 from jzero.analysis.analyze import analyze as analyze
-from jzero.analysis.candidates import Fit as Fit
 from jzero.analysis.estimates import estimate_step_memory as estimate_step_memory
 from jzero.analysis.fill import fill_memory as fill_memory
 from jzero.analysis.fit import fit as fit
+from jzero.analysis.fit_report import Fit as Fit
 from jzero.analysis.report import AnalysisReport as AnalysisReport
 from jzero.analysis.violations import PlanViolation as PlanViolation
 from jzero.checkpoint.damage import CheckpointError as CheckpointError

@@ -12,8 +12,9 @@ import pytest
 
 import jzero
 from jzero.analysis import confirm, fit
-from jzero.analysis.candidates import Candidate, Fit, choose, judge
+from jzero.analysis.candidates import Candidate, choose, judge
 from jzero.analysis.compiled_step import compile_step
+from jzero.analysis.fit_report import Fit
 from jzero.estimate.step_memory import StepMemory
 from jzero.estimate.step_time import StepTime
 from jzero.machines.machine import machine

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis import candidates, compiled_step, fit, search
+from jzero.analysis import compiled_step, fit, fit_report, search
 from jzero.core.base.text import printed
 from jzero.machines.machine import machine
 from tests.fit_models import BATCH, make_state, reckoned_once
@@ -352,7 +352,7 @@ def test_rows_that_are_alike_are_one_and_all_are_there_on_demand():
 def test_layouts_are_drawn_by_time_if_that_is_known(topology, monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        candidates, "draw", lambda path, title, parts: drawn.extend([title, *(x.keywords for x in parts)])
+        fit_report, "draw", lambda path, title, parts: drawn.extend([title, *(x.keywords for x in parts)])
     )
     choice = fitted(64, stages=(1, 3), remat=("as_written",), confirm=False, topology=topology)
     choice.save_figure("fit.svg")

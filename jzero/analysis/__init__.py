@@ -3,5 +3,5 @@
 Read `analyze` (of a compiled step) with `hlo`, `collectives`, `memory`, `schedule` (the timeline, also as a trace),
 `costs`, `violations` (departures from the plan), `step_programs`, `report` and `figure`. Then `estimates` with
 `memory_table`. Then `fit` and `fill` (search) with `search`, `candidates` (and which are `alike`),
-`compiled_step`, `confirm`, `host_memory` and `replanning`.
+`fit_report`, `compiled_step`, `confirm`, `host_memory` and `replanning`.
 """

@@ -30,11 +30,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.analysis.candidates import CHOSEN, RECOMPUTED, SURE_SHARE, Candidate, Fit, choose, judge
+from jzero.analysis.candidates import CHOSEN, RECOMPUTED, SURE_SHARE, Candidate, choose, judge
 from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.confirm import confirm as confirmed
 from jzero.analysis.confirm import with_figures
 from jzero.analysis.fill import Filling
+from jzero.analysis.fit_report import Fit
 from jzero.analysis.host_memory import HostMemory
 from jzero.analysis.replanning import plan_of_argument
 from jzero.analysis.search import Search, Stage

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jzero.analysis.candidates import Fit
+from jzero.analysis.fit_report import Fit
 from jzero.analysis.memory_table import MemoryTable
 from jzero.cli.request import PlanRequest
 from jzero.cli.source import ModelSource

@@ -6,8 +6,9 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
-from jzero.analysis.candidates import SURE_SHARE, Fit
+from jzero.analysis.candidates import SURE_SHARE
 from jzero.analysis.estimates import estimate_step_memory
+from jzero.analysis.fit_report import Fit
 from jzero.cli.request import PlanRequest
 from jzero.cli.source import load_source
 from jzero.core.plan.table import format_bytes

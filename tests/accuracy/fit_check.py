@@ -26,7 +26,8 @@ from benchmarks.common import GIB, complete, lines_of, parser_of
 from benchmarks.engines import TX, loss_of
 from benchmarks.family_models import LLAMA_125M, Family, gpt, llama, moe
 from jzero.analysis import confirm
-from jzero.analysis.candidates import Candidate, Fit
+from jzero.analysis.candidates import Candidate
+from jzero.analysis.fit_report import Fit
 from jzero.analysis.search import Search
 from jzero.estimate.step_memory import StepMemory
 from jzero.machines.machine import machine
