@@ -7,17 +7,19 @@ import subprocess
 import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from jzero.checkpoint.parts import ArrayPart, read_parts
-from jzero.core.layout.box import Box
+from jzero.checkpoint.parts import read_parts
 from jzero.weights import safetensors_files
 from jzero.weights.safetensors_files import TensorSpec, write_tensors
 from tests import shared
@@ -188,28 +190,85 @@ def test_leaves_in_parts_are_exported_as_those_in_one(dtype, mapping, tmp_path, 
         assert found.read_bytes() == expected
 
 
-class Chunks:
-    """An array that notes which rows were asked for, and has them at once."""
+def test_a_checkpoint_is_exported_as_safetensors_would_write_it(tmp_path):
+    """Of chunks that end with rows and of others, by jzero and by Orbax, larger and smaller than a part."""
+    rng, shapes = np.random.default_rng(0), {"a": (61, 26), "b": (18,), "c": (8, 6, 40), "d": (4, 2000, 1000)}
+    params = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    mesh, spread = jax.make_mesh((2, 4), ("x", "y")), {"c": PartitionSpec("x", None, "y"), "d": PartitionSpec("y", "x")}
+    placed = {x: jax.device_put(params[x], NamedSharding(mesh, spec)) for x, spec in spread.items()}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", {"params": params | placed})
+    jzero.save_checkpoint(tmp_path / "jzero", shared.sharded(params, shared.sgd(0.1), 3))
+    save_file(params, tmp_path / "expected.safetensors", {"format": "flax"})
 
-    dtype = types.SimpleNamespace(numpy_dtype=np.dtype(np.float32))
+    def content(name):
+        file = (tmp_path / f"{name}.safetensors").read_bytes()
+        end = 8 + int.from_bytes(file[:8], "little")
+        return json.loads(file[8:end]), file[end:]
 
-    def __init__(self):
-        self.asked = []
+    for name in ("orbax", "jzero"):
+        jzero.export_checkpoint(tmp_path / name, tmp_path / f"{name}.safetensors")
+        assert content(name) == content("expected")
 
-    def __getitem__(self, index):
-        return types.SimpleNamespace(read=lambda: self.asked.append(index[0].start) or self.future(index))
 
-    def future(self, index):
-        return types.SimpleNamespace(result=lambda: np.arange(8, dtype=np.float32)[index])
+class Part:
+    """A part of some numbers, all the same, which are there at once; notes that it was asked for."""
+
+    def __init__(self, number, asked, size=1):
+        self.number, self.asked, self.num_bytes = number, asked, 4 * size
+
+    def read(self, memory):
+        self.asked.append(self.number)
+        values = memory.view(np.float32)
+        values[:] = self.number
+        return types.SimpleNamespace(result=lambda: None), values
+
+
+CONTENTS = types.SimpleNamespace(errors=contextlib.nullcontext)
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(1, [1, 2, 3, 4, 5, 5]), (12, [2, 3, 4, 5, 5, 5]), (999, [5] * 6)])
 def test_while_a_part_is_in_use_the_next_is_under_way(limit, asked):
     """Also of parts larger than the limit, else one thread would read, check and write by turns."""
-    array, contents = Chunks(), types.SimpleNamespace(errors=contextlib.nullcontext)
-    parts = [ArrayPart(array, Box((i,), (1,))) for i in range(6)]
-    values = read_parts(contents, parts, limit)
-    assert [(float(x[0]), array.asked[-1]) for x in values] == [*enumerate(asked)]
+    noted = []
+    values = read_parts(CONTENTS, [Part(i, noted) for i in range(6)], limit)
+    assert [(float(x[0]), noted[-1]) for x in values] == [*enumerate(asked)]
+
+
+def numbered(sizes):
+    return [Part(i, [], size) for i, size in enumerate(sizes)]
+
+
+def test_memory_is_used_again_unless_parts_are_kept():
+    """And no small part keeps the memory of a large one."""
+    sizes = [16, 16, 15, 16, 16, 16, 4, 4, 4, 4]
+    kept = [*read_parts(CONTENTS, numbered(sizes), 128)]
+    assert [(*x,) for x in kept] == [(i,) * size for i, size in enumerate(sizes)]
+    values = read_parts(CONTENTS, numbered(sizes), 128, reuse=True)
+    used = [(x.ctypes.data, x.base.nbytes, float(x[-1])) for x in values]
+    assert [number for *_, number in used] == [*range(len(sizes))]
+    assert len({place for place, *_ in used[:6]}) == 2
+    assert max(num_bytes for _, num_bytes, _ in used[6:]) == 16
+    two_at_once = read_parts(CONTENTS, numbered([16, 16, 16, 10]), 168, reuse=True)  # of which one takes old memory
+    assert [float(x[0]) for x in two_at_once] == [0, 1, 2, 3]
+
+
+def test_what_decode_is_given_stays_as_it_is(tmp_path, monkeypatch):
+    """Whatever is read after it, into memory that is used again."""
+    rng, given = np.random.default_rng(0), {}
+    params = {x: {y: rng.standard_normal((61, 26), np.float32) for y in ("kernel", "more")} for x in "abcd"}
+    jzero.save_checkpoint(tmp_path / "c", shared.sharded(params, shared.sgd(0.1), 3))
+    monkeypatch.setattr("jzero.checkpoint.parts.LEAVES_BYTES", 1)
+
+    def decode(path, leaves):
+        given[path[0]] = leaves
+        return leaves["kernel"] + leaves["more"]
+
+    mapping = jzero.Mapping({r"(.)/kernel": jzero.From(r"\1")})
+    jzero.export_checkpoint(tmp_path / "c", tmp_path / "x.safetensors", mapping=mapping, decode=decode)
+    for name, x in load_file(tmp_path / "x.safetensors").items():
+        np.testing.assert_array_equal(x, params[name]["kernel"] + params[name]["more"])
+        assert all((given[name][y] == params[name][y]).all() for y in ("kernel", "more"))
 
 
 def test_names_that_are_the_same(tmp_path):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorstore as ts
 
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.core.layout.box import Box
@@ -39,39 +40,52 @@ class ArrayPart(NamedTuple):
         """Bytes of its numbers."""
         return self.box.size * int(self.array.dtype.numpy_dtype.itemsize)
 
+    def read(self, memory: np.ndarray) -> tuple[Any, np.ndarray]:
+        """Begins to read it into memory of as many bytes; returns what tells when that is done, and the numbers."""
+        values = memory.view(self.array.dtype.numpy_dtype).reshape(self.box.shape)
+        place = ts.array(values, copy=False, write=True)[ts.d[:].translate_to[self.box.start]]
+        return place.write(self.array[self.box.slices]), values
 
-def read_parts(contents: Contents, parts: Iterable[ArrayPart], limit: int) -> Iterator[np.ndarray]:
+
+def read_parts(
+    contents: Contents, parts: Iterable[ArrayPart], limit: int, *, reuse: bool = False
+) -> Iterator[np.ndarray]:
     """Yields parts of arrays in order; while one is in use, the next is under way.
 
     Args:
       contents: The checkpoint, for errors.
       parts: The parts.
       limit: Most bytes that are under way or in use, unless two parts have more.
+      reuse: Whether a part is no longer in use once the next is asked for. Its memory then takes another part: new
+        memory costs a page fault for each of its pages.
 
     Raises:
       CheckpointError: A part cannot be read.
     """
-    under_way: collections.deque[tuple[Any, int]] = collections.deque()
-    held = 0
-
-    def first() -> Iterator[np.ndarray]:
-        future, _ = under_way[0]
-        with contents.errors():
-            values = np.asarray(future.result())
-        yield values
-
+    under_way: collections.deque[tuple[Any, np.ndarray, np.ndarray]] = collections.deque()
+    held, spare = 0, (none := np.empty(0, np.uint8))
     for part in itertools.chain(parts, [None]):  # after the last one, whatever is left
         while len(under_way) > (part is not None) and (part is None or held + part.num_bytes > limit):
-            yield from first()
-            held -= under_way.popleft()[1]
-        if part is not None:
+            done, values, memory = under_way.popleft()
             with contents.errors():
-                under_way.append((part.array[part.box.slices].read(), part.num_bytes))
-            held += part.num_bytes
+                done.result()
+            yield values
+            held -= memory.nbytes
+            spare = memory if reuse else spare
+            del done, values, memory
+        if part is not None:
+            size = part.num_bytes
+            memory = spare if size <= spare.nbytes < 2 * size else np.empty(size, np.uint8)
+            spare = none
+            with contents.errors():
+                under_way.append((*part.read(memory[:size]), memory))
+            held += memory.nbytes
 
 
 def boxes_in_parts(contents: Contents, boxes: Sequence[tuple[StoredLeaf, Box]]) -> Iterator[Iterator[np.ndarray]]:
     """Yields boxes of leaves, each as an iterator of its parts, in memory order. Exhaust one before the next.
+
+    The memory of a part is used again once the next part is asked for, of this box or another.
 
     Args:
       contents: The checkpoint.
@@ -82,7 +96,7 @@ def boxes_in_parts(contents: Contents, boxes: Sequence[tuple[StoredLeaf, Box]]) 
     """
     opened = contents.open({leaf.keys: () if box.shape == leaf.shape else box.shape for leaf, box in boxes})
     parts = [_consecutive(opened[leaf.keys], box) for leaf, box in boxes]
-    values = read_parts(contents, itertools.chain.from_iterable(parts), LEAVES_BYTES)
+    values = read_parts(contents, itertools.chain.from_iterable(parts), LEAVES_BYTES, reuse=True)
     for own in parts:
         yield itertools.islice(values, len(own))
 

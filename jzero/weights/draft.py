@@ -116,15 +116,21 @@ class Draft:
         return Box((*entry.part.start[:n], *inner.start), (*entry.part.shape[:n], *inner.shape))
 
     def tensors(self, values: Iterator[Iterator[np.ndarray]]) -> Iterator[Iterable[np.ndarray]]:
-        """Yields each tensor in consecutive parts, made of the values of `boxes`, which come in parts, too."""
+        """Yields each tensor in consecutive parts, made of the values of `boxes`, which come in parts, too.
+
+        Of neither is a part used once the next one is asked for.
+        """
         for spec, entries in zip(self.specs, self.entries, strict=True):
             if self.decode is None and len(entries) == 1 and entries[0].is_straight:
                 yield (fitted(x, spec) for x in next(values))
                 continue
             out = np.empty(spec.shape, spec.dtype)
             for entry in entries:
-                held = [_joined(next(values), box.shape) for _, box in self._boxes(entry)]
-                entry.write(fitted(held[0] if self.decode is None else self._decoded(entry, held), spec), out)
+                if self.decode is None:
+                    part = _joined(next(values), entry.part.shape)
+                else:
+                    part = self._decoded(entry, [_joined(next(values), x.shape).copy() for _, x in self._boxes(entry)])
+                entry.write(fitted(part, spec), out)
             yield [out]
         for tensor in self.copied:
             yield [tensor.view(Box.whole(tensor.shape).slices)]
@@ -342,6 +348,12 @@ def _is_text(name: str) -> bool:
 
 
 def _joined(parts: Iterator[np.ndarray], shape: Shape) -> np.ndarray:
-    """Returns an array of its consecutive parts."""
-    held = [*parts]
-    return (held[0] if len(held) == 1 else np.concatenate([x.reshape(-1) for x in held])).reshape(shape)
+    """Returns an array of its consecutive parts, each of which is used before the next is taken; itself, if one."""
+    part = next(parts)
+    if part.size == math.prod(shape):
+        return part.reshape(shape)
+    out, end = np.empty(math.prod(shape), part.dtype), 0
+    for x in itertools.chain([part], parts):
+        start, end = end, end + x.size
+        out[start:end] = x.reshape(-1)
+    return out.reshape(shape)

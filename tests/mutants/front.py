@@ -29,6 +29,10 @@ weights/draft.py
   - copied = [tensor for name, tensor in there.items() if name in left_out and name not in made]
   + copied = []
 
+  decoding_gets_memory_that_is_used_again: test_export.py::test_what_decode_is_given_stays_as_it_is
+  - x.shape).copy() for
+  + x.shape) for
+
 weights/entries.py
   sections_of_tensors_start_at_0: test_mapping.py::test_sections_orders_shapes_and_stacks
   - zip(box, (start, size), strict=True)

@@ -203,4 +203,20 @@ checkpoint/parts.py
   large_parts_are_read_by_turns: test_export.py::test_while_a_part_is_in_use_the_next_is_under_way
   - while len(under_way) > (part is not None) and (
   + while under_way and (
+
+  parts_that_are_kept_are_overwritten: test_export.py::test_memory_is_used_again_unless_parts_are_kept
+  - spare = memory if reuse else spare
+  + spare = memory
+
+  each_part_takes_new_memory: test_export.py::test_memory_is_used_again_unless_parts_are_kept
+  - spare = memory if reuse else spare
+  + pass
+
+  small_parts_keep_the_memory_of_large_ones: test_export.py::test_memory_is_used_again_unless_parts_are_kept
+  - if size <= spare.nbytes < 2 * size
+  + if size <= spare.nbytes
+
+  parts_are_read_into_the_part_in_use: test_export.py::test_memory_is_used_again_unless_parts_are_kept
+  - spare = none
+  + pass
 """)
