@@ -1,9 +1,9 @@
 """Checkpoints, exports and published weights: `python -m benchmarks.checkpoints [orbax] [memory] [weights]`.
 
-* orbax: saving and restoring beside plain Orbax on the same tree, and exports of the checkpoint and of the state, in
-  turns: median seconds, and CPU time over all threads. `--gigabytes` of random fp32 numbers, in 16 leaves whose
-  dimensions the devices divide (`even`) or do not (`odd`). Of odd leaves plain Orbax is given natural arrays on one
-  device, since no sharded array has such shapes.
+* orbax: saving and restoring beside plain Orbax on the same tree, and exports of the checkpoint and of the state beside
+  safetensors' own `save_file` of the same arrays in memory, in turns: median seconds, and CPU time over all threads.
+  `--gigabytes` of random fp32 numbers, in 16 leaves whose dimensions the devices divide (`even`) or do not (`odd`). Of
+  odd leaves plain Orbax is given natural arrays on one device, since no sharded array has such shapes.
 * memory: peak host memory of exporting such a checkpoint, and a restored state, in 16 leaves, as it is and as bf16,
   above what was resident before. The first export of a process includes what jax, Orbax and the allocator set up once.
 * weights: loading and writing a published model of about so many bytes, a Llama with layers 2048 wide, into a scanned
@@ -80,7 +80,9 @@ def orbax(options: argparse.Namespace) -> None:
 def measure(kind: str, options: argparse.Namespace, directory: pathlib.Path) -> dict[tuple[str, str], Any]:
     """Returns, by what is done and what it is compared with, the seconds and seconds of CPU time of both."""
     import jax
+    import numpy as np
     import orbax.checkpoint as ocp
+    from safetensors.numpy import save_file
 
     import jzero
 
@@ -95,17 +97,25 @@ def measure(kind: str, options: argparse.Namespace, directory: pathlib.Path) -> 
         with ocp.StandardCheckpointer() as checkpointer:
             return getattr(checkpointer, method)(other, *args)
 
+    def by_safetensors() -> None:
+        exported.mkdir()
+        save_file({name: np.asarray(x) for name, x in plain.params.items()}, exported / "model.safetensors")
+
     doing: dict[tuple[str, str], tuple[Callable[[], Any], Callable[[], Any]]] = {
         ("save", "Orbax"): (lambda: jzero.save_checkpoint(ours, state), lambda: by_orbax("save", tree)),
         ("restore", "Orbax"): (lambda: jzero.restore_checkpoint(ours, like), lambda: by_orbax("restore", shapes)),
-        ("export of the checkpoint", "of the state"): (
+        ("export of the checkpoint", "`save_file`"): (
             lambda: jzero.export_checkpoint(ours, exported) and None,
-            lambda: jzero.export_params(state, exported) and None,
+            by_safetensors,
         ),
+        ("export of the state", "`save_file`"): (lambda: jzero.export_params(state, exported) and None, by_safetensors),
     }
     times: dict[tuple[str, str], Any] = {key: ([], []) for key in doing}
     for number in range(options.rounds + 1):
         for key, pair in doing.items():
+            if "export" in key[0]:  # else the first of both pays for memory that a virtual machine has not used before
+                by_safetensors()
+                shutil.rmtree(exported)
             for run, spent in zip(pair, times[key], strict=True):
                 started = time.perf_counter(), time.process_time()
                 jax.block_until_ready(run())
