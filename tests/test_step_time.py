@@ -108,6 +108,24 @@ def test_rows_of_a_softmax_that_fill_no_tile_are_read_again(row):
     assert step_time(program, [], H200, 1).compute == pytest.approx((products + last + apart) * once, rel=0.02)
 
 
+@pytest.mark.parametrize("rows", [4096, 4128])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_divided_sum_needs_is_written_where_it_was_computed(rows, again):
+    """As kernels for H200 write the `tanh` of a GELU whose bias gets a gradient; a sum of 4,096 rows is not divided."""
+    params = {"up": jnp.zeros((1, WIDTH)), "bias": jnp.zeros((1, WIDTH)), "down": jnp.zeros((WIDTH, 1))}
+    block = lambda p, x: jax.nn.gelu(x @ p["up"] + p["bias"]) @ p["down"]
+    loss = lambda p: (jax.checkpoint(block) if again else block)(p, jnp.zeros((rows, 1))).sum()
+    program = trace_program(jax.jit(jax.value_and_grad(loss)).trace(params).jaxpr, [1] * 3)
+    divided, once = rows > 4096, 4 * rows * WIDTH
+    stored = divided or not again
+    forward = 1 + 2 + (not again) + 1  # a product, the GELU of it, the other product
+    recomputed = again * (1 + 2 + divided)
+    backward = 1 + 1 + 3 + stored + (not divided) + 1  # two products, the gradient of the GELU, the bias, a product
+    seconds = (forward + recomputed + backward) * once / H200.hbm_bytes_per_s
+    assert step_time(program, [], H200, 1).compute == pytest.approx(seconds, rel=0.01)
+    assert sum(x.name.endswith(":tanh") for x in program.buffers) == stored
+
+
 def test_of_a_conditional_a_usual_step_counts():
     """The branch with one product in the loss, that with three in the update."""
     rows, weights = jnp.zeros((ROWS, WIDTH), jnp.bfloat16), jnp.zeros((WIDTH, WIDTH), jnp.bfloat16)

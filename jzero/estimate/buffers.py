@@ -21,7 +21,11 @@ UPDATE = "zero_update"
 SLICES = ("slice", "dynamic_slice", "gather", "split")
 """Operations that read no more of an array than they return."""
 SLICE_NAMES = tuple(f":{kind}" for kind in SLICES)
+COSTLY = {"exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "erf", "sin", "cos", "pow"}
+"""Elementwise operations that compilers do not repeat in each reader."""
 NOTHING: frozenset[int] = frozenset()
+UNDIVIDED = 4096
+"""The longest column that compilers for GPUs sum in one step; they divide longer ones among more blocks."""
 FILLED = 7 / 8
 """The part of a tile, a power of two of elements, that rows of a softmax fill if its gradient is one kernel on GPUs."""
 KernelKey: TypeAlias = tuple[str, int]
@@ -248,6 +252,40 @@ class TracedProgram:
         """Returns whether a value has a buffer."""
         return self._written.get(x, x).buffer is not None
 
+    def write_beside(self, inputs: Sequence[BufferValue], *, divides: bool) -> int:
+        """Writes expensive inputs of a backward reduction that others read too: a fusion can have several outputs.
+
+        Also what makes them so, where an operation computed it before, see [Note: How memory is estimated]. Returns
+        the bytes that the reduction need not read, since a divided one is a kernel with what writes them.
+        """
+        pending, start = list(inputs), len(self.operations)
+        while pending:
+            x = pending.pop()
+            if self.is_written(x):
+                continue
+            if x.is_shared and x.is_costly:
+                for y in self._computed_before(x):
+                    if divides or not self.operations[self._first_reader[y]].backward:
+                        self.write(y, backward=True, waits=True)
+                self.write(x, backward=True, waits=self.is_summed(x))
+            else:
+                pending += _as_large(x)
+        beside = [i for op in self.operations[start:] for i in op.writes]
+        return sum(self.buffers[i].num_bytes for i in beside) if divides else 0
+
+    def _computed_before(self, x: BufferValue) -> Iterator[BufferValue]:
+        """Yields the expensive values that make a fused value so, if operations computed them, from as much or more."""
+        pending, seen = _as_large(x), set[BufferValue]()
+        while pending:
+            y = pending.pop()
+            if y in seen or self.is_written(y):
+                continue
+            seen.add(y)
+            if y.name.rpartition(":")[2] not in COSTLY:
+                pending += _as_large(y)
+            elif y in self._first_reader and self.bytes_read([y]) >= y.num_bytes:
+                yield y
+
     def is_summed(self, x: BufferValue) -> bool:
         """Returns whether a fused value was first computed for a reduction, from less than it would take itself."""
         reader = self._first_reader.get(x)
@@ -277,7 +315,7 @@ class TracedProgram:
           x: The value.
           backward: Whether the backward pass needs it.
           keep: Whether later readers share the buffer.
-          waits: Whether a barrier or a sum writes it. The forward pass writes such a value where it computes it.
+          waits: Whether a barrier or a sum writes it: such a value is written where it is first computed.
         """
         if x.buffer is not None or not x.num_bytes:
             return x
@@ -289,7 +327,7 @@ class TracedProgram:
         self.buffers.append(Buffer(x.num_bytes, x.name))
         written = len(self.buffers) - 1
         done = dataclasses.replace(x, buffer=written, sources=())
-        if reader is not None and backward and not self.operations[reader].backward:
+        if reader is not None and backward:
             self.operations[reader].writes += (written,)
             self.operations[reader].num_bytes += x.num_bytes
             self._has_late_writes = True
@@ -330,6 +368,11 @@ class TracedProgram:
         self.flops += times * max(body.flops for body in bodies)
         busiest = max(bodies, key=lambda body: sum(x.times * x.num_bytes for x in body.transfers))
         self.transfers += [dataclasses.replace(x, times=times * x.times) for x in busiest.transfers]
+
+
+def _as_large(x: BufferValue) -> list[BufferValue]:
+    """Returns the values that a fused value is computed from, but for smaller ones."""
+    return [y for y in x.sources if y.num_bytes >= x.num_bytes]
 
 
 def bytes_of(aval: jax.core.AbstractValue) -> int:

@@ -19,8 +19,8 @@ compilers for GPUs and TPUs share:
   forward pass runs last if the backward pass needs nothing of it, such as one over recomputed parts of a loss.
 * On GPUs, each reader recomputes a concatenation, and an elementwise result that a product needs in another layout. A
   fusion that sums an expensive value also writes that value if others read it, already in the forward pass if it sums
-  it there and it is larger than what it is made of. What the backward pass needs as an array behind a barrier, such as
-  the input of a recomputed block, is written where the forward pass first computes it, so its sources need not stay.
+  it there and it is larger than what it is made of. What makes it expensive, as a GELU's `tanh`, is written where it is
+  first computed, in the forward pass or, if the sum is divided, by another kernel. So is a recomputed block's input.
 * On GPUs, parameters gathered after the update exist twice until the end, since a collective does not write into a
   donated argument. If that would exceed the scheduler's limit, they are gathered one by one. Rows of stacks exist
   once: each is written into the stack's argument.
@@ -54,7 +54,9 @@ from jzero.core.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primit
 from jzero.core.jaxpr.repeats import dims_are_adjacent, takes_one_lane
 from jzero.core.jaxpr.sizes import product_flops
 from jzero.estimate.buffers import (
+    COSTLY,
     SLICES,
+    UNDIVIDED,
     UPDATE,
     Buffer,
     BufferKind,
@@ -71,8 +73,6 @@ FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"d
 REDUCTIONS = primitives_with(Trait.REDUCTION) | {"gather"}
 """Operations that elementwise operations are fused into, but not through."""
 ALIASES = primitives_with(Trait.ALIAS) | {named_p.name, unreduced_p.name}
-COSTLY = {"exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "erf", "sin", "cos", "pow"}
-"""Elementwise operations that compilers do not repeat in each reader."""
 TRANSFERS = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
@@ -174,8 +174,7 @@ class _Visitor:
         if kind == "scan":
             return self._scan(inputs)
         if kind in REDUCTIONS:
-            self._write_beside(inputs)
-            return self._operation(inputs, inputs)
+            return self._reduction(inputs)
         return self._opaque(inputs)
 
     def _fused(self, inputs: list[BufferValue]) -> list[BufferValue]:
@@ -187,15 +186,16 @@ class _Visitor:
             for split, shared in zip((_split(v.aval, inputs) for v in self.eqn.outvars), self.is_shared, strict=True)
         ]
 
-    def _write_beside(self, inputs: list[BufferValue]) -> None:
-        """Writes expensive inputs of a backward reduction that others read too: a fusion can have several outputs."""
-        pending = list(inputs) if self.backward else []
-        while pending:
-            x = pending.pop()
-            if x.is_shared and x.is_costly:
-                self.program.write(x, backward=True, waits=self.program.is_summed(x))
-            elif not self.program.is_written(x):
-                pending += [y for y in x.sources if y.num_bytes >= x.num_bytes]
+    def _reduction(self, inputs: list[BufferValue]) -> list[BufferValue]:
+        axes, last = self.eqn.params.get("axes", ()), compat.type_of(self.eqn.invars[0]).ndim - 1
+        divides = axes and last not in axes and self._row() > UNDIVIDED and not self.program.fuses_products
+        unread = self.program.write_beside(inputs, divides=bool(divides)) if self.backward else 0
+        outputs = self._operation(inputs, inputs)
+        self.program.operations[-1].num_bytes -= unread
+        return outputs
+
+    def _row(self) -> int:
+        return size_of(self.eqn.invars[0].aval) // max(1, size_of(self.eqn.outvars[0].aval))
 
     def _placed(self, inputs: list[BufferValue]) -> list[BufferValue]:
         """Adds the operations of a placed equation, with the transfers that its `Route` names."""
@@ -360,7 +360,7 @@ class _Visitor:
             num_bytes=0 if inner is not None or moves else self._bytes_moved(inputs, read, values),
             product=product,
             reduces=reduces,
-            row=size_of(self.eqn.invars[0].aval) // max(1, size_of(self.eqn.outvars[0].aval)) if is_row else 1,
+            row=self._row() if is_row else 1,
         )
         self.program.add(operation, read)
         return values

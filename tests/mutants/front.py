@@ -91,10 +91,13 @@ estimate/step_memory.py
   - if sum(after.values()) > temporaries.peak:
   + if False:
 
-estimate/traced.py
+estimate/buffers.py
   terms_of_sums_written_late: test_postponed.py::test_expensive_terms_of_a_sum_are_written_beside_it
-  - waits=self.program.is_summed(x)
+  - waits=self.is_summed(x)
   + waits=False
+  divided_sums_compute_again: test_step_time.py::test_what_a_divided_sum_needs_is_written_where_it_was_computed
+  - if divides or not self.operations[self._first_reader[y]].backward:
+  + if not self.operations[self._first_reader[y]].backward:
 
 estimate/footprint.py
   normalized_in_place: test_postponed.py::test_what_is_normalized_on_gpus_is_not_written_over
