@@ -158,3 +158,19 @@ def test_expensive_terms_of_a_sum_are_written_beside_it(larger, kept):
     jaxpr = jax.jit(jax.grad(loss)).trace(PARAMS[:1], X).jaxpr
     residuals = footprint(trace_program(jaxpr, [1, 1]), gpu=True).residuals
     assert max(x.num_bytes for x in residuals) == kept * ACTIVATION
+
+
+@pytest.mark.parametrize(("levels", "written"), [(1, 0), (2, 1), (4, 1), (5, 2)])
+def test_what_is_made_of_slices_of_slices_is_written(levels, written):
+    """Each level of a tree of products computes those below twice, until one of them is written."""
+
+    def sums(x):
+        x = jnp.exp(x)
+        for _ in range(levels):
+            even, odd = (jax.lax.slice_in_dim(x, i, None, 2) for i in range(2))
+            x = even * odd
+        return x.sum(0), jnp.square(x).sum(0)
+
+    buffers = trace_program(jax.jit(sums).trace(X).jaxpr, [1]).buffers
+    products = [x.num_bytes for x in buffers if x.name.endswith(":mul")]
+    assert products == [ACTIVATION // 2**i for i in (2, 5)][:written]

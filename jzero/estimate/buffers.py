@@ -24,6 +24,8 @@ SLICE_NAMES = tuple(f":{kind}" for kind in SLICES)
 COSTLY = {"exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "erf", "sin", "cos", "pow"}
 """Elementwise operations that compilers do not repeat in each reader."""
 NOTHING: frozenset[int] = frozenset()
+MOST_SLICES = 1
+"""How many slices of fused values may follow one another in a fused value that several read: each doubles its work."""
 UNDIVIDED = 4096
 """The longest column that compilers for GPUs sum in one step; they divide longer ones among more blocks."""
 FILLED = 7 / 8
@@ -148,6 +150,7 @@ class BufferValue:
       is_shared: Whether several equations read it.
       is_costly: If it has no buffer, whether computing it takes more than reading it, as an exponential does.
       constant: Its value, if it is a constant of the program.
+      slices: The most slices of fused values, that others read, too, that follow one another from arrays to it.
     """
 
     num_bytes: int
@@ -158,6 +161,7 @@ class BufferValue:
     is_shared: bool = False
     is_costly: bool = False
     constant: Any = None
+    slices: int = 0
 
 
 class TracedProgram:
@@ -387,3 +391,14 @@ def bytes_of(aval: jax.core.AbstractValue) -> int:
 def size_of(aval: jax.core.AbstractValue) -> int:
     """Returns the number of elements of an array of this type; 0 if it is none."""
     return math.prod(getattr(aval, "shape", (0,)))
+
+
+def split_bytes(aval: jax.core.AbstractValue, inputs: Iterable[BufferValue], length: int = 1) -> tuple[int, int]:
+    """Returns a value's bytes on one device, and the number of devices that it is split among, judging by `inputs`.
+
+    One that stacks the results of so many iterations is judged by a single one.
+    """
+    num_bytes = bytes_of(aval)
+    least = num_bytes / max(1, length) / 8
+    parts = max((x.parts for x in inputs if x.parts > 1 and x.num_bytes * x.parts >= least), default=1)
+    return num_bytes // parts, parts

@@ -21,6 +21,7 @@ compilers for GPUs and TPUs share:
   fusion that sums an expensive value also writes that value if others read it, already in the forward pass if it sums
   it there and it is larger than what it is made of. What makes it expensive, as a GELU's `tanh`, is written where it is
   first computed, in the forward pass or, if the sum is divided, by another kernel. So is a recomputed block's input.
+* What several read is written, too, if it is made of slices of slices of fused values, as in an associative scan.
 * On GPUs, parameters gathered after the update exist twice until the end, since a collective does not write into a
   donated argument. If that would exceed the scheduler's limit, they are gathered one by one. Rows of stacks exist
   once: each is written into the stack's argument.
@@ -36,7 +37,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -55,6 +56,7 @@ from jzero.core.jaxpr.repeats import dims_are_adjacent, takes_one_lane
 from jzero.core.jaxpr.sizes import product_flops
 from jzero.estimate.buffers import (
     COSTLY,
+    MOST_SLICES,
     SLICES,
     UNDIVIDED,
     UPDATE,
@@ -67,6 +69,7 @@ from jzero.estimate.buffers import (
     Transfer,
     bytes_of,
     size_of,
+    split_bytes,
 )
 
 FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
@@ -179,12 +182,18 @@ class _Visitor:
 
     def _fused(self, inputs: list[BufferValue]) -> list[BufferValue]:
         kind = self.eqn.primitive.name
-        is_costly = kind in COSTLY or any(x.is_costly and not self.program.is_written(x) for x in inputs)
-        constant = _constant(self.eqn, inputs)
-        return [
-            BufferValue(*split[:1], f"{self.name}:{kind}", split[1], None, tuple(inputs), shared, is_costly, constant)
-            for split, shared in zip((_split(v.aval, inputs) for v in self.eqn.outvars), self.is_shared, strict=True)
+        fused = [x for x in inputs if not self.program.is_written(x)]
+        is_costly = kind in COSTLY or any(x.is_costly for x in fused)
+        slices = max((x.slices for x in fused), default=0) + (kind == "slice" and any(x.is_shared for x in fused))
+        name, sources, constant = f"{self.name}:{kind}", tuple(inputs), _constant(self.eqn, inputs)
+        values = [
+            BufferValue(num_bytes, name, parts, None, sources, shared, is_costly, constant, slices)
+            for (num_bytes, parts), shared in zip(
+                (split_bytes(v.aval, inputs) for v in self.eqn.outvars), self.is_shared, strict=True
+            )
         ]
+        is_repeated = slices > MOST_SLICES and kind != "slice"
+        return [self._write(x) if is_repeated and x.is_shared else x for x in values]
 
     def _reduction(self, inputs: list[BufferValue]) -> list[BufferValue]:
         axes, last = self.eqn.params.get("axes", ()), compat.type_of(self.eqn.invars[0]).ndim - 1
@@ -277,7 +286,7 @@ class _Visitor:
             number = results[i].buffer
             assert number is not None
             buffer = self.program.buffers[number]
-            buffer.num_bytes, parts = _split(self.eqn.outvars[i].aval, inputs, length)  # one iteration's decides
+            buffer.num_bytes, parts = split_bytes(self.eqn.outvars[i].aval, inputs, length)  # one iteration's decides
             buffer.times, buffer.name = length, inside.name or f"{self.name}:carried"
             results[i] = dataclasses.replace(results[i], num_bytes=buffer.num_bytes, parts=parts)
         return results
@@ -337,7 +346,7 @@ class _Visitor:
         name = f"{self.name}:{self.eqn.primitive.name}"
         values, first = [], len(self.program.buffers)
         for i, v in enumerate(self.eqn.outvars):
-            num_bytes, parts = _split(v.aval, inputs)
+            num_bytes, parts = split_bytes(v.aval, inputs)
             self.program.buffers.append(Buffer(num_bytes, name, kind=kind))
             values.append(BufferValue(num_bytes, name, parts, buffer=first + i))
         writes = tuple(range(first, len(self.program.buffers)))
@@ -407,14 +416,3 @@ def _product(program: TracedProgram, eqn: JaxprEqn, inputs: Sequence[BufferValue
     key = kernel_name(eqn), sum(size_of(v.aval) for v in eqn.outvars)
     program.kernels.setdefault(key, []).append(product)
     return product
-
-
-def _split(aval: jax.core.AbstractValue, inputs: Iterable[BufferValue], length: int = 1) -> tuple[int, int]:
-    """Returns a value's bytes on one device, and the number of devices that it is split among, judging by `inputs`.
-
-    One that stacks the results of so many iterations is judged by a single one.
-    """
-    num_bytes = bytes_of(aval)
-    least = num_bytes / max(1, length) / 8
-    parts = max((x.parts for x in inputs if x.parts > 1 and x.num_bytes * x.parts >= least), default=1)
-    return num_bytes // parts, parts
