@@ -129,7 +129,8 @@ class Draft:
                 if self.decode is None:
                     part = _joined(next(values), entry.part.shape)
                 else:
-                    part = self._decoded(entry, [_joined(next(values), x.shape).copy() for _, x in self._boxes(entry)])
+                    layers = [_joined(next(values), x.shape, keeps=True) for _, x in self._boxes(entry)]
+                    part = self._decoded(entry, layers)
                 entry.write(fitted(part, spec), out)
             yield [out]
         for tensor in self.copied:
@@ -347,10 +348,10 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _joined(parts: Iterator[np.ndarray], shape: Shape) -> np.ndarray:
-    """Returns an array of its consecutive parts, each of which is used before the next is taken; itself, if one."""
+def _joined(parts: Iterator[np.ndarray], shape: Shape, *, keeps: bool = False) -> np.ndarray:
+    """Returns an array of its consecutive parts, in memory of its own if there are several or if it `keeps` one."""
     part = next(parts)
-    if part.size == math.prod(shape):
+    if part.size == math.prod(shape) and not keeps:
         return part.reshape(shape)
     out, end = np.empty(math.prod(shape), part.dtype), 0
     for x in itertools.chain([part], parts):

@@ -30,7 +30,7 @@ weights/draft.py
   + copied = []
 
   decoding_gets_memory_that_is_used_again: test_export.py::test_what_decode_is_given_stays_as_it_is
-  - x.shape).copy() for
+  - x.shape, keeps=True) for
   + x.shape) for
 
 weights/entries.py
