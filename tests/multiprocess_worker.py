@@ -84,7 +84,8 @@ def checkpoints(directory: pathlib.Path) -> dict[str, Any]:
     with jzero.CheckpointManager(directory / "run", max_to_keep=2) as manager:
         for i in range(3):
             state, _ = step(state, models.mlp_batch(ROWS, seed=i), rng=jax.random.key(7))
-            manager.save(state, data_iterator=Position(10 * i + jax.process_index()), extra={"rng": jax.random.key(i)})
+            extra = {"rng": jax.random.key(i), "count": state.step}
+            manager.save(state, data_iterator=Position(10 * i + jax.process_index()), extra=extra)
         results["trained"] = whole(state)
         at = Position(0)
         results["again"] = whole(manager.restore(like, data_iterator=at))
@@ -96,6 +97,9 @@ def checkpoints(directory: pathlib.Path) -> dict[str, Any]:
         results["extra"] = message(
             lambda: jzero.save_checkpoint(directory / "bad", state, extra={"f": print if alone else 1})
         )
+        results["count"] = int(manager.restore_extra()["count"])
+        spread = next(x for x in jax.tree.leaves(state) if not x.is_fully_replicated)
+        results["spread"] = message(lambda: jzero.save_checkpoint(directory / "bad", state, extra={"x": spread}))
         results["nowhere"] = message(lambda: jzero.export_params(state, "/proc/nowhere/x.safetensors"))
         missing = directory / ("missing" if alone else "from_one")
         results["missing"] = message(lambda: jzero.restore_checkpoint(missing, like))

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jzero
+from jzero.checkpoint.extras import iterator_mover, iterator_position
 from jzero.checkpoint.saving import checkpoint_items
 from tests import disk_states, models, shared
 from tests.checkpoint_states import (
@@ -236,3 +237,12 @@ def test_data_iterators_without_a_position(plain, tmp_path):
     jzero.save_checkpoint(tmp_path / "c", state)
     with pytest.raises(ValueError, match="holds no position of a data iterator"):
         jzero.restore_checkpoint(tmp_path / "c", state, data_iterator=Numbers())
+
+
+@pytest.mark.parametrize("saved_by", [1, 3])
+def test_positions_that_agree_are_for_any_number_of_processes(saved_by, monkeypatch):
+    next(numbers := Numbers())
+    first = iterator_position(numbers)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    iterator_mover(moved := Numbers(), [first] * saved_by)()
+    assert iterator_position(moved) == first

@@ -171,6 +171,16 @@ def test_what_nothing_decides_is_at_the_head():
     assert "open" not in str(read({"train_batch_size": 8})[1])
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [({"train_batch_size": "auto"}, "open"), ({"bf16": {"enabled": "auto"}}, "not in the file: pass `batch_size=`")],
+)
+def test_the_batch_is_open_only_if_its_own_key_is(config, says):
+    with pytest.warns(UserWarning, match="Nothing decides"):
+        _, report = jzero.from_deepspeed(config)
+    assert f"batch: {says}\n" in str(report)
+
+
 STOCK = {
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto"},

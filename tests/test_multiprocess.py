@@ -220,6 +220,8 @@ def test_checkpoints_of_two_processes_and_of_one(results, folder):
         assert results["position"] == 20 + process, "each process goes on where it was"
         assert results["steps"] == [2, 3]
         assert "`extra/f` must hold arrays" in results["extra"], "also where nothing was wrong with it"
+        assert "`extra/x` is spread over processes" in results["spread"]
+        assert results["count"] == 3
         assert "could not be written" in results["nowhere"]
         assert "There is no checkpoint at" in results["missing"]
         assert results["missing"].startswith("Other processes failed") == (process == 0)

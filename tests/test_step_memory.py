@@ -169,6 +169,14 @@ def test_of_branches_the_most_work_counts():
     assert trace_program(jaxpr, [1, 1]).flops == 3 * 2 * 48 * 16 * 48
 
 
+def test_what_is_divided_outside_of_a_branch_is_divided_in_it():
+    fn = lambda k, x: jax.lax.cond(k, lambda x: jnp.cumsum(x, axis=0), lambda x: x, x)
+    jaxpr = jax.jit(fn).trace(True, jax.ShapeDtypeStruct((48, 40), jnp.float32)).jaxpr
+    for parts in (1, 8):
+        (branch,) = [x.inner for x in trace_program(jaxpr, [1, parts]).operations if x.inner]
+        assert max(x.num_bytes for x in branch.buffers) == 48 * 40 * 4 / parts
+
+
 def test_accumulation_keeps_one_micro_batch():
     whole = reckoned(stack_loss, stack_state(config_of(2)))
     halves = reckoned(stack_loss, stack_state(config_of(2)), accumulate_steps=2)
