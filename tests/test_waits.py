@@ -190,6 +190,8 @@ def test_what_was_joined_waits_for_what_is_added_later(platform, waits, monkeypa
     jaxpr = compat.open_jaxpr(jax.make_jaxpr(fn)(state, rows))[0]
     found = [eqn for eqn in equations_of(jaxpr) if eqn.primitive is wait_p]
     assert [(eqn.params["how"], *[v.aval.shape for v in eqn.invars]) for eqn in found] == waits
+    delayed = {id(v) for eqn in found for v in eqn.invars}  # which others read as the wait returns them
+    assert not any(id(v) in delayed for eqn in equations_of(jaxpr) if eqn.primitive is not wait_p for v in eqn.invars)
     want = jax.grad(loss)(params, rows)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), fn(state, rows)[1], want)
 
