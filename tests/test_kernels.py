@@ -22,7 +22,7 @@ from tests import kernels, shared
 from tests.kernels import HEADS, SIZE, WIDTH, calls_of
 from tests.tiers import default_for
 
-LAYERS, ROWS, TOKENS = 4, 16, 7
+LAYERS, ROWS, TOKENS = 3, 16, 7
 BATCH = np.random.default_rng(0).normal(size=(ROWS, TOKENS, WIDTH)).astype(np.float32)
 TX = shared.sgd(0.1)
 ONCE = {"scaled": 2, "attention_forward": 1, "attention_backward": 1}
