@@ -172,7 +172,8 @@ class _Visitor:
         if kind == "shard_map":
             return self._shard_map(inputs)
         is_statistic = kind == "slice" and takes_one_lane(compat.type_of(self.eqn.invars[0]).shape, self.eqn.params)
-        if kind in FUSIBLE and not is_statistic:
+        is_dilation = kind == "pad" and any(inner for _, _, inner in self.eqn.params["padding_config"])
+        if kind in FUSIBLE and not is_statistic and not (is_dilation and self.program.fuses_products):
             return self._fused(inputs)
         if kind == "scan":
             return self._scan(inputs)
