@@ -168,7 +168,7 @@ class TracedProgram:
     """The buffers and operations of one body of code, including calls in it.
 
     Attributes:
-      fuses_products: Whether products compute what is elementwise in their operands, as on TPUs.
+      fuses_products: As on TPUs: products compute what is elementwise in their operands; no pad between elements fuses.
       buffers: Every array that takes memory.
       operations: In the order of the program.
       transfers: The collectives, including those of inner loops.

@@ -103,7 +103,7 @@ estimate/traced.py
   scans_compute_all_levels_again: test_postponed.py::test_what_is_made_of_slices_of_slices_is_written
   - slices > MOST_SLICES and
   + False and
-  dilations_fused: test_step_memory.py::test_on_tpus_a_pad_between_elements_is_a_kernel_of_its_own
+  dilations_fused: test_postponed.py::test_on_tpus_a_pad_between_elements_is_a_kernel_of_its_own
   - (is_dilation and self.program.fuses_products)
   + (False and is_dilation)
 
